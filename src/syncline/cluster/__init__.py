@@ -1,0 +1,16 @@
+"""Real hosts on one Linux machine: processes in network namespaces behind links that hold a rate."""
+
+from syncline.cluster.launch import Outcome, Rank, RankFailed, launch, launch_outcomes
+from syncline.cluster.spec import ClusterSpec, format_rate, parse_per_host, parse_rate
+
+__all__ = [
+    "ClusterSpec",
+    "Outcome",
+    "Rank",
+    "RankFailed",
+    "format_rate",
+    "launch",
+    "launch_outcomes",
+    "parse_per_host",
+    "parse_rate",
+]

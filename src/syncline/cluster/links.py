@@ -1,0 +1,116 @@
+"""Switches, links and their shaping, through netlink.
+
+Every link is a veth pair with a token-bucket filter at both ends, so each direction holds its rate on its own.
+Latency and loss are not emulated: few kernels ship `netem`.
+
+**The burst is the trap.** A bucket's burst is credit that an idle link hands to the next message for free, so a large
+one flatters small and sparse messages. Below 64 kB, the largest segment that TCP hands to a link in one piece, the
+kernel cuts every segment into packets and the CPU, not the link, sets the pace. `BURST_S` and `MIN_BURST_BYTES` are
+about the smallest that held the rate at every size in `benchmarks/link_rate.py`, from a standing start and back to back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from pyroute2 import IPRoute
+
+from syncline.cluster.spec import ClusterSpec
+
+HOST_INTERFACE = "eth0"
+BURST_S = 0.004
+MIN_BURST_BYTES = 80_000
+QUEUE_S = 0.2
+"""Room for this much traffic in front of a link: a switch that does not drop while TCP finds its window."""
+MIN_QUEUE_BYTES = 1024 * 1024
+
+
+def burst_bytes(rate_bps: int) -> int:
+    return max(MIN_BURST_BYTES, int(rate_bps / 8 * BURST_S))
+
+
+def host_address(host: int) -> str:
+    """Addresses live in the cluster's own network namespaces and mean nothing outside of them."""
+    return f"10.77.0.{host + 1}"
+
+
+def build_switches(spec: ClusterSpec, host_pids: list[int]) -> None:
+    """In the switch's namespace: bridges, one link to each host, trunks between racks and core."""
+    with IPRoute() as netlink:
+        _up(netlink, "lo")
+        for rack in range(spec.racks):
+            _add_bridge(netlink, f"rack{rack}")
+        for host, pid in enumerate(host_pids):
+            port = f"host{host}"
+            netlink.link("add", ifname=port, kind="veth", peer={"ifname": HOST_INTERFACE, "net_ns_pid": pid})
+            _plug(netlink, port, f"rack{spec.rack_of(host)}")
+            _shape(netlink, port, spec.rate_bps)
+        if spec.trunk_rate_bps is not None:
+            _add_bridge(netlink, "core")
+            for rack in range(spec.racks):
+                near, far = f"trunk{rack}", f"core{rack}"
+                netlink.link("add", ifname=near, kind="veth", peer=far)
+                _plug(netlink, near, f"rack{rack}")
+                _plug(netlink, far, "core")
+                for end in (near, far):
+                    _shape(netlink, end, spec.trunk_rate_bps)
+
+
+def configure_host(spec: ClusterSpec, host: int) -> None:
+    """In a host's namespace, once its link exists: address, shaping, and the TCP that hosts run by default."""
+    with IPRoute() as netlink:
+        _up(netlink, "lo")
+        index = _index(netlink, HOST_INTERFACE)
+        netlink.addr("add", index=index, address=host_address(host), prefixlen=24)
+        _shape(netlink, HOST_INTERFACE, spec.rate_bps)
+        _up(netlink, HOST_INTERFACE)
+    _use_common_tcp()
+
+
+def sent_bytes() -> int:
+    """Bytes that this host has put on its link since it exists, headers included."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == HOST_INTERFACE:
+            return int(counters.split()[8])
+    raise LookupError(f"no interface {HOST_INTERFACE} here: links are not emulated")
+
+
+def _use_common_tcp() -> None:
+    # The machine underneath may run BBR or tiny buffers; an emulated host should not depend on that.
+    for algorithm in ("cubic", "reno"):
+        with contextlib.suppress(OSError):
+            Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(algorithm)
+            return
+
+
+def _add_bridge(netlink: IPRoute, name: str) -> None:
+    netlink.link("add", ifname=name, kind="bridge", br_stp_state=0)
+    _up(netlink, name)
+
+
+def _plug(netlink: IPRoute, port: str, bridge: str) -> None:
+    netlink.link("set", index=_index(netlink, port), master=_index(netlink, bridge), state="up")
+
+
+def _shape(netlink: IPRoute, name: str, rate_bps: int) -> None:
+    rate = rate_bps // 8
+    queue = max(MIN_QUEUE_BYTES, int(rate * QUEUE_S))
+    netlink.tc(
+        "add",
+        "tbf",
+        index=_index(netlink, name),
+        handle="1:",
+        rate=rate,
+        burst=burst_bytes(rate_bps),
+        limit=queue + burst_bytes(rate_bps),
+    )
+
+
+def _index(netlink: IPRoute, name: str) -> int:
+    return int(netlink.link_lookup(ifname=name)[0])
+
+
+def _up(netlink: IPRoute, name: str) -> None:
+    netlink.link("set", index=_index(netlink, name), state="up")

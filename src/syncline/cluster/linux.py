@@ -1,0 +1,71 @@
+"""The few Linux calls that Python 3.10 lacks: namespaces of one's own, and dying with one's parent."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+_MS_BIND = 0x1000
+_MS_REC = 0x4000
+_MS_PRIVATE = 0x40000
+_PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _checked(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def unshare(flags: int) -> None:
+    _checked(_libc.unshare(ctypes.c_int(flags)), "unshare")
+
+
+def unshare_as_user(flags: int) -> None:
+    """Gives the calling process namespaces of its own; without privilege, inside a user namespace of its own.
+
+    The user keeps its uid and gid inside, so commands see the user who started them.
+    """
+    try:
+        unshare(flags)
+    except PermissionError:
+        uid, gid = os.getuid(), os.getgid()
+        unshare(flags | CLONE_NEWUSER)
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Has the kernel kill this process when the thread that forked it ends, however it ends."""
+    _checked(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+    if os.getppid() not in (parent_pid, 0):  # 0: the parent is outside this PID namespace
+        os._exit(1)  # it ended before the call above
+
+
+def mount_private() -> None:
+    """Keeps this mount namespace's mounts from reaching the rest of the machine."""
+    _checked(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
+
+
+def bind_mount(source: str, target: str) -> None:
+    _checked(_libc.mount(source.encode(), target.encode(), None, _MS_BIND, None), f"mount {target}")
+
+
+def mount_proc() -> None:
+    _checked(_libc.mount(b"proc", b"/proc", b"proc", 0, None), "mount /proc")
+
+
+def set_hostname(name: str) -> None:
+    encoded = name.encode()
+    _checked(_libc.sethostname(encoded, len(encoded)), "sethostname")

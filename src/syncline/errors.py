@@ -1,0 +1,23 @@
+"""The errors that Syncline raises on purpose. Each message says what was wrong, where, and what to do."""
+
+from __future__ import annotations
+
+
+class SynclineError(RuntimeError):
+    """Anything that Syncline reports itself, as opposed to a defect in it."""
+
+
+class UsageError(SynclineError, ValueError):
+    """The caller asked for something that cannot be done as asked; commands exit with 2."""
+
+
+class MismatchError(SynclineError):
+    """The ranks of a job do not agree on something they all must agree on."""
+
+
+class ExchangeError(SynclineError):
+    """A gradient exchange failed; the step was not applied and the exchange's state is unusable."""
+
+
+class ClusterError(SynclineError):
+    """An emulated cluster could not be set up, or one of its processes failed."""
