@@ -1,0 +1,31 @@
+"""Syncline makes data-parallel PyTorch training fast on slow or uneven networks.
+
+model = DDP(net)
+handle = syncline.attach(model, syncline.Dense(wire="bf16"))
+"""
+
+from syncline._version import __version__
+from syncline.engine import BucketTiming, Handle, Stats, attach
+from syncline.errors import (
+    ClusterError,
+    ExchangeError,
+    MismatchError,
+    SynclineError,
+    UsageError,
+)
+from syncline.exchange import Dense, Exchange
+
+__all__ = [
+    "BucketTiming",
+    "ClusterError",
+    "Dense",
+    "Exchange",
+    "ExchangeError",
+    "Handle",
+    "MismatchError",
+    "Stats",
+    "SynclineError",
+    "UsageError",
+    "__version__",
+    "attach",
+]

@@ -1,13 +1,13 @@
 """Real hosts on one Linux machine: processes in network namespaces behind links that hold a rate."""
 
-from syncline.cluster.launch import Outcome, Rank, RankFailed, launch, launch_outcomes
+from syncline.cluster.launch import Outcome, Rank, RankFailedError, launch, launch_outcomes
 from syncline.cluster.spec import ClusterSpec, format_rate, parse_per_host, parse_rate
 
 __all__ = [
     "ClusterSpec",
     "Outcome",
     "Rank",
-    "RankFailed",
+    "RankFailedError",
     "format_rate",
     "launch",
     "launch_outcomes",

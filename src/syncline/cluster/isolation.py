@@ -74,7 +74,7 @@ class Isolated:
         return os.waitstatus_to_exitcode(status)
 
 
-def start_hosts(spec: ClusterSpec, host_main: HostMain, *, shaped: bool) -> Isolated:
+def start_hosts(spec: ClusterSpec, host_main: HostMain, *, shaped: bool) -> Isolated:  # noqa: RET503
     """Starts `host_main` on every host; with `shaped`, each in its own namespace behind its own link."""
     control_read, control_write = os.pipe()
     caller = os.getpid()
@@ -91,9 +91,7 @@ def _keeper(spec: ClusterSpec, host_main: HostMain, shaped: bool, caller: int, c
     linux.die_with_parent(caller)
     os.setsid()  # Ctrl-C reaches the caller alone, which then ends us
     if shaped:
-        linux.unshare_as_user(
-            linux.CLONE_NEWNET | linux.CLONE_NEWPID | linux.CLONE_NEWNS | linux.CLONE_NEWUTS
-        )
+        linux.unshare_as_user(linux.CLONE_NEWNET | linux.CLONE_NEWPID | linux.CLONE_NEWNS | linux.CLONE_NEWUTS)
     alive_read, alive_write = os.pipe()
     keeper = os.getpid()
     _flush()

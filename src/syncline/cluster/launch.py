@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import signal
@@ -17,6 +18,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from syncline.cluster import linux
 from syncline.cluster.isolation import LOOPBACK, MASTER_PORT, _run_and_exit, start_hosts, why_not_shaped
@@ -57,13 +59,9 @@ class Rank:
         if self.rank == 0:  # the store itself would listen on every interface
             listener = self._listener or socket.create_server((address, self._port))
             options["master_listen_fd"] = listener.detach()
-        store = dist.TCPStore(
-            address, self._port, self.world_size, is_master=self.rank == 0, timeout=timeout, **options
-        )
+        store = TCPStore(address, self._port, self.world_size, is_master=self.rank == 0, timeout=timeout, **options)
         backend = "nccl" if self.spec.device == "cuda" else "gloo"
-        dist.init_process_group(
-            backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout
-        )
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
 
 
 @dataclass
@@ -81,7 +79,7 @@ class Outcome:
     _buffer: bytes = field(default=b"", repr=False)
 
 
-class RankFailed(ClusterError):
+class RankFailedError(ClusterError):
     """At least one rank raised, died, or ran past the deadline."""
 
     def __init__(self, outcomes: Sequence[Outcome], deadline_s: float) -> None:
@@ -107,11 +105,9 @@ def launch(
 
     The first rank that fails gives the others `grace_s` to end by themselves; at `deadline_s` everything is killed.
     """
-    outcomes = launch_outcomes(
-        spec, main, deadline_s=deadline_s, grace_s=grace_s, on_event=on_event, shaped=shaped
-    )
+    outcomes = launch_outcomes(spec, main, deadline_s=deadline_s, grace_s=grace_s, on_event=on_event, shaped=shaped)
     if any(outcome.error for outcome in outcomes):
-        raise RankFailed(outcomes, deadline_s)
+        raise RankFailedError(outcomes, deadline_s)
     return [outcome.value for outcome in outcomes]
 
 
@@ -194,7 +190,7 @@ def _run_ranks(
                 _listener=listener,
                 _port=port,
             )
-            _run_and_exit(lambda rank=rank, parent=parent: _rank_process(rank, parent, main), -1)
+            _run_and_exit(functools.partial(_rank_process, rank, parent, main), -1)
         children.append(pid)
     for _, write_end in pipes:
         os.close(write_end)

@@ -6,7 +6,8 @@ Latency and loss are not emulated: few kernels ship `netem`.
 **The burst is the trap.** A bucket's burst is credit that an idle link hands to the next message for free, so a large
 one flatters small and sparse messages. Below 64 kB, the largest segment that TCP hands to a link in one piece, the
 kernel cuts every segment into packets and the CPU, not the link, sets the pace. `BURST_S` and `MIN_BURST_BYTES` are
-about the smallest that held the rate at every size in `benchmarks/link_rate.py`, from a standing start and back to back.
+about the smallest that held the rate at every size in `benchmarks/link_rate.py`, from a standing start and back to
+back.
 """
 
 from __future__ import annotations

@@ -1,0 +1,154 @@
+"""`Comm` over torch.distributed: thin, and it keeps the books.
+
+Groups belong to one lane each, so that lanes do not wait for each other's connections, and are created by all ranks in
+the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncline.exchange import WORLD, Comm, Counter, Topology, Work
+from syncline.exchange.wire import sent_bytes
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 renamed it; 2.11 has only the old name."""
+
+
+@dataclass(frozen=True)
+class GroupComm:
+    """The ranks of one process group; `siblings` are this rank's groups at the other levels."""
+
+    group: dist.ProcessGroup
+    name: str
+    counter: Counter
+    backend: str
+    siblings: Mapping[str, GroupComm]
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    def level(self, name: str) -> Comm:
+        return self.siblings[name]
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        self._count("all_reduce", tensor)
+        return self._issued(dist.all_reduce(tensor, group=self.group, async_op=True))
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> Work:
+        self._count("all_to_all", input)
+        return self._issued(dist.all_to_all_single(output, input, group=self.group, async_op=True))
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        self._count("all_gather", output)
+        return self._issued(_all_gather(output.view(-1), input.reshape(-1), group=self.group, async_op=True))
+
+    def reduce(self, tensor: Tensor, root: int) -> Work:
+        self._count("reduce", tensor)
+        return self._issued(
+            dist.reduce(tensor, dist.get_global_rank(self.group, root), group=self.group, async_op=True)
+        )
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        self._count("broadcast", tensor)
+        return self._issued(
+            dist.broadcast(tensor, dist.get_global_rank(self.group, root), group=self.group, async_op=True)
+        )
+
+    def _count(self, kind: str, whole: Tensor) -> None:
+        sent = sent_bytes(kind, whole.numel(), whole.element_size(), self.size, self.backend)
+        self.counter.add(self.name, sent)
+
+    @staticmethod
+    def _issued(work: Any) -> Work:
+        assert work is not None, "this process is not in the group"  # noqa: S101
+        return cast(Work, work)
+
+
+@dataclass(frozen=True)
+class LaneGroups:
+    """The process groups of one lane, from the levels that the lane's exchanges use."""
+
+    comm: GroupComm
+    counter: Counter
+
+    @property
+    def topology(self) -> Topology:
+        sizes = {name: sibling.size for name, sibling in self.comm.siblings.items()}
+        return Topology(sizes, self.comm.backend)
+
+    @classmethod
+    def create(cls, parent: dist.ProcessGroup, timeout: timedelta) -> LaneGroups:
+        """Collective over the parent's ranks: new connections of the lane's own, opened right away.
+
+        A group's first collective would open them lazily, and can hang past its timeout if a peer died meanwhile.
+        """
+        ranks = dist.get_process_group_ranks(parent)
+        whole_world = len(ranks) == dist.get_world_size()
+        group = dist.new_group(
+            None if whole_world else ranks,
+            timeout=timeout,
+            backend=dist.get_backend(parent),
+            use_local_synchronization=not whole_world,  # ranks outside a subgroup do not attach
+        )
+        counter = Counter()
+        siblings: dict[str, GroupComm] = {}
+        comm = GroupComm(group, WORLD, counter, str(dist.get_backend(parent)), siblings)
+        siblings[WORLD] = comm
+        comm.all_to_all(*_pair(comm.size, parent)).wait()
+        comm.all_reduce(_pair(1, parent)[0]).wait()
+        counter.sent_bytes.clear()
+        counter.calls = 0
+        return cls(comm, counter)
+
+    def destroy(self) -> None:
+        if dist.is_initialized():
+            for sibling in self.comm.siblings.values():
+                dist.destroy_process_group(sibling.group)
+
+
+def group_device(group: dist.ProcessGroup) -> torch.device:
+    """Where a tensor must be for this group to carry it."""
+    if str(dist.get_backend(group)) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def gather_bytes(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
+    """Every rank's `data`, in rank order; no pickle."""
+    device, size = group_device(group), group.size()
+    length = torch.tensor([len(data)], device=device)
+    lengths = torch.zeros(size, dtype=length.dtype, device=device)
+    _all_gather(lengths, length, group=group)
+    longest = max(int(lengths.max()), 1)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
+    padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)].to(device)
+    everyone = torch.zeros(size * longest, dtype=torch.uint8, device=device)
+    _all_gather(everyone, padded, group=group)
+    rows = everyone.view(size, longest).cpu()
+    return [bytes(row[:count].tolist()) for row, count in zip(rows, lengths.tolist(), strict=True)]
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta:
+    """The timeout that the user gave this group; torch's default where it cannot be read."""
+    try:
+        return group._get_backend(group_device(group)).options._timeout
+    except (AttributeError, RuntimeError):
+        return dist.default_pg_timeout if hasattr(dist, "default_pg_timeout") else timedelta(minutes=30)
+
+
+def _pair(numel: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    device = group_device(group)
+    return torch.zeros(numel, device=device), torch.zeros(numel, device=device)

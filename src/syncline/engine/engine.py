@@ -1,0 +1,255 @@
+"""The engine of one attached model: buckets in, averaged buckets out, on lanes.
+
+It knows parameters by name, because buckets change: DDP rebuilds them after the first backward, in the order in which
+gradients became ready. A bucket's state is prepared when the bucket is first seen, after all ranks have compared what
+they see in it, and moves along by parameter name when the buckets change.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncline.engine.agreement import agree
+from syncline.engine.comm import LaneGroups
+from syncline.engine.lane import Job, Lane, make_lane
+from syncline.errors import ExchangeError, SynclineError, UsageError
+from syncline.exchange import Exchange, Layout, Slot, State, Work
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+"""By parameter name, then by kind, in logical shape."""
+
+
+@dataclass
+class Bucket:
+    """A bucket as DDP makes it now."""
+
+    index: int
+    lane: int
+    layout: Layout
+    state: State | None = None
+    """None until all ranks have agreed on the layout."""
+
+    @property
+    def settles(self) -> bool:
+        return self.state is not None and type(self.state).settle is not State.settle
+
+
+@dataclass
+class Step:
+    """The buckets of one backward pass."""
+
+    jobs: list[Job] = field(default_factory=list)
+    unfinished: int = 0
+    complete: bool = False
+    """Whether its last bucket was submitted."""
+    finite: list[Tensor] = field(default_factory=list)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+
+
+class Engine:
+    """Runs one exchange for one model. All ranks create it together, in the same order as their other groups."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        parameters: Mapping[str, torch.nn.Parameter],
+        exchange: Exchange,
+        lanes: int,
+        timeout: timedelta,
+    ) -> None:
+        self.exchange = exchange
+        self.error: BaseException | None = None
+        self.steps = 0
+        self.buckets: dict[tuple[int, ...], Bucket] = {}
+        self.last_step = Step()
+        self._step = Step()
+        self._parameters = dict(parameters)
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._ranks = group.size()
+        self._groups = [LaneGroups.create(group, timeout) for _ in range(lanes)]
+        device = next(iter(parameters.values())).device
+        self._lanes: list[Lane] = [make_lane(device, f"syncline-lane-{index}") for index in range(lanes)]
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+        """State of a checkpoint or an earlier layout, until the bucket that holds its parameter is prepared."""
+        self._counted: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    # --- in the thread that runs backward -----------------------------------------------------------------------
+
+    def submit(self, grad_bucket: Any) -> Any:
+        """A bucket whose gradients are ready → a future of the averaged bucket. In the same order on all ranks."""
+        if self.error is not None:
+            raise ExchangeError(f"an earlier exchange of this model failed: {self.error}") from self.error
+        flat: Tensor = grad_bucket.buffer()
+        bucket = self._see(grad_bucket, flat)
+        lane = self._lanes[bucket.lane]
+        step = self._step
+        job = Job(
+            bucket=bucket.index,
+            lane=bucket.lane,
+            flat=flat,
+            run=lambda: self._run(bucket, flat),
+            on_done=lambda job: self._done(job, bucket, step),
+            marks=lane.marks(),
+        )
+        with self._lock:
+            step.jobs.append(job)
+            step.unfinished += 1
+            step.complete = grad_bucket.is_last()
+        if step.complete:
+            self._step = Step()
+        return lane.submit(job)
+
+    def _see(self, grad_bucket: Any, flat: Tensor) -> Bucket:
+        parameters = grad_bucket.parameters()
+        key = tuple(map(id, parameters))
+        if key not in self.buckets:
+            if flat.is_sparse:
+                raise UsageError("sparse gradients are not supported: build the embedding with sparse=False")
+            layout = self._layout(parameters, flat)
+            self._retire(layout)
+            index = grad_bucket.index()
+            self.buckets[key] = Bucket(index, index % len(self._lanes), layout)
+        return self.buckets[key]
+
+    def _layout(self, parameters: list[Tensor], flat: Tensor) -> Layout:
+        slots, offset = [], 0
+        for parameter in parameters:
+            name = self._names.get(id(parameter))
+            if name is None:
+                raise ExchangeError("DDP exchanges a parameter that was not there at attach: detach, then attach again")
+            shape, numel = tuple(parameter.shape), parameter.numel()
+            slots.append(Slot(name, shape, parameter.stride(), offset, numel))
+            offset += numel
+        if offset != flat.numel():
+            raise ExchangeError(f"a bucket holds {flat.numel()} elements, its parameters {offset}")
+        return Layout(tuple(slots), flat.dtype, flat.device)
+
+    def _retire(self, new: Layout) -> None:
+        """Takes buckets apart whose parameters are in another one now, and keeps their state for it."""
+        names = {slot.name for slot in new.slots}
+        for key, old in list(self.buckets.items()):
+            if names & {slot.name for slot in old.layout.slots}:
+                if old.state is not None:
+                    self._keep(old.state.tensors(old.layout))
+                del self.buckets[key]
+
+    def _keep(self, tensors: Tensors) -> None:
+        with self._lock:
+            for name, kinds in tensors.items():
+                self._waiting[name] = {kind: tensor.detach().clone() for kind, tensor in kinds.items()}
+
+    # --- on the lane --------------------------------------------------------------------------------------------
+
+    def _run(self, bucket: Bucket, flat: Tensor) -> Work | None:
+        if self.error is not None:
+            raise ExchangeError(f"an earlier bucket of this step failed: {self.error}")
+        comm = self._groups[bucket.lane].comm
+        if bucket.state is None:
+            bucket.state = self._prepare(bucket)
+        flat.mul_(1 / self._ranks)  # not div_: the very operation with which plain DDP averages
+        return self.exchange.run(flat, bucket.state, comm)
+
+    def _prepare(self, bucket: Bucket) -> State:
+        layout, comm = bucket.layout, self._groups[bucket.lane].comm
+        held = {slot.name: f"{tuple(slot.shape)} at {slot.offset}" for slot in layout.slots}
+        agree(comm.group, {"index": bucket.index, "dtype": str(layout.dtype), **held}, "a gradient bucket")
+        state = self.exchange.prepare(layout, comm)
+        with self._lock:
+            mine = {slot.name: self._waiting.pop(slot.name) for slot in layout.slots if slot.name in self._waiting}
+        if mine:
+            state.load(layout, mine)
+        return state
+
+    def _done(self, job: Job, bucket: Bucket, step: Step) -> None:
+        finite = None
+        if job.error is not None and not isinstance(job.error, SynclineError):
+            reason = str(job.error).splitlines()[0] if str(job.error) else type(job.error).__name__
+            failed = ExchangeError(f"exchanging bucket {job.bucket} failed in step {self.steps}: {reason}")
+            failed.__cause__ = job.error
+            job.error = failed
+        if job.error is None and bucket.settles:
+            # The result is the same on all ranks, so they agree on whether it is finite without asking each other.
+            finite = torch.isfinite(job.flat).all()
+        with self._lock:
+            if job.error is not None and self.error is None:
+                self.error = job.error
+            if finite is not None:
+                step.finite.append(finite)
+            step.unfinished -= 1
+            last = step.complete and step.unfinished == 0 and self.error is None
+        if last:
+            self._end(step, self._lanes[bucket.lane])
+
+    def _end(self, step: Step, lane: Lane) -> None:
+        if step.finite:
+            with lane.after(self._lanes):
+                finite = torch.stack(step.finite).all()
+                for bucket in self.buckets.values():
+                    if bucket.state is not None:
+                        bucket.state.settle(finite)
+        sent = self.sent_bytes
+        step.sent_bytes = {level: sent[level] - self._counted.get(level, 0) for level in sent}
+        self._counted = sent
+        self.last_step = step
+        self.steps += 1
+
+    # --- for the handle -----------------------------------------------------------------------------------------
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """By the busiest rank since attach, per level."""
+        total: dict[str, int] = {}
+        for groups in self._groups:
+            for level, sent in groups.counter.sent_bytes.items():
+                total[level] = total.get(level, 0) + sent
+        return total
+
+    @property
+    def predicted_sent_bytes(self) -> dict[str, int]:
+        """Per step and level, from the exchange's own cost of the buckets there are now."""
+        total: dict[str, int] = {}
+        for bucket in self.buckets.values():
+            topology = self._groups[bucket.lane].topology
+            cost = self.exchange.cost(bucket.layout.numel, bucket.layout.dtype, topology)
+            for level, sent in cost.sent_bytes.items():
+                total[level] = total.get(level, 0) + sent
+        return total
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        tensors = {name: dict(kinds) for name, kinds in self._waiting.items()}
+        for bucket in self.buckets.values():
+            if bucket.state is not None:
+                for name, kinds in bucket.state.tensors(bucket.layout).items():
+                    tensors[name] = {kind: tensor.detach().clone() for kind, tensor in kinds.items()}
+        return tensors
+
+    def load(self, tensors: Tensors) -> None:
+        for name, kinds in tensors.items():
+            if name not in self._parameters:
+                raise UsageError(f"the state holds {name!r}, which is not a trainable parameter of this model")
+            shape = self._parameters[name].shape
+            for kind, tensor in kinds.items():
+                if tensor.shape != shape:
+                    raise UsageError(
+                        f"the state's {kind} of {name!r} has shape {tuple(tensor.shape)}, the parameter {tuple(shape)}"
+                    )
+        self._keep(tensors)
+        for bucket in self.buckets.values():
+            if bucket.state is not None:
+                names = [slot.name for slot in bucket.layout.slots]
+                bucket.state.load(bucket.layout, {n: self._waiting.pop(n) for n in names if n in self._waiting})
+
+    def close(self) -> None:
+        for lane in self._lanes:
+            lane.close()
+        for groups in self._groups:
+            groups.destroy()

@@ -1,0 +1,61 @@
+"""The DDP side: one hook function that never changes, and everything swappable behind it.
+
+DDP takes one hook per model, once, and calls it with each bucket as its gradients become ready. It wants a plain
+function with parameters called `state` and `bucket`, without annotations. What the hook does is decided by the `Switch`
+that it gets as state: plain all-reduce, as DDP alone would do it, or the engine of the attached exchange.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from syncline.engine.engine import Engine
+from syncline.errors import UsageError
+
+_switches: weakref.WeakKeyDictionary[DDP, Switch] = weakref.WeakKeyDictionary()
+
+
+class Switch:
+    """What a model's hook does at the moment."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.engine: Engine | None = None
+
+    def exchange(self, bucket: Any) -> Any:
+        if self.engine is not None:
+            return self.engine.submit(bucket)
+        return _plain(self.group, bucket.buffer())
+
+
+def _syncline_hook(state, bucket):  # type: ignore[no-untyped-def]
+    return state.exchange(bucket)
+
+
+def switch_of(ddp: DDP) -> Switch:
+    """The model's switch; registers the hook the first time."""
+    if ddp not in _switches:
+        switch = Switch(ddp.process_group)
+        try:
+            ddp.register_comm_hook(switch, _syncline_hook)
+        except RuntimeError as error:
+            if "can only be called once" not in str(error):
+                raise
+            raise UsageError(
+                "this model has a communication hook already, and DDP takes only one: "
+                "attach to the model before registering yours, or leave yours out"
+            ) from None
+        _switches[ddp] = switch
+    return _switches[ddp]
+
+
+def _plain(group: dist.ProcessGroup, flat: torch.Tensor) -> Any:
+    """What DDP does without a hook: average, then sum."""
+    flat.mul_(1 / group.size())
+    work = dist.all_reduce(flat, group=group, async_op=True)
+    return work.get_future().then(lambda finished: finished.value()[0])

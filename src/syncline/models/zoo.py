@@ -1,0 +1,71 @@
+"""The models that the bench, the demo and the tests know by name. None needs a download.
+
+Batches here are random: they have the right shapes and cost, and nothing can be learned from them.
+`data.py` has real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from syncline.errors import UsageError
+from syncline.models import cnn, gpt, resnet
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """How to build a model and what to feed it."""
+
+    about: str
+    build: Callable[[], nn.Module]
+    make_batch: Callable[[int, torch.Generator | None], Batch]
+
+
+def _images(*shape: int, classes: int) -> Callable[[int, torch.Generator | None], Batch]:
+    def make(batch_size: int, generator: torch.Generator | None) -> Batch:
+        inputs = torch.randn(batch_size, *shape, generator=generator)
+        return inputs, torch.randint(classes, (batch_size,), generator=generator)
+
+    return make
+
+
+def _bytes(batch_size: int, generator: torch.Generator | None) -> Batch:
+    tokens = torch.randint(gpt.VOCABULARY, (batch_size, gpt.CONTEXT + 1), generator=generator)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+MODELS: dict[str, ModelSpec] = {
+    "mlp": ModelSpec("linear layers on 28×28 digits", cnn.mlp, _images(1, 28, 28, classes=cnn.CLASSES)),
+    "cnn": ModelSpec("a convolutional net on 28×28 digits", cnn.cnn, _images(1, 28, 28, classes=cnn.CLASSES)),
+    # 64×64 instead of ImageNet's 224×224: all 161 gradients, at a cost that a laptop's CPU can bear.
+    "resnet50": ModelSpec("ResNet-50 on 64×64 images", resnet.resnet50, _images(3, 64, 64, classes=1000)),
+    "gpt-small": ModelSpec("a GPT on 128 bytes", gpt.GPT, _bytes),
+}
+
+
+def build_model(name: str) -> nn.Module:
+    """A fresh model with random weights, from torch's global generator."""
+    return _spec(name).build()
+
+
+def make_batch(name: str, batch_size: int, generator: torch.Generator | None = None) -> Batch:
+    """Random inputs and targets for the model, on the CPU."""
+    return _spec(name).make_batch(batch_size, generator)
+
+
+def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy over the last dimension: classes of an image, or of each byte of a text."""
+    return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+def _spec(name: str) -> ModelSpec:
+    if name not in MODELS:
+        raise UsageError(f"no model is called {name}; known: {', '.join(MODELS)}")
+    return MODELS[name]
