@@ -23,14 +23,25 @@ _switches: weakref.WeakKeyDictionary[DDP, Switch] = weakref.WeakKeyDictionary()
 class Switch:
     """What a model's hook does at the moment."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
+    def __init__(self, ddp: DDP) -> None:
+        self._ddp = weakref.ref(ddp)  # DDP keeps its hook's state: a strong reference would keep both forever
+        self.group: dist.ProcessGroup = ddp.process_group
         self.engine: Engine | None = None
 
     def exchange(self, bucket: Any) -> Any:
+        self._refuse_effective_world_size()
         if self.engine is not None:
             return self.engine.submit(bucket)
         return _plain(self.group, bucket.buffer())
+
+    def _refuse_effective_world_size(self) -> None:
+        ddp = self._ddp()
+        joining = getattr(getattr(ddp, "_join_config", None), "enable", False)
+        if joining and not getattr(ddp, "_divide_by_initial_world_size", True):
+            raise UsageError(
+                "join(divide_by_initial_world_size=False) cannot be honoured by any DDP hook, and results would be "
+                "wrong without a word: use join() with its default"
+            )
 
 
 def _syncline_hook(state, bucket):  # type: ignore[no-untyped-def]
@@ -40,7 +51,7 @@ def _syncline_hook(state, bucket):  # type: ignore[no-untyped-def]
 def switch_of(ddp: DDP) -> Switch:
     """The model's switch; registers the hook the first time."""
     if ddp not in _switches:
-        switch = Switch(ddp.process_group)
+        switch = Switch(ddp)
         try:
             ddp.register_comm_hook(switch, _syncline_hook)
         except RuntimeError as error:
