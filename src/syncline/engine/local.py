@@ -40,6 +40,7 @@ class _Room:
         self.deadline_s = deadline_s
         self.changed = threading.Condition()
         self.meetings: list[_Meeting] = []
+        self.gone: set[int] = set()
         self.broken: str | None = None
 
     def give(self, turn: int, member: int, call: tuple[object, ...], tensor: Tensor) -> None:
@@ -56,13 +57,21 @@ class _Room:
         """What everyone gave, once they all did."""
         with self.changed:
             meeting = self.meetings[turn]
-            complete = self.changed.wait_for(
-                lambda: self.broken or len(meeting.given) == len(self.ranks), self.deadline_s
+            members = range(len(self.ranks))
+            self.changed.wait_for(
+                lambda: self.broken or self.gone - set(meeting.given) or len(meeting.given) == len(members),
+                self.deadline_s,
             )
-            if self.broken or not complete:
-                missing = [rank for member, rank in enumerate(self.ranks) if member not in meeting.given]
+            missing = [self.ranks[member] for member in members if member not in meeting.given]
+            if self.broken or missing:
                 raise MismatchError(self.broken or f"collective {turn} {meeting.call}: ranks {missing} never came")
-            return [meeting.given[member] for member in range(len(self.ranks))]
+            return [meeting.given[member] for member in members]
+
+    def leave(self, member: int) -> None:
+        """This member will issue nothing more."""
+        with self.changed:
+            self.gone.add(member)
+            self.changed.notify_all()
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,11 @@ class LocalComm:
 
     def level(self, name: str) -> Comm:
         return self._siblings[name]
+
+    def leave(self) -> None:
+        """Ends this rank's part at every level: whoever still waits for it learns so at once."""
+        for sibling in self._siblings.values():
+            sibling._room.leave(sibling.rank)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         def finish(given: list[Tensor]) -> None:
@@ -145,8 +159,15 @@ def run_ranks(
 ) -> list[T]:
     """Runs `main(comm)` for every rank, each on a thread, and returns what each returned."""
     comms = local_comms(ranks, levels=levels, deadline_s=deadline_s)
+
+    def life(comm: LocalComm) -> T:
+        try:
+            return main(comm)
+        finally:
+            comm.leave()
+
     with ThreadPoolExecutor(ranks) as pool:
-        futures = [pool.submit(main, comm) for comm in comms]
+        futures = [pool.submit(life, comm) for comm in comms]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:  # a rank that failed leaves the others waiting: its error is the one to show
         raise next((error for error in errors if not isinstance(error, MismatchError)), errors[0])

@@ -1,0 +1,277 @@
+"""The laws that every exchange keeps, as checks to run on your own:
+
+    from syncline.testing import check_laws
+    check_laws(MyExchange(density=0.1))
+
+They run any number of ranks in this process, over a `Comm` that is stricter than a network (`syncline.engine.local`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from syncline.engine.local import LocalComm, local_topology, run_ranks
+from syncline.errors import MismatchError
+from syncline.exchange import Exchange, Layout, State
+
+Inputs = Sequence[Sequence[Tensor]]
+"""What comes in: per step, per rank."""
+
+_STEPS = 4
+
+
+class LawBrokenError(AssertionError):
+    """An exchange does not keep a law; the message says which, and for which input."""
+
+
+@dataclass
+class Ran:
+    """What one rank saw."""
+
+    results: list[Tensor]
+    kept: list[Tensor | None]
+    """After each step."""
+    memory: list[dict[str, Tensor]]
+    """What a checkpoint would hold after each step."""
+    calls: list[tuple[object, ...]]
+    sent_bytes: dict[str, int]
+    predicted_bytes: dict[str, int]
+
+
+def run_steps(exchange: Exchange, inputs: Inputs, finite: Sequence[bool] | None = None) -> list[Ran]:
+    """Runs the exchange as an engine would; `finite[i]` overrides whether step i counts as finite."""
+    first = inputs[0][0]
+    layout = Layout.flat(first.numel(), first.dtype, first.device)
+
+    def main(comm: LocalComm) -> Ran:
+        state = exchange.prepare(layout, comm)
+        comm.counter.sent_bytes.clear()
+        before = len(comm.calls)
+        ran = Ran([], [], [], [], {}, {})
+        for number, given in enumerate(inputs):
+            flat = given[comm.rank].clone()
+            last = exchange.run(flat, state, comm)
+            if last is not None:
+                last.wait()
+            verdict = torch.isfinite(flat).all()
+            state.settle(verdict if finite is None else torch.full_like(verdict, finite[number]))
+            ran.results.append(flat)
+            ran.kept.append(_copy(state.kept()))
+            ran.memory.append(_memory(state, layout))
+        ran.calls = comm.calls[before:]
+        ran.sent_bytes = dict(comm.counter.sent_bytes)
+        cost = exchange.cost(layout.numel, layout.dtype, local_topology(comm))
+        ran.predicted_bytes = {level: sent * len(inputs) for level, sent in cost.sent_bytes.items()}
+        return ran
+
+    try:
+        return run_ranks(len(inputs[0]), main)
+    except MismatchError as error:
+        raise LawBrokenError(f"ranks do not issue the same collectives: {error}") from error
+
+
+def conservation(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
+    """What was applied plus what is kept is what came in: exactly on small integers, to rounding otherwise."""
+    for what, inputs in (
+        ("small integers", _integers(ranks, numel, dtype, device)),
+        ("normal", _normal(ranks, numel, dtype, device)),
+        ("heavy-tailed", _heavy(ranks, numel, dtype, device)),
+    ):
+        ran = run_steps(exchange, inputs)
+        came_in = _sum(tensor for step in inputs for tensor in step)
+        applied = _sum(ran[0].results)
+        kept = _sum(tensor for rank in ran if (tensor := rank.kept[-1]) is not None)
+        error = (came_in - applied - kept).abs()
+        allowed = torch.zeros_like(error)
+        if what != "small integers":
+            bound = exchange.rounding(dtype, ranks)
+            for step in inputs:
+                largest = max(tensor.abs().max() for tensor in step).to(torch.float64)
+                allowed += bound.of_sum * _sum(tensor.abs() for tensor in step)
+                allowed += bound.of_largest * largest + bound.absolute
+        _require(bool((error <= allowed).all()), f"conservation on {what}", error, allowed)
+
+
+def agreement(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
+    """All ranks end bit-identical, in every step."""
+    ran = run_steps(exchange, _heavy(ranks, numel, dtype, device))
+    for step, mine in enumerate(ran[0].results):
+        for rank, theirs in enumerate(other.results[step] for other in ran):
+            same = torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+            _require(same, f"agreement: rank {rank} ends step {step} with other bits than rank 0")
+
+
+def identity(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
+    """One rank gets back what it gave; a lossless exchange gives the sum, to summation order."""
+    if ranks > 1 and not exchange.lossless:
+        return
+    inputs = _normal(ranks, numel, dtype, device)
+    ran = run_steps(exchange, inputs)
+    for given, result in zip(inputs, ran[0].results, strict=True):
+        error = (_sum(given) - result.to(torch.float64)).abs()
+        allowed = (ranks - 1) * torch.finfo(dtype).eps * _sum(tensor.abs() for tensor in given)
+        _require(bool((error <= allowed).all()), "identity", error, allowed)
+
+
+def honesty(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
+    """Bytes counted are bytes predicted, per level; the busiest rank's, where they differ."""
+    ran = run_steps(exchange, _normal(ranks, numel, dtype, device))
+    levels = {level for rank in ran for level in (*rank.sent_bytes, *rank.predicted_bytes)}
+    for level in levels:
+        counted = max(rank.sent_bytes.get(level, 0) for rank in ran)
+        predicted = max(rank.predicted_bytes.get(level, 0) for rank in ran)
+        _require(counted == predicted, f"honesty: {counted} bytes counted at level {level}, {predicted} predicted")
+
+
+def commit_on_success(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
+    """A non-finite step leaves no trace, whether this bucket or another of its step was non-finite."""
+    before, after = _normal(ranks, numel, dtype, device)[:2]
+    without = run_steps(exchange, [before, after])
+    for culprit in (float("nan"), float("inf"), -float("inf")):
+        broken = [tensor.clone() for tensor in after]
+        broken[-1][numel // 2] = culprit
+        ran = run_steps(exchange, [before, broken, after])
+        for rank, ours in enumerate(ran):
+            seen = not bool(torch.isfinite(ours.results[1]).all())
+            _require(seen, f"commit: rank {rank} does not see the {culprit} that the last rank gave")
+        _require_same_memory(ran, without, f"a step with {culprit}")
+    elsewhere = run_steps(exchange, [before, after, after], finite=[True, False, True])
+    _require_same_memory(elsewhere, without, "a step in which another bucket was non-finite")
+
+
+def data_independence(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
+    """Shapes and number of calls do not depend on data."""
+    zeros = [[torch.zeros(numel, dtype=dtype, device=device) for _ in range(ranks)] for _ in range(_STEPS)]
+    single = [[tensor.clone() for tensor in step] for step in zeros]
+    for step in single:
+        step[0][numel - 1] = 1
+    calls = [
+        [rank.calls for rank in run_steps(exchange, inputs)]
+        for inputs in (zeros, single, _normal(ranks, numel, dtype, device), _heavy(ranks, numel, dtype, device))
+    ]
+    _require(all(other == calls[0] for other in calls), f"data independence: {calls}")
+
+
+def no_host_synchronisation(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
+    """On CUDA, `run` and `settle` never wait for the device. Nothing to check elsewhere."""
+    if not device.startswith("cuda"):
+        return
+    inputs = _normal(ranks, numel, dtype, device)
+    run_steps(exchange, inputs)  # kernels are compiled and buffers allocated by now
+    layout = Layout.flat(numel, dtype, device)
+
+    def main(comm: LocalComm) -> None:
+        state = exchange.prepare(layout, comm)
+        flat = inputs[0][comm.rank].clone()
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            last = exchange.run(flat, state, comm)
+            if last is not None:
+                last.wait()
+            state.settle(torch.isfinite(flat).all())
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    run_ranks(1, main)
+
+
+LAWS: dict[str, Callable[[Exchange, int, int, torch.dtype, str], None]] = {
+    law.__name__: law
+    for law in (
+        conservation,
+        agreement,
+        identity,
+        honesty,
+        commit_on_success,
+        data_independence,
+        no_host_synchronisation,
+    )
+}
+
+
+def check_laws(
+    exchange: Exchange,
+    *,
+    ranks: Sequence[int] = (1, 2, 3, 7),
+    numels: Sequence[int] = (1, 5, 1000),
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    device: str = "cpu",
+) -> None:
+    """Raises `LawBrokenError` for the first law that does not hold."""
+    for law in LAWS.values():
+        for size in ranks:
+            for numel in numels:
+                for dtype in dtypes:
+                    try:
+                        law(exchange, size, numel, dtype, device)
+                    except LawBrokenError as error:
+                        raise LawBrokenError(f"{error} ({size} ranks, {numel} × {dtype})") from None
+
+
+def _require(holds: bool, what: str, error: Tensor | None = None, allowed: Tensor | None = None) -> None:
+    if holds:
+        return
+    if error is not None and allowed is not None:
+        worst = int((error - allowed).argmax())
+        what += f": element {worst} is off by {error[worst].item():.3g}, allowed {allowed[worst].item():.3g}"
+    raise LawBrokenError(what)
+
+
+def _require_same_memory(ran: Sequence[Ran], reference: Sequence[Ran], what: str) -> None:
+    """The step before last left nothing: memory as before it, and the last step's result as without it."""
+    for rank, (ours, theirs) in enumerate(zip(ran, reference, strict=True)):
+        for name, tensor in ours.memory[0].items():
+            _require(torch.equal(tensor, ours.memory[1][name]), f"commit: {what} changed {name} on rank {rank}")
+        _require(torch.equal(ours.results[-1], theirs.results[-1]), f"commit: {what} changed the next on rank {rank}")
+
+
+def _memory(state: State, layout: Layout) -> dict[str, Tensor]:
+    return {
+        f"{name}/{kind}": tensor.detach().clone()
+        for name, kinds in state.tensors(layout).items()
+        for kind, tensor in kinds.items()
+    }
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().clone()
+
+
+def _sum(tensors: Iterable[Tensor]) -> Tensor:
+    total: Tensor | None = None
+    for tensor in tensors:
+        total = tensor.to(torch.float64) if total is None else total + tensor.to(torch.float64)
+    return torch.zeros(()) if total is None else total
+
+
+def _generated(
+    ranks: int, numel: int, dtype: torch.dtype, device: str, make: Callable[[torch.Generator], Tensor]
+) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1000 * ranks + numel)
+    return [[make(generator).to(dtype).to(device) for _ in range(ranks)] for _ in range(_STEPS)]
+
+
+def _integers(ranks: int, numel: int, dtype: torch.dtype, device: str) -> list[list[Tensor]]:
+    return _generated(
+        ranks, numel, dtype, device, lambda generator: torch.randint(-8, 9, (numel,), generator=generator)
+    )
+
+
+def _normal(ranks: int, numel: int, dtype: torch.dtype, device: str) -> list[list[Tensor]]:
+    return _generated(ranks, numel, dtype, device, lambda generator: torch.randn(numel, generator=generator))
+
+
+def _heavy(ranks: int, numel: int, dtype: torch.dtype, device: str) -> list[list[Tensor]]:
+    def make(generator: torch.Generator) -> Tensor:
+        exponents = torch.randn(numel, generator=generator).clamp(-3, 3)
+        return torch.randn(numel, generator=generator) * torch.exp(exponents)
+
+    return _generated(ranks, numel, dtype, device, make)
+
+
+__all__ = ["LAWS", "LawBrokenError", "Ran", "check_laws", "run_steps"]
