@@ -1,0 +1,1 @@
+"""Methods side by side in one run: what `syncline bench` and `syncline demo` are made of."""

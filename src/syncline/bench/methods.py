@@ -1,0 +1,132 @@
+"""The methods that a bench compares, each as something that can take a step.
+
+A new one is a new line in `METHODS`. Baselines are PyTorch's own code with the settings that suit them best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from syncline.engine import Handle, attach
+from syncline.errors import UsageError
+from syncline.exchange import EXCHANGES
+from syncline.exchange.wire import sent_bytes
+
+
+@dataclass
+class Prepared:
+    """A model of its own, ready to train with one method."""
+
+    method: str
+    model: nn.Module
+    handle: Handle | None = None
+    setting: str = ""
+    """What was chosen for a method that has variants, such as a rank."""
+
+    def sent_bytes(self) -> int | None:
+        """Payload that the busiest rank sent in the last step; None where nobody counted."""
+        if self.handle is not None:
+            return sum(self.handle.stats().sent_bytes.values())
+        if self.method == "ddp":
+            return _ddp_sent_bytes(self.model)
+        return 0 if self.method == "nosync" else None
+
+    def predicted_sent_bytes(self, ranks: int) -> int | None:
+        if self.handle is not None:
+            return sum(self.handle.predicted_sent_bytes().values())
+        if self.method == "ddp":
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            sizes = {p.element_size() for p in parameters}
+            return sum(
+                sent_bytes("all_reduce", sum(p.numel() for p in parameters if p.element_size() == size), size, ranks)
+                for size in sizes
+            )
+        return 0 if self.method == "nosync" else None
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """How DDP is built, the same for every method that does not need it otherwise."""
+
+    device: torch.device
+    bucket_mb: float | None = None
+
+    def ddp(self, net: nn.Module, bucket_mb: float | None = None) -> DDP:
+        cap = bucket_mb if bucket_mb is not None else self.bucket_mb
+        ids = [self.device.index] if self.device.type == "cuda" else None
+        return DDP(net, device_ids=ids) if cap is None else DDP(net, device_ids=ids, bucket_cap_mb=cap)
+
+
+Preparation = Callable[[nn.Module, Wrapping], Prepared]
+
+
+def _nosync(net: nn.Module, wrapping: Wrapping) -> Prepared:
+    return Prepared("nosync", net)
+
+
+def _ddp(net: nn.Module, wrapping: Wrapping) -> Prepared:
+    return Prepared("ddp", wrapping.ddp(net))
+
+
+def _fp16_hook(net: nn.Module, wrapping: Wrapping) -> Prepared:
+    ddp = wrapping.ddp(net)
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return Prepared("fp16-hook", ddp)
+
+
+def _exchange(method: str) -> Preparation:
+    def prepare(net: nn.Module, wrapping: Wrapping) -> Prepared:
+        ddp = wrapping.ddp(net)
+        return Prepared(method, ddp, attach(ddp, EXCHANGES[method]()))
+
+    return prepare
+
+
+def _powersgd(rank: int) -> Preparation:
+    def prepare(net: nn.Module, wrapping: Wrapping) -> Prepared:
+        # One bucket: PyTorch's hook fails on gloo with several.
+        ddp = wrapping.ddp(net, bucket_mb=1000)
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return Prepared("powersgd", ddp, setting=f"rank {rank}")
+
+    return prepare
+
+
+METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
+    "nosync": ("computation only: the floor", (_nosync,)),
+    "ddp": ("plain DistributedDataParallel", (_ddp,)),
+    "dense": ("Syncline, lossless", (_exchange("dense"),)),
+    "bf16": ("Syncline, bf16 on the wire, fp32 sums", (_exchange("bf16"),)),
+    "fp16": ("Syncline, scaled fp16 on the wire, fp32 sums", (_exchange("fp16"),)),
+    "fp16-hook": ("PyTorch's fp16 hook", (_fp16_hook,)),
+    "powersgd": ("PyTorch's PowerSGD hook, the best of ranks 1, 2, 4", tuple(_powersgd(rank) for rank in (1, 2, 4))),
+}
+"""By name: what it is, and its variants, of which the fastest is reported."""
+
+
+def check_methods(names: list[str]) -> None:
+    unknown = [name for name in names if name not in METHODS]
+    if unknown:
+        raise UsageError(f"no method is called {', '.join(unknown)}; known: {', '.join(METHODS)}")
+    if len(set(names)) < len(names):
+        raise UsageError("a method is named twice")
+
+
+def _ddp_sent_bytes(model: nn.Module) -> int | None:
+    """From the bucket sizes that DDP logged in this run: private to torch, so None where they are not to be had."""
+    if not isinstance(model, DDP):
+        return None
+    try:
+        data = model._get_ddp_logging_data()
+        sizes = str(data.get("rebuilt_bucket_sizes") or data["bucket_sizes"])
+        ranks = model.process_group.size()
+        return sum(sent_bytes("all_reduce", int(size) // 4, 4, ranks) for size in sizes.split(","))
+    except (AttributeError, KeyError, ValueError):
+        return None

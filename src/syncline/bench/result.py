@@ -1,0 +1,74 @@
+"""The bench's JSON: stable, because other tools read it. Fields are only ever added."""
+
+from __future__ import annotations
+
+import msgspec
+
+from syncline.cluster import ClusterSpec
+
+SCHEMA = 1
+
+
+class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    hosts: int
+    per_host: int | list[int]
+    rate_bps: int
+    device: str
+    emulated: bool
+    """Whether links were shaped; otherwise ranks met on the loopback interface and the rate means nothing."""
+    racks: int = 1
+    trunk_rate_bps: int | None = None
+    rank_order: str = "host"
+    burst_bytes: int | None = None
+
+    @classmethod
+    def of(cls, spec: ClusterSpec, emulated: bool, burst_bytes: int | None) -> Cluster:
+        same = len(set(spec.per_host)) == 1
+        return cls(
+            hosts=spec.hosts,
+            per_host=spec.per_host[0] if same else list(spec.per_host),
+            rate_bps=spec.rate_bps,
+            device=spec.device,
+            emulated=emulated,
+            racks=spec.racks,
+            trunk_rate_bps=spec.trunk_rate_bps,
+            rank_order=spec.rank_order,
+            burst_bytes=burst_bytes,
+        )
+
+
+class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    parameters: int
+    gradient_bytes: int
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    method: str
+    step_ms: float
+    """Median over interleaved rounds; low and high are the quartiles."""
+    step_ms_low: float
+    step_ms_high: float
+    sent_bytes: int | None
+    """Payload per step, by the busiest rank, as counted call by call."""
+    predicted_ms: float | None
+    predicted_sent_bytes: int | None
+    wire_bytes: int | None = None
+    """Per step, by the busiest host's interface counter, headers included."""
+    vs_ddp: float | None = None
+    """Median of paired per-round ratios of step times; low and high are the quartiles."""
+    vs_ddp_low: float | None = None
+    vs_ddp_high: float | None = None
+    setting: str = ""
+
+
+class BenchResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    cluster: Cluster
+    model: Model
+    rows: list[Row]
+    schema: int = SCHEMA
+    rounds: int = 0
+    batch: int | None = None
+    torch: str = ""
+    syncline: str = ""
+    date: str = ""

@@ -1,0 +1,108 @@
+"""Methods take turns in the same processes, so that noise hits all alike, and are compared round by round."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from syncline.cluster import Rank
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Something that takes steps. `step` returns when its step is complete on this rank."""
+
+    name: str
+    step: Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Quartiles:
+    low: float
+    median: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Quartiles:
+        if len(values) == 1:
+            return cls(values[0], values[0], values[0])
+        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
+        return cls(low, median, high)
+
+
+Record = dict[str, list[list[float]]]
+"""Per contender, per round: [when this rank started, when it ended, bytes its host had sent before, and after]."""
+
+
+def take_turns(rank: Rank, contenders: Sequence[Contender], *, warmup: int, rounds: int) -> Record:
+    """On every rank: each contender takes one step per round, starting with another one each round."""
+    record: Record = {contender.name: [] for contender in contenders}
+    for number in range(-warmup, rounds):
+        turn = number % len(contenders)
+        for contender in (*contenders[turn:], *contenders[:turn]):
+            _meet(rank)
+            sent_before, start = _host_sent_bytes(rank), time.monotonic()
+            contender.step()
+            _finish(rank)
+            end = time.monotonic()
+            _meet(rank)
+            if number >= 0:
+                record[contender.name].append([start, end, sent_before, _host_sent_bytes(rank)])
+        if rank.rank == 0:
+            rank.say({"done": number + warmup + 1, "of": warmup + rounds})
+    return record
+
+
+@dataclass(frozen=True)
+class Turns:
+    """What a contender's rounds came to."""
+
+    seconds: list[float]
+    """Per round: from when the last rank started to when the last one ended."""
+    wire_bytes: float
+    """Per round, headers included: what the busiest host put on its link. NaN where links are not emulated."""
+
+    @property
+    def quartiles(self) -> Quartiles:
+        return Quartiles.of(self.seconds)
+
+    def ratio_to(self, other: Turns) -> Quartiles:
+        """Of rounds, pair by pair: how much longer than the other this took."""
+        return Quartiles.of([mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True)])
+
+
+def combine(records: Sequence[Record]) -> dict[str, Turns]:
+    """From all ranks' records. Their clocks are one: emulated hosts share the machine's."""
+    turns = {}
+    for name in records[0]:
+        rounds = list(zip(*(record[name] for record in records), strict=True))
+        seconds = [max(mark[1] for mark in ranks) - max(mark[0] for mark in ranks) for ranks in rounds]
+        sent = [max(mark[3] - mark[2] for mark in ranks) for ranks in rounds]
+        turns[name] = Turns(seconds, statistics.median(sent))
+    return turns
+
+
+def _meet(rank: Rank) -> None:
+    if rank.spec.device == "cuda":
+        dist.barrier(device_ids=[0])
+        torch.cuda.synchronize()
+    else:
+        dist.barrier()
+
+
+def _finish(rank: Rank) -> None:
+    if rank.spec.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _host_sent_bytes(rank: Rank) -> float:
+    if not rank.shaped:
+        return -1.0
+    from syncline.cluster import links
+
+    return float(links.sent_bytes())
