@@ -1,0 +1,147 @@
+"""The main job, end to end: real digits, a real network of slow links, plain DDP against Syncline.
+
+Every method trains a model of its own from the same weights on the same batches, and they take turns step by step in
+the same processes: so they see the same machine, and what differs is the method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from syncline.bench.methods import METHODS, Prepared, Wrapping
+from syncline.bench.result import Cluster
+from syncline.bench.rounds import Contender, combine, take_turns
+from syncline.cluster import ClusterSpec, Rank, launch
+from syncline.cluster.isolation import why_not_shaped
+from syncline.models import zoo
+from syncline.models.data import Digits, digits
+
+MODEL = "cnn"
+CONTENDERS = ("nosync", "ddp", "dense", "bf16")
+BATCH = 32
+LEARNING_RATE, MOMENTUM = 0.02, 0.9
+
+
+class DemoRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    method: str
+    step_ms: float
+    step_ms_low: float
+    step_ms_high: float
+    vs_ddp: float
+    """Median of paired per-round ratios of step times."""
+    wire_bytes: int | None
+    """Per step, by the busiest host's interface counter."""
+    held_out_accuracy: float | None
+    difference: float | None
+    """Of the trained weights from plain DDP's: the largest, 0 if bit-identical."""
+    losses: list[float]
+    """Per step, averaged over the ranks."""
+
+
+class DemoResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    cluster: Cluster
+    steps: int
+    epochs: float
+    rows: list[DemoRow]
+    schema: int = 1
+
+    def row(self, method: str) -> DemoRow:
+        return next(row for row in self.rows if row.method == method)
+
+
+@dataclass
+class _Training:
+    """One method's model under training, on one rank."""
+
+    prepared: Prepared
+    step: Callable[[], None]
+    losses: list[float]
+
+
+def run_demo(
+    spec: ClusterSpec, steps: int, *, deadline_s: float = 900.0, on_progress: Callable[[int, int], None] | None = None
+) -> DemoResult:
+    data = digits()  # once, before the ranks are forked
+    shaped = why_not_shaped() is None
+
+    def on_event(rank: int, event: Any) -> None:
+        if on_progress is not None:
+            on_progress(event["done"], event["of"])
+
+    answers = launch(
+        spec, lambda rank: _train(rank, data, steps), deadline_s=deadline_s, on_event=on_event, shaped=shaped
+    )
+    turns = combine([answer["record"] for answer in answers])
+    rows = []
+    for method in CONTENDERS:
+        times = turns[method].quartiles
+        losses = [answer["losses"][method] for answer in answers]
+        rows.append(
+            DemoRow(
+                method=method,
+                step_ms=times.median * 1000,
+                step_ms_low=times.low * 1000,
+                step_ms_high=times.high * 1000,
+                vs_ddp=turns[method].ratio_to(turns["ddp"]).median,
+                wire_bytes=round(turns[method].wire_bytes) if shaped else None,
+                held_out_accuracy=answers[0]["accuracy"].get(method),
+                difference=answers[0]["difference"].get(method),
+                losses=[sum(ranks) / len(ranks) for ranks in zip(*losses, strict=True)],
+            )
+        )
+    seen = steps * BATCH * spec.world_size
+    return DemoResult(Cluster.of(spec, shaped, None), steps, seen / len(data.train_images), rows)
+
+
+def _train(rank: Rank, data: Digits, steps: int) -> dict[str, Any]:
+    rank.init_process_group()
+    trainings = {method: _prepare(rank, method, data) for method in CONTENDERS}
+    contenders = [Contender(method, training.step) for method, training in trainings.items()]
+    record = take_turns(rank, contenders, warmup=0, rounds=steps)
+    plain = _weights(trainings["ddp"].prepared.model)
+    synchronised = {method: training for method, training in trainings.items() if method != "nosync"}
+    return {
+        "record": record,
+        "losses": {method: training.losses for method, training in trainings.items()},
+        "accuracy": {method: _accuracy(t.prepared.model, data) for method, t in synchronised.items()},
+        "difference": {
+            method: (_weights(t.prepared.model) - plain).abs().max().item() for method, t in synchronised.items()
+        },
+    }
+
+
+def _prepare(rank: Rank, method: str, data: Digits) -> _Training:
+    torch.manual_seed(0)
+    prepared = METHODS[method][1][0](zoo.build_model(MODEL), Wrapping(rank.device))
+    optimizer = torch.optim.SGD(prepared.model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    batches = torch.Generator().manual_seed(1)
+    losses: list[float] = []
+
+    def step() -> None:
+        # Every rank draws the same batch and takes its own part of it.
+        drawn = torch.randint(len(data.train_images), (rank.world_size, BATCH), generator=batches)[rank.rank]
+        optimizer.zero_grad()
+        loss = zoo.loss(prepared.model(data.train_images[drawn]), data.train_labels[drawn])
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+
+    return _Training(prepared, step, losses)
+
+
+def _accuracy(model: nn.Module, data: Digits) -> float:
+    inner = getattr(model, "module", model)
+    inner.eval()
+    with torch.no_grad():
+        right = inner(data.held_out_images).argmax(-1) == data.held_out_labels
+    return float(right.float().mean())
+
+
+def _weights(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
