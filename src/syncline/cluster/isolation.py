@@ -7,6 +7,8 @@ The shape of the process tree, in which every arrow is a fork:
 The keeper is killed by the kernel when the caller ends, the switch when the keeper ends, and everything inside a PID
 namespace when its first process ends. Namespaces and the interfaces in them have no names on disk and vanish with their
 last process. So nothing is left behind, even after `kill -9` on the caller, and even if a host's command daemonises.
+
+Without namespaces the keeper does the same by hand: it adopts all orphans and kills what is left at the end.
 """
 
 from __future__ import annotations
@@ -15,137 +17,195 @@ import contextlib
 import functools
 import os
 import select
+import shutil
 import signal
+import socket
 import sys
 import tempfile
-import traceback
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from syncline.cluster import linux
+from syncline.cluster import linux, mps
+from syncline.cluster.environment import LOOPBACK
+from syncline.cluster.processes import Complaints, fork
 from syncline.cluster.spec import ClusterSpec
 from syncline.errors import ClusterError
 
-LOOPBACK = "127.0.0.1"
-MASTER_PORT = 29500
-"""Inside the cluster's own namespaces no port can be taken."""
+START_S = 60.0
+END_S = 10.0
 
 HostMain = Callable[[int], int]
 """What a host runs: its index → its exit status."""
 
+_KEEPER_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
+
 
 class Isolated:
-    """A running set of hosts. `wait` for it or `kill` it; both reap everything."""
+    """A running set of hosts, for the thread that started it: the kernel ends the hosts when that thread ends."""
 
-    def __init__(self, keeper_pid: int, control: int) -> None:
+    def __init__(self, keeper_pid: int, control: int, scratch: Path | None) -> None:
         self.keeper_pid = keeper_pid
         self._control = control
-        self._reaped = False
+        self._scratch = scratch
+        self._status: int | None = None
 
     def wait_until_ready(self) -> None:
-        """Returns when every link is up and every host is about to run; raises what went wrong otherwise."""
-        message = b""
-        while chunk := os.read(self._control, 65536):
+        """Returns when every host has its link and is about to run; raises what went wrong otherwise."""
+        if (problem := self.start_problem()) is not None:
+            raise ClusterError(f"the emulated cluster did not start: {problem}")
+
+    def start_problem(self) -> str | None:
+        """Waits like `wait_until_ready` and returns what went wrong; nothing runs any more then."""
+        message, end = b"", time.monotonic() + START_S
+        while _readable(self._control, end - time.monotonic()):
+            chunk = os.read(self._control, 65536)
             message += chunk
             if message == b"ready\n":
-                return
+                return None
+            if not chunk:
+                self.kill()
+                return message.decode(errors="replace").strip() or "its processes were killed"
         self.kill()
-        raise ClusterError(f"the emulated cluster did not start: {message.decode() or 'its processes were killed'}")
+        return f"it was not up after {START_S:g} s"
 
-    def wait(self) -> int:
-        """The exit status: 0, or that of the first host that failed."""
-        return self._reap()
+    def wait(self, timeout_s: float | None = None) -> int | None:
+        """The exit status, 0 or that of the first host that failed; None if hosts still run at the timeout."""
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._status is None:
+            if not _readable(self._control, None if end is None else end - time.monotonic()):
+                return None
+            if not os.read(self._control, 65536):  # the keeper holds the other end until everything has ended
+                self._reap()
+        return self._status
 
     def kill(self) -> None:
-        if not self._reaped:
-            os.kill(self.keeper_pid, signal.SIGKILL)
+        """Ends every process of every host; returns when they are gone."""
+        if self._status is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.keeper_pid, signal.SIGTERM)
+        if self.wait(END_S) is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.keeper_pid, signal.SIGKILL)
             self._reap()
 
-    def _reap(self) -> int:
-        if self._reaped:
-            return 0
-        _, status = os.waitpid(self.keeper_pid, 0)
-        self._reaped = True
-        # The switch holds the other end until the kernel has ended everything inside: only then is it over.
-        while os.read(self._control, 65536):
-            pass
+    def _reap(self) -> None:
+        try:
+            self._status = os.waitstatus_to_exitcode(os.waitpid(self.keeper_pid, 0)[1])
+        except ChildProcessError:  # the caller collects its children itself, or ignores them
+            self._status = 0
         os.close(self._control)
-        return os.waitstatus_to_exitcode(status)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def start_hosts(spec: ClusterSpec, host_main: HostMain, *, shaped: bool) -> Isolated:  # noqa: RET503
-    """Starts `host_main` on every host; with `shaped`, each in its own namespace behind its own link."""
+def start_hosts(spec: ClusterSpec, host_main: HostMain, *, shaped: bool, hosts_only: Sequence[int] = ()) -> Isolated:
+    """Starts `host_main` on every host; with `shaped`, each in its own namespace behind its own link.
+
+    Of the file descriptors that the hosts inherit, those in `hosts_only` are closed in the processes between the
+    caller and the hosts, so that a pipe from a host ends when the host does.
+    """
+    scratch = Path(tempfile.mkdtemp(prefix="syncline-")) if spec.device == "cuda" else None
     control_read, control_write = os.pipe()
+    complaints = Complaints(control_write)
     caller = os.getpid()
-    _flush()
-    keeper_pid = os.fork()
-    if keeper_pid:
-        os.close(control_write)
-        return Isolated(keeper_pid, control_read)
-    os.close(control_read)
-    _run_and_exit(lambda: _keeper(spec, host_main, shaped, caller, control_write), control_write)
+    # Blocked from its first moment on, the keeper's signals cannot be lost to a handler of the caller's.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _KEEPER_SIGNALS)
+    try:
+        keeper_pid = fork(
+            lambda: _keeper(spec, host_main, shaped, hosts_only, scratch, caller, control_write, complaints), complaints
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    os.close(control_write)
+    return Isolated(keeper_pid, control_read, scratch)
 
 
-def _keeper(spec: ClusterSpec, host_main: HostMain, shaped: bool, caller: int, control: int) -> int:
-    linux.die_with_parent(caller)
+def _keeper(
+    spec: ClusterSpec,
+    host_main: HostMain,
+    shaped: bool,
+    hosts_only: Sequence[int],
+    scratch: Path | None,
+    caller: int,
+    control: int,
+    complaints: Complaints,
+) -> int:
+    for number in (signal.SIGINT, *_KEEPER_SIGNALS):
+        signal.signal(number, signal.SIG_DFL)
     os.setsid()  # Ctrl-C reaches the caller alone, which then ends us
     if shaped:
         linux.unshare_as_user(linux.CLONE_NEWNET | linux.CLONE_NEWPID | linux.CLONE_NEWNS | linux.CLONE_NEWUTS)
+        linux.die_with_parent(caller)
+    else:
+        linux.adopt_orphans()
+        linux.die_with_parent(caller, signal.SIGTERM)
     alive_read, alive_write = os.pipe()
     keeper = os.getpid()
-    _flush()
-    switch_pid = os.fork()
-    if switch_pid == 0:
+
+    def switch() -> int:
         os.close(alive_write)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _KEEPER_SIGNALS)
+        linux.die_with_parent(keeper)
+        if _readable(alive_read, 0):
+            return 1  # the keeper ended before it could take us along
+        if shaped:
+            _private_files(spec)
+        with mps.shared_gpu(scratch) if scratch is not None else contextlib.nullcontext():
+            return _switch(spec, host_main, shaped, hosts_only, control, complaints)
 
-        def switch() -> int:
-            linux.die_with_parent(keeper)
-            if select.select([alive_read], [], [], 0)[0]:
-                return 1  # the keeper ended before it could take us along
-            return _switch(spec, host_main, shaped, control)
-
-        _run_and_exit(switch, control)
-    os.close(control)
-    _, status = os.waitpid(switch_pid, 0)
+    switch_pid = fork(switch, complaints)
+    for end in hosts_only:
+        os.close(end)
+    ended = 0
+    while not ended:
+        if signal.sigwait(_KEEPER_SIGNALS) == signal.SIGTERM:
+            os.kill(switch_pid, signal.SIGKILL)
+        ended, status = os.waitpid(switch_pid, os.WNOHANG)  # a PID namespace's first process ends after all others
+    if not shaped:
+        _end_descendants()
     return os.waitstatus_to_exitcode(status)
 
 
-def _switch(spec: ClusterSpec, host_main: HostMain, shaped: bool, control: int) -> int:
-    if shaped:
-        _private_files(spec)
+def _switch(
+    spec: ClusterSpec,
+    host_main: HostMain,
+    shaped: bool,
+    hosts_only: Sequence[int],
+    control: int,
+    complaints: Complaints,
+) -> int:
+    """Starts the hosts and brings them up in step: all in their namespaces, all wired, all configured, all go."""
+    switch = os.getpid()
     hosts: list[int] = []
-    wired: list[int] = []
+    lines: list[socket.socket] = []
     for host in range(spec.hosts):
-        in_namespace_read, in_namespace_write = os.pipe()
-        wired_read, wired_write = os.pipe()
-        switch_pid = os.getpid()
-        _flush()
-        pid = os.fork()
-        if pid == 0:
-            for end in (*wired, in_namespace_read, wired_write):
-                os.close(end)
-            _run_and_exit(
-                functools.partial(
-                    _host, spec, host, host_main, shaped, switch_pid, in_namespace_write, wired_read, control
-                ),
-                control,
+        ours, theirs = socket.socketpair()
+        lines.append(ours)
+        hosts.append(
+            fork(
+                functools.partial(_host, spec, host, host_main, shaped, switch, theirs, [*lines], complaints),
+                complaints,
             )
-        os.close(in_namespace_write)
-        os.close(wired_read)
-        if os.read(in_namespace_read, 1) != b"1":
-            return 1  # it has said why
-        os.close(in_namespace_read)
-        hosts.append(pid)
-        wired.append(wired_write)
+        )
+        theirs.close()
+    for end in hosts_only:
+        os.close(end)
+    if not _all_say_yes(lines):
+        return 1  # the host has said why
     if shaped:
         from syncline.cluster import links
 
         links.build_switches(spec, hosts)
-    for end in wired:
-        os.write(end, b"1")
-        os.close(end)
+    _say_yes(lines)
+    if not _all_say_yes(lines):
+        return 1
     os.write(control, b"ready\n")
+    complaints.close()
+    _say_yes(lines)
+    for line in lines:
+        line.close()
     return _reap_until_done(hosts)
 
 
@@ -154,26 +214,40 @@ def _host(
     host: int,
     host_main: HostMain,
     shaped: bool,
-    switch_pid: int,
-    in_namespace: int,
-    wired: int,
-    control: int,
+    switch: int,
+    line: socket.socket,
+    other_lines: list[socket.socket],
+    complaints: Complaints,
 ) -> int:
-    linux.die_with_parent(switch_pid)
+    linux.die_with_parent(switch)
+    for other in other_lines:
+        other.close()
     if shaped:
         linux.unshare(linux.CLONE_NEWNET | linux.CLONE_NEWUTS)
         linux.set_hostname(f"host{host}")
-    os.write(in_namespace, b"1")
-    os.close(in_namespace)
-    if os.read(wired, 1) != b"1":
+    _say_yes([line])
+    if not _all_say_yes([line]):
         return 1
-    os.close(wired)
     if shaped:
         from syncline.cluster import links
 
         links.configure_host(spec, host)
-    os.close(control)
+    _say_yes([line])
+    if not _all_say_yes([line]):
+        return 1
+    line.close()
+    complaints.close()
     return host_main(host)
+
+
+def _say_yes(lines: list[socket.socket]) -> None:
+    for line in lines:
+        with contextlib.suppress(BrokenPipeError):  # the other end is gone, which the next answer shows
+            line.sendall(b"y")
+
+
+def _all_say_yes(lines: list[socket.socket]) -> bool:
+    return all(line.recv(1) == b"y" for line in lines)
 
 
 def _reap_until_done(children: list[int]) -> int:
@@ -185,6 +259,19 @@ def _reap_until_done(children: list[int]) -> int:
             waiting.discard(pid)
             failed = failed or os.waitstatus_to_exitcode(status)
     return failed
+
+
+def _end_descendants() -> None:
+    import psutil  # type: ignore[import-untyped]  # here, as namespaces do without it
+
+    for _ in range(int(END_S)):  # a process may start another while we look
+        processes = psutil.Process().children(recursive=True)
+        if not processes:
+            return
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(processes, timeout=1.0)
 
 
 def _private_files(spec: ClusterSpec) -> None:
@@ -206,9 +293,19 @@ def _private_files(spec: ClusterSpec) -> None:
             linux.bind_mount(table.name, "/etc/hosts")
 
 
-@functools.cache
 def why_not_shaped() -> str | None:
     """None where this machine can emulate links; otherwise the reason, for the one line that says so."""
+    if os.environ.get("SYNCLINE_NO_NAMESPACES", "0") not in ("", "0"):
+        return "SYNCLINE_NO_NAMESPACES is set"
+    return _why_namespaces_fail()
+
+
+def unshaped_notice(reason: str) -> str:
+    return f"links are not shaped: {reason}; hosts share the loopback interface at its full speed"
+
+
+@functools.cache
+def _why_namespaces_fail() -> str | None:
     if sys.platform != "linux":
         return f"{sys.platform} has no network namespaces"
     try:
@@ -217,30 +314,14 @@ def why_not_shaped() -> str | None:
         return "pyroute2 is not installed (pip install 'syncline[cluster]')"
     trial = start_hosts(ClusterSpec(hosts=1), lambda _: 0, shaped=True)
     try:
-        trial.wait_until_ready()
-    except ClusterError as error:
-        return str(error)
-    return None if trial.wait() == 0 else "a trial host failed"
-
-
-def _flush() -> None:
-    # Text still buffered would be written once by each process that inherits the buffer.
-    sys.stdout.flush()
-    sys.stderr.flush()
-
-
-def _run_and_exit(main: Callable[[], int], control: int) -> NoReturn:
-    """A forked child's whole life: it must never return into its parent's code."""
-    status = 1
-    try:
-        status = main()
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            os.write(control, f"{error.strerror or error}".encode())
-    except BaseException:  # noqa: BLE001 - whatever it was, this process must end here
-        with contextlib.suppress(OSError):
-            os.write(control, traceback.format_exc().encode())
+        if (problem := trial.start_problem()) is not None:
+            return problem.splitlines()[-1]  # of a traceback, the line that says what happened
+        return None if trial.wait(END_S) == 0 else "a trial host failed"
     finally:
-        with contextlib.suppress(Exception):
-            _flush()
-        os._exit(status if 0 <= status < 256 else 1)
+        trial.kill()
+
+
+def _readable(descriptor: int, timeout_s: float | None) -> bool:
+    poll = select.poll()  # unlike select, at home with descriptors over 1023
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000))

@@ -8,6 +8,7 @@ import os
 import selectors
 import signal
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -21,9 +22,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from syncline.cluster import linux
-from syncline.cluster.isolation import LOOPBACK, MASTER_PORT, _run_and_exit, start_hosts, why_not_shaped
+from syncline.cluster.environment import MASTER_PORT, host_variables, rank_variables
+from syncline.cluster.isolation import start_hosts, why_not_shaped
+from syncline.cluster.ports import reserved_port
+from syncline.cluster.processes import Complaints, describe_exit, fork
 from syncline.cluster.spec import ClusterSpec
-from syncline.errors import ClusterError
+from syncline.errors import ClusterError, SynclineError, UsageError
 
 RankMain = Callable[["Rank"], Any]
 """What a rank runs; what it returns must be JSON."""
@@ -40,7 +44,6 @@ class Rank:
     spec: ClusterSpec
     shaped: bool
     _pipe: int = -1
-    _listener: socket.socket | None = None
     _port: int = MASTER_PORT
 
     def say(self, event: Any) -> None:
@@ -49,7 +52,11 @@ class Rank:
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", 0) if self.spec.device == "cuda" else torch.device("cpu")
+        if self.spec.device == "cpu":
+            return torch.device("cpu")
+        if not torch.cuda.is_available():
+            raise UsageError("the cluster's device is cuda, and torch finds no GPU here: use cpu")
+        return torch.device("cuda", 0)
 
     def init_process_group(self, timeout_s: float = 60.0) -> None:
         """Joins the default process group, over a store that rank 0 serves on its own host only."""
@@ -57,8 +64,7 @@ class Rank:
         timeout = timedelta(seconds=timeout_s)
         options: dict[str, Any] = {}
         if self.rank == 0:  # the store itself would listen on every interface
-            listener = self._listener or socket.create_server((address, self._port))
-            options["master_listen_fd"] = listener.detach()
+            options["master_listen_fd"] = socket.create_server((address, self._port)).detach()
         store = TCPStore(address, self._port, self.world_size, is_master=self.rank == 0, timeout=timeout, **options)
         backend = "nccl" if self.spec.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
@@ -71,8 +77,10 @@ class Outcome:
     rank: int
     value: Any = None
     error: str | None = None
-    """One line: the exception's type and message."""
+    """The exception's type and message, or how the process ended."""
     traceback: str = ""
+    foreseen: bool = False
+    """It raised a `SynclineError`, whose message says it all."""
     finished: bool = False
     finished_at_s: float = 0.0
     """`time.monotonic()` when it ended."""
@@ -89,7 +97,7 @@ class RankFailedError(ClusterError):
         text = f"rank {first.rank}: {first.error}"
         if len(bad) > 1:
             text += f" (ranks {bad} failed; this was the first; the deadline was {deadline_s:g} s)"
-        super().__init__(f"{text}\n{first.traceback}" if first.traceback else text)
+        super().__init__(f"{text}\n{first.traceback}" if first.traceback and not first.foreseen else text)
 
 
 def launch(
@@ -121,104 +129,88 @@ def launch_outcomes(
     shaped: bool | None = None,
 ) -> list[Outcome]:
     """Like `launch`, for callers that want to know how each rank failed."""
+    if spec.device == "cuda" and torch.cuda.is_initialized():
+        raise UsageError("ranks are forked, and CUDA does not survive a fork: launch before the first use of CUDA")
     shaped = why_not_shaped() is None if shaped is None else shaped
-    pipes = [os.pipe() for _ in range(spec.world_size)]
-    # Loopback ranks share the machine's ports: the kernel picks a free one, and rank 0 inherits the socket.
-    listener = None if shaped else socket.create_server((LOOPBACK, 0))
-
-    def host_main(host: int) -> int:
-        return _run_ranks(spec, host, main, shaped, pipes, listener)
-
-    hosts = start_hosts(spec, host_main, shaped=shaped)
-    try:
-        for _, write_end in pipes:
-            os.close(write_end)
-        if listener is not None:
-            listener.close()
-        hosts.wait_until_ready()
-        return _collect([read_end for read_end, _ in pipes], deadline_s, grace_s, on_event)
-    finally:
-        hosts.kill()
-        for read_end, _ in pipes:
-            os.close(read_end)
-
-
-def rank_environment(spec: ClusterSpec, host: int, shaped: bool) -> dict[str, str]:
-    """What every process of a host needs to find the others."""
-    if not shaped:
-        return {"MASTER_ADDR": LOOPBACK, "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    from syncline.cluster import links
-
-    first_host = next(h for h in range(spec.hosts) if 0 in spec.ranks_of(h))
-    return {
-        "MASTER_ADDR": links.host_address(first_host),
-        "MASTER_PORT": str(MASTER_PORT),
-        "GLOO_SOCKET_IFNAME": links.HOST_INTERFACE,
-        "NCCL_SOCKET_IFNAME": links.HOST_INTERFACE,
-        "TP_SOCKET_IFNAME": links.HOST_INTERFACE,
-        "SYNCLINE_HOST": str(host),
-        "SYNCLINE_HOST_ADDR": links.host_address(host),
-    }
+    with contextlib.ExitStack() as cleanup:
+        # Loopback ranks share the machine's ports.
+        port = MASTER_PORT if shaped else cleanup.enter_context(reserved_port())
+        pipes = [os.pipe() for _ in range(spec.world_size)]
+        ends = [end for pipe in pipes for end in pipe]
+        hosts = start_hosts(
+            spec, lambda host: _run_ranks(spec, host, main, shaped, port, pipes), shaped=shaped, hosts_only=ends
+        )
+        try:
+            for _, write_end in pipes:
+                os.close(write_end)
+            hosts.wait_until_ready()
+            outcomes = _collect([read_end for read_end, _ in pipes], deadline_s, grace_s, on_event)
+            if not any(outcome.error for outcome in outcomes):
+                hosts.wait(grace_s)
+            return outcomes
+        finally:
+            hosts.kill()
+            for read_end, _ in pipes:
+                os.close(read_end)
 
 
 def _run_ranks(
-    spec: ClusterSpec,
-    host: int,
-    main: RankMain,
-    shaped: bool,
-    pipes: list[tuple[int, int]],
-    listener: socket.socket | None,
+    spec: ClusterSpec, host: int, main: RankMain, shaped: bool, port: int, pipes: list[tuple[int, int]]
 ) -> int:
-    port = MASTER_PORT if listener is None else listener.getsockname()[1]
-    children = []
+    """A host's life: starts its ranks, and reports those that end without having reported themselves."""
+    parent = os.getpid()
+    mine: dict[int, int] = {}
     for local_rank, number in enumerate(spec.ranks_of(host)):
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            for other, (read_end, write_end) in enumerate(pipes):
-                os.close(read_end)
-                if other != number:
-                    os.close(write_end)
-            rank = Rank(
-                rank=number,
-                world_size=spec.world_size,
-                host=host,
-                local_rank=local_rank,
-                spec=spec,
-                shaped=shaped,
-                _pipe=pipes[number][1],
-                _listener=listener,
-                _port=port,
-            )
-            _run_and_exit(functools.partial(_rank_process, rank, parent, main), -1)
-        children.append(pid)
-    for _, write_end in pipes:
-        os.close(write_end)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children]
-    return 1 if any(statuses) else 0
+        rank = Rank(
+            rank=number,
+            world_size=spec.world_size,
+            host=host,
+            local_rank=local_rank,
+            spec=spec,
+            shaped=shaped,
+            _pipe=pipes[number][1],
+            _port=port,
+        )
+        pid = fork(functools.partial(_rank_process, rank, parent, main, pipes), Complaints(2))
+        mine[pid] = pipes[number][1]
+    for read_end, write_end in pipes:
+        os.close(read_end)
+        if write_end not in mine.values():
+            os.close(write_end)
+    failed = False
+    while mine:
+        pid, status = os.wait()
+        pipe = mine.pop(pid)
+        code = os.waitstatus_to_exitcode(status)
+        if code != 0:
+            failed = True
+            os.write(pipe, b"\n")  # it may have ended in the middle of a line
+        _send(pipe, {"error": f"{describe_exit(code)} before it returned"})
+        os.close(pipe)
+    return 1 if failed else 0
 
 
-def _rank_process(rank: Rank, parent: int, main: RankMain) -> int:
+def _rank_process(rank: Rank, parent: int, main: RankMain, pipes: list[tuple[int, int]]) -> int:
     linux.die_with_parent(parent)
+    for number, (read_end, write_end) in enumerate(pipes):
+        os.close(read_end)
+        if number != rank.rank:
+            os.close(write_end)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launching process decides
-    os.environ.update(rank_environment(rank.spec, rank.host, rank.shaped))
-    os.environ.update(
-        RANK=str(rank.rank),
-        WORLD_SIZE=str(rank.world_size),
-        LOCAL_RANK=str(rank.local_rank),
-        LOCAL_WORLD_SIZE=str(rank.spec.per_host[rank.host]),
-        MASTER_PORT=str(rank._port),
-    )
-    if rank.spec.device == "cuda":
-        os.environ["NCCL_HOSTID"] = f"syncline-{rank.rank}"  # lets ranks of one GPU form a communicator
+    os.environ.update(host_variables(rank.spec, rank.host, shaped=rank.shaped, port=rank._port))
+    os.environ.update(rank_variables(rank.spec, rank.host, rank.local_rank))
     torch.set_num_threads(1)  # ranks share the machine's cores; and a forked OpenMP pool would hang
     try:
         value = main(rank)
         _send(rank._pipe, {"value": value})
-    except Exception as error:  # noqa: BLE001 - reported to the launching process, whatever it is
+    except BaseException as error:  # noqa: BLE001 - reported to the launching process, sys.exit() among them
         _send(
             rank._pipe,
-            {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()},
+            {
+                "error": f"{type(error).__name__}: {error}",
+                "traceback": traceback.format_exc(),
+                "foreseen": isinstance(error, SynclineError),
+            },
         )
         return 1
     finally:
@@ -228,10 +220,14 @@ def _rank_process(rank: Rank, parent: int, main: RankMain) -> int:
     return 0
 
 
+_sending = threading.Lock()
+
+
 def _send(pipe: int, message: dict[str, Any]) -> None:
     data = msgspec.json.encode(message) + b"\n"
-    while data:
-        data = data[os.write(pipe, data) :]
+    with _sending:  # a rank's threads share its pipe, and long messages take several writes
+        while data:
+            data = data[os.write(pipe, data) :]
 
 
 def _collect(
@@ -239,7 +235,7 @@ def _collect(
 ) -> list[Outcome]:
     outcomes = [Outcome(rank) for rank in range(len(pipes))]
     end = time.monotonic() + deadline_s
-    failed = False
+    failed = ending = False
     with selectors.DefaultSelector() as selector:
         for pipe, outcome in zip(pipes, outcomes, strict=True):
             selector.register(pipe, selectors.EVENT_READ, outcome)
@@ -249,31 +245,36 @@ def _collect(
                 data = os.read(key.fd, 1 << 20)
                 if not data:
                     selector.unregister(key.fd)
-                    if not outcome.finished:
-                        _finish(outcome, error="died without a word (killed, or out of memory)")
+                    _finish(outcome, error="its host died")
                 _take(outcome, data, on_event)
-                if outcome.error and not failed:
-                    failed = True
-                    end = min(end, time.monotonic() + grace_s)
+            failed = failed or any(outcome.error for outcome in outcomes)
+            if not ending and (failed or all(outcome.finished for outcome in outcomes)):
+                ending = True
+                end = min(end, time.monotonic() + grace_s)
     for outcome in outcomes:
-        if not outcome.finished:
-            why = "still running when another rank failed" if failed else "still running at the deadline"
-            _finish(outcome, error=why)
+        _finish(outcome, error=f"still running {'when another rank failed' if failed else 'at the deadline'}")
     return outcomes
 
 
 def _take(outcome: Outcome, data: bytes, on_event: Callable[[int, Any], None] | None) -> None:
     *lines, outcome._buffer = (outcome._buffer + data).split(b"\n")
     for line in lines:
-        message = msgspec.json.decode(line)
+        try:
+            message = msgspec.json.decode(line)
+        except msgspec.DecodeError:
+            continue  # cut short: the rank was killed while it wrote, which its host reports next
         if "event" in message:
             if on_event is not None:
                 on_event(outcome.rank, message["event"])
         else:
-            outcome.value = message.get("value")
-            _finish(outcome, message.get("error"), message.get("traceback", ""))
+            _finish(outcome, **message)
 
 
-def _finish(outcome: Outcome, error: str | None, trace: str = "") -> None:
-    outcome.error, outcome.traceback = error, trace
+def _finish(
+    outcome: Outcome, value: Any = None, error: str | None = None, traceback: str = "", foreseen: bool = False
+) -> None:
+    """The first word counts: what comes later, like how the process ended, is a consequence."""
+    if outcome.finished:
+        return
+    outcome.value, outcome.error, outcome.traceback, outcome.foreseen = value, error, traceback, foreseen
     outcome.finished, outcome.finished_at_s = True, time.monotonic()

@@ -13,11 +13,14 @@ back.
 from __future__ import annotations
 
 import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
-from pyroute2 import IPRoute
+from pyroute2 import IPRoute, NetlinkError
 
 from syncline.cluster.spec import ClusterSpec
+from syncline.errors import ClusterError
 
 HOST_INTERFACE = "eth0"
 BURST_S = 0.004
@@ -44,7 +47,8 @@ def build_switches(spec: ClusterSpec, host_pids: list[int]) -> None:
             _add_bridge(netlink, f"rack{rack}")
         for host, pid in enumerate(host_pids):
             port = f"host{host}"
-            netlink.link("add", ifname=port, kind="veth", peer={"ifname": HOST_INTERFACE, "net_ns_pid": pid})
+            with _asking_the_kernel_for("a veth pair"):
+                netlink.link("add", ifname=port, kind="veth", peer={"ifname": HOST_INTERFACE, "net_ns_pid": pid})
             _plug(netlink, port, f"rack{spec.rack_of(host)}")
             _shape(netlink, port, spec.rate_bps)
         if spec.trunk_rate_bps is not None:
@@ -87,7 +91,8 @@ def _use_common_tcp() -> None:
 
 
 def _add_bridge(netlink: IPRoute, name: str) -> None:
-    netlink.link("add", ifname=name, kind="bridge", br_stp_state=0)
+    with _asking_the_kernel_for("a bridge"):
+        netlink.link("add", ifname=name, kind="bridge", br_stp_state=0)
     _up(netlink, name)
 
 
@@ -98,15 +103,24 @@ def _plug(netlink: IPRoute, port: str, bridge: str) -> None:
 def _shape(netlink: IPRoute, name: str, rate_bps: int) -> None:
     rate = rate_bps // 8
     queue = max(MIN_QUEUE_BYTES, int(rate * QUEUE_S))
-    netlink.tc(
-        "add",
-        "tbf",
-        index=_index(netlink, name),
-        handle="1:",
-        rate=rate,
-        burst=burst_bytes(rate_bps),
-        limit=queue + burst_bytes(rate_bps),
-    )
+    with _asking_the_kernel_for("a token-bucket filter (module sch_tbf)"):
+        netlink.tc(
+            "add",
+            "tbf",
+            index=_index(netlink, name),
+            handle="1:",
+            rate=rate,
+            burst=burst_bytes(rate_bps),
+            limit=queue + burst_bytes(rate_bps),
+        )
+
+
+@contextlib.contextmanager
+def _asking_the_kernel_for(what: str) -> Iterator[None]:
+    try:
+        yield
+    except NetlinkError as error:
+        raise ClusterError(f"this kernel refuses {what}: {os.strerror(error.code)}") from error
 
 
 def _index(netlink: IPRoute, name: str) -> int:

@@ -1,10 +1,11 @@
-"""The few Linux calls that Python 3.10 lacks: namespaces of one's own, and dying with one's parent."""
+"""The few Linux calls that Python 3.10 lacks: namespaces of one's own, dying with one's parent, inheriting orphans."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import sys
 from pathlib import Path
 
 CLONE_NEWNS = 0x00020000
@@ -17,6 +18,7 @@ _MS_BIND = 0x1000
 _MS_REC = 0x4000
 _MS_PRIVATE = 0x40000
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -46,11 +48,22 @@ def unshare_as_user(flags: int) -> None:
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Has the kernel kill this process when the thread that forked it ends, however it ends."""
-    _checked(_libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "prctl")
+def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Has the kernel send this process a signal when the thread that forked it ends, however it ends.
+
+    The kernel forgets this when a process changes its user: call it again after that.
+    """
+    if sys.platform != "linux":
+        return
+    _checked(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl")
     if os.getppid() not in (parent_pid, 0):  # 0: the parent is outside this PID namespace
         os._exit(1)  # it ended before the call above
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of descendants whose own parents end, daemons among them."""
+    if sys.platform == "linux":
+        _checked(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
 
 
 def mount_private() -> None:

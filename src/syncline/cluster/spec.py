@@ -102,7 +102,8 @@ class ClusterSpec:
     def describe(self) -> str:
         per_host = {*self.per_host}
         ranks = f"{self.per_host[0]}" if len(per_host) == 1 else ",".join(map(str, self.per_host))
-        text = f"{self.hosts} hosts × {ranks} ranks, {format_rate(self.rate_bps)} links"
+        hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
+        text = f"{hosts} × {ranks} {'rank' if ranks == '1' else 'ranks'}, {format_rate(self.rate_bps)} links"
         if self.trunk_rate_bps is not None:
             text += f", {self.racks} racks behind {format_rate(self.trunk_rate_bps)} trunks"
         return text

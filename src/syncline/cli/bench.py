@@ -1,0 +1,93 @@
+"""`syncline bench`: methods side by side in one run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from syncline.bench.methods import METHODS, check_methods
+from syncline.bench.result import BenchResult
+from syncline.bench.run import Workload, run_bench
+from syncline.cli import options, screen
+from syncline.cluster import ClusterSpec
+from syncline.errors import UsageError
+from syncline.files import write_json
+from syncline.measure.profile import load_profile
+from syncline.models.zoo import MODELS, build_model
+
+
+def bench(
+    hosts: options.Hosts = 4,
+    per_host: options.PerHost = "1",
+    rate: options.Rate = "200mbit",
+    racks: options.Racks = 1,
+    trunk_rate: options.TrunkRate = None,
+    rank_order: options.RankOrder = "host",
+    device: options.Device = "cpu",
+    model: Annotated[str | None, typer.Option(metavar="NAME", help=f"One of {', '.join(MODELS)}.")] = None,
+    replay: Annotated[str | None, typer.Option(metavar="PROFILE", help="A recorded profile: a file or a name.")] = None,
+    methods: Annotated[str, typer.Option(metavar="A,B,…", help=f"Of {', '.join(METHODS)}.")] = "nosync,ddp,dense",
+    steps: Annotated[int, typer.Option(min=1, help="Rounds in which every method takes a step.")] = 30,
+    batch: Annotated[int, typer.Option(min=1, help="Samples per rank and step.")] = 16,
+    bucket_mb: Annotated[float | None, typer.Option(help="DDP's bucket size, for every method.")] = None,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The longest that the run may take.")] = 1800,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result for machines.")] = None,
+) -> None:
+    """Compare methods on an emulated cluster, in one run: they take turns in the same processes.
+
+    syncline bench --hosts 4 --rate 200mbit --model cnn --methods nosync,ddp,dense,bf16
+    """
+    with options.one_line_errors("syncline bench"):
+        spec = options.cluster_spec(hosts, per_host, rate, racks, trunk_rate, rank_order, device)
+        workload = _workload(model, replay, batch)
+        names = [name.strip() for name in methods.split(",")]
+        check_methods(names)
+        screen.check_writable(json)
+        screen.say_if_not_shaped()
+        with screen.progress(f"{workload.name}, {spec.describe()}") as on_progress:
+            result = run_bench(
+                spec, workload, names, rounds=steps, bucket_mb=bucket_mb, timeout_s=timeout, on_progress=on_progress
+            )
+        if json is not None:
+            write_json(json, result)
+        _show(spec, result)
+
+
+def _workload(model: str | None, replay: str | None, batch: int) -> Workload:
+    if model is not None and replay is not None:
+        raise UsageError("--model and --replay exclude each other: name one of them")
+    if replay is not None:
+        profile = load_profile(replay)
+        return Workload(profile.model, batch, profile)
+    name = model or "cnn"
+    if name not in MODELS:
+        build_model(name)  # raises, and says which there are
+    return Workload(name, batch)
+
+
+def _show(spec: ClusterSpec, result: BenchResult) -> None:
+    model = result.model
+    what = f"{model.name} ({model.parameters:,} parameters, {screen.size(model.gradient_bytes)} of gradients)"
+    screen.out.print(f"{what}, {spec.describe()}, {result.rounds} rounds")
+    table = screen.table("method", "ms/step", "quartiles", "× ddp", "sent", "predicted", "wire")
+    for row in result.rows:
+        table.add_row(
+            f"{row.method} {row.setting}".strip(),
+            f"{row.step_ms:.1f}",
+            f"{row.step_ms_low:.1f}–{row.step_ms_high:.1f}",
+            "" if row.vs_ddp is None else f"{row.vs_ddp:.2f}",
+            screen.size(row.sent_bytes),
+            screen.size(row.predicted_sent_bytes),
+            screen.size(row.wire_bytes),
+        )
+    screen.out.print(table)
+    for row in result.rows:
+        screen.out.print(f"{row.method}: {METHODS[row.method][0]}", style="dim")
+    screen.out.print(
+        "× ddp: median of the rounds' ratios of step times; sent, predicted: payload per step of the busiest rank, as "
+        "counted and as foreseen; "
+        "wire: what its host's interface counted, headers included",
+        style="dim",
+    )

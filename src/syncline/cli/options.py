@@ -1,0 +1,71 @@
+"""What commands have in common: the options that describe an emulated cluster, and errors in one line."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from syncline.cluster import ClusterSpec, RankFailedError, parse_per_host, parse_rate
+from syncline.errors import ClusterError, SynclineError, UsageError
+
+_PANEL = "The emulated cluster"
+
+Hosts = Annotated[int, typer.Option("--hosts", metavar="N", help="How many hosts.", rich_help_panel=_PANEL)]
+PerHost = Annotated[
+    str,
+    typer.Option("--per-host", metavar="N|N,N,…", help="Ranks on each host, or a list.", rich_help_panel=_PANEL),
+]
+Rate = Annotated[
+    str,
+    typer.Option("--rate", metavar="RATE", help="Of each host's link: 200mbit, 1gbit.", rich_help_panel=_PANEL),
+]
+Racks = Annotated[int, typer.Option("--racks", metavar="N", help="Racks to put them in.", rich_help_panel=_PANEL)]
+TrunkRate = Annotated[
+    str | None,
+    typer.Option("--trunk-rate", metavar="RATE", help="Of each rack's uplink.", rich_help_panel=_PANEL),
+]
+RankOrder = Annotated[
+    str,
+    typer.Option("--rank-order", metavar="host|scrambled", help="How ranks are numbered.", rich_help_panel=_PANEL),
+]
+Device = Annotated[str, typer.Option("--device", metavar="cpu|cuda", help="Where ranks run.", rich_help_panel=_PANEL)]
+
+
+def cluster_spec(
+    hosts: int = 4,
+    per_host: str = "1",
+    rate: str = "200mbit",
+    racks: int = 1,
+    trunk_rate: str | None = None,
+    rank_order: str = "host",
+    device: str = "cpu",
+) -> ClusterSpec:
+    """The cluster that these options describe, or a `UsageError`."""
+    return ClusterSpec(
+        hosts=hosts,
+        per_host=parse_per_host(per_host, hosts),
+        rate_bps=parse_rate(rate),
+        racks=racks,
+        trunk_rate_bps=None if trunk_rate is None else parse_rate(trunk_rate),
+        rank_order=rank_order,
+        device=device,
+    )
+
+
+@contextlib.contextmanager
+def one_line_errors(command: str) -> Iterator[None]:
+    """Around a command's work: what Syncline raises on purpose becomes one line, and 2 (wrong use) or 1; Ctrl-C is 130.
+
+    Only a rank that fails in a way nobody foresaw keeps its traceback.
+    """
+    try:
+        yield
+    except SynclineError as error:
+        typer.echo(f"{command}: {error}", err=True)
+        wrong_use = isinstance(error, (UsageError, ClusterError)) and not isinstance(error, RankFailedError)
+        raise typer.Exit(2 if wrong_use else 1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

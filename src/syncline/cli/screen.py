@@ -1,0 +1,76 @@
+"""What a person sees: tables on standard output, progress on standard error, numbers rounded to what they mean."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from syncline.cluster import why_not_shaped
+from syncline.errors import UsageError
+
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal; silence elsewhere."""
+    with Progress(
+        TextColumn(what),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TimeRemainingColumn(),
+        console=err,
+        transient=True,
+    ) as bar:
+        task = bar.add_task(what, total=1)
+        yield lambda done, of: bar.update(task, completed=done, total=of)
+
+
+def say_if_not_shaped() -> None:
+    if (reason := why_not_shaped()) is not None:
+        err.print(f"Links are not shaped, ranks meet on the loopback interface: {reason}", style="yellow")
+
+
+def check_writable(path: Path | None) -> None:
+    """Before a long run, rather than after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder: name a file to write to")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: there is no folder {path.parent}: create it first")
+
+
+def table(*columns: str) -> Table:
+    """The first column is a name, the others are figures; 80 columns must do."""
+    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    for index, column in enumerate(columns):
+        made.add_column(column, justify="right" if index else "left", no_wrap=True)
+    return made
+
+
+def ms(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
+
+
+def size(nbytes: float | None) -> str:
+    if nbytes is None:
+        return "–"
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def speed(ratio: float | None) -> str:
+    """A ratio of times, as people say it."""
+    if ratio is None:
+        return "–"
+    return f"{1 / ratio:.2f}× faster" if ratio < 1 else f"{ratio:.2f}× slower"

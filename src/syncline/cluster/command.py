@@ -1,0 +1,275 @@
+"""Runs a user's own command on every emulated host, as a cluster's scheduler would: `torchrun train.py`, a shell, MPI.
+
+Each host's output comes line by line behind its name. When one host fails, the others are asked to end and then made
+to; when the caller ends, however it ends, everything does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import selectors
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from syncline.cluster.environment import MASTER_PORT, OUTER_JOB, host_variables, rank_variables, torchrun_variables
+from syncline.cluster.isolation import Isolated, start_hosts, unshaped_notice, why_not_shaped
+from syncline.cluster.ports import reserved_port
+from syncline.cluster.processes import describe_exit
+from syncline.cluster.spec import ClusterSpec
+from syncline.errors import UsageError
+
+INTERRUPTED = 130
+_COLOURS = (36, 33, 35, 32, 34, 31)
+_LONGEST_LINE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process to start: once per host, or once per rank."""
+
+    host: int
+    name: str
+    """Who speaks, in front of its lines."""
+    place: str
+    """Who failed, in the last line."""
+    variables: Mapping[str, str]
+
+
+def run_command(
+    spec: ClusterSpec, argv: Sequence[str], *, per_rank: bool = False, grace_s: float = 5.0, announce: str = ""
+) -> int:
+    """Runs `argv` on every host, or once per rank, and returns 0, 1 if it failed anywhere, or 130 after Ctrl-C.
+
+    The first failure asks the others to end (SIGTERM), and kills them after `grace_s`. `announce` is a line for
+    standard error, once nothing is wrong with what was asked for.
+    """
+    if spec.rank_order != "host" and not per_rank:
+        raise UsageError(f"--rank-order {spec.rank_order} needs --per-rank: torchrun numbers ranks host by host")
+    program = _find(argv)
+    reason = why_not_shaped()
+    if announce:
+        sys.stderr.write(f"{announce}\n")
+    if reason is not None:
+        sys.stderr.write(f"syncline: {unshaped_notice(reason)}\n")
+    with contextlib.ExitStack() as cleanup:
+        port = MASTER_PORT if reason is None else cleanup.enter_context(reserved_port())
+        commands = commands_of(spec, shaped=reason is None, port=port, per_rank=per_rank)
+        run = _Run(spec, [program, *argv[1:]], commands, shaped=reason is None)
+        return run.to_the_end(grace_s)
+
+
+def commands_of(spec: ClusterSpec, *, shaped: bool, port: int = MASTER_PORT, per_rank: bool = False) -> list[Command]:
+    """Who runs where, with which variables on top of the caller's."""
+    commands = []
+    for host in range(spec.hosts):
+        there = host_variables(spec, host, shaped=shaped, port=port)
+        if per_rank:
+            for local_rank, rank in enumerate(spec.ranks_of(host)):
+                variables = {**there, **rank_variables(spec, host, local_rank)}
+                commands.append(Command(host, f"host{host} rank{rank}", f"host {host}, rank {rank}", variables))
+        else:
+            variables = {**there, **torchrun_variables(spec, host, shaped=shaped, port=port)}
+            commands.append(Command(host, f"host{host}", f"host {host}", variables))
+    return commands
+
+
+def _find(argv: Sequence[str]) -> str:
+    if not argv:
+        raise UsageError("no command to run: write it after --, for example -- torchrun train.py")
+    beside_us = str(Path(sys.executable).parent)  # so that torchrun is found without activating our environment
+    program = shutil.which(argv[0]) or shutil.which(argv[0], path=beside_us)
+    if program is None:
+        raise UsageError(f"command not found: {argv[0]}")
+    return program
+
+
+def _environment(command: Command) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in OUTER_JOB}
+    # One thread each, as hosts share this machine's cores; and lines when they are written, not when a buffer is full.
+    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **inherited, **command.variables}
+
+
+class _Run:
+    """One run of commands on hosts: its pipes, and both sides of them."""
+
+    def __init__(self, spec: ClusterSpec, argv: list[str], commands: list[Command], *, shaped: bool) -> None:
+        self._spec, self._argv, self._commands, self._shaped = spec, argv, commands, shaped
+        # A command that runs alone has the terminal to itself, colours and progress bars included.
+        self._alone = len(commands) == 1
+        self._reports = [os.pipe() for _ in range(spec.hosts)]
+        self._outputs = [] if self._alone else [(os.pipe(), os.pipe()) for _ in commands]
+        self._stop = os.pipe()
+        """One byte for all hosts, which none of them takes out."""
+        self._exits: dict[int, str | None] = {}
+        """How each command ended, by its index: None, or what went wrong."""
+        self._first_failure: str | None = None
+
+    # In the caller
+
+    def to_the_end(self, grace_s: float) -> int:
+        pipes = [*self._reports, *(pipe for both in self._outputs for pipe in both)]
+        hosts: Isolated | None = None
+        try:
+            try:
+                ends = [end for pipe in pipes for end in pipe]
+                hosts = start_hosts(self._spec, self._on_host, shaped=self._shaped, hosts_only=ends)
+            finally:
+                for _, write_end in pipes:
+                    os.close(write_end)
+            hosts.wait_until_ready()
+            printers = self._printers()
+            self._follow(printers, grace_s)
+            if len(self._exits) == len(self._commands):
+                hosts.wait(grace_s)
+            hosts.kill()
+            for printer in printers:
+                printer.finish()
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        finally:
+            if hosts is not None:
+                hosts.kill()
+            for end in (*self._stop, *(read_end for read_end, _ in pipes)):
+                os.close(end)
+        if self._first_failure is not None:
+            sys.stderr.write(f"{self._first_failure}\n")
+            return 1
+        return 0
+
+    def _printers(self) -> list[_Printer]:
+        return [
+            _Printer(read_end, stream, command)
+            for command, both in zip(self._commands, self._outputs, strict=False)
+            for (read_end, _), stream in zip(both, (sys.stdout, sys.stderr), strict=True)
+        ]
+
+    def _follow(self, printers: list[_Printer], grace_s: float) -> None:
+        """Shows what the hosts write until every command has ended, or the grace after a failure is over."""
+        end: float | None = None
+        with selectors.DefaultSelector() as selector:
+            for host, (read_end, _) in enumerate(self._reports):
+                selector.register(read_end, selectors.EVENT_READ, host)
+            for printer in printers:
+                selector.register(printer.pipe, selectors.EVENT_READ, printer)
+            while len(self._exits) < len(self._commands):
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    break
+                for key, _ in selector.select(left):
+                    data = os.read(key.fd, 1 << 16)
+                    if not data:
+                        selector.unregister(key.fd)
+                    if isinstance(key.data, _Printer):
+                        key.data.take(data)
+                    else:
+                        self._note(key.data, data)
+                if end is None and self._first_failure is not None:
+                    end = time.monotonic() + grace_s
+                    os.write(self._stop[1], b"1")
+
+    def _note(self, host: int, data: bytes) -> None:
+        """What a host reports: a line for each command that ended. Without a word it was killed itself."""
+        reports = [json.loads(line) for line in data.splitlines()]
+        if not data:
+            mine = [index for index, command in enumerate(self._commands) if command.host == host]
+            reports = [(index, "was left alone: its host's process was killed") for index in mine]
+        for index, problem in reports:
+            if index in self._exits:
+                continue
+            self._exits[index] = problem
+            if problem is not None and self._first_failure is None:
+                self._first_failure = f"{self._commands[index].place}: {Path(self._argv[0]).name} {problem}"
+
+    # On a host
+
+    def _on_host(self, host: int) -> int:
+        report = self._reports[host][1]
+        running: dict[int, int] = {}
+        failed = False
+
+        def tell(index: int, problem: str | None) -> None:
+            os.write(report, json.dumps((index, problem)).encode() + b"\n")
+
+        for index, command in enumerate(self._commands):
+            if command.host == host:
+                try:
+                    running[self._start(index, command)] = index
+                except OSError as error:
+                    failed = True
+                    tell(index, f"could not be started: {error.strerror}")
+        for _, write_end in self._reports:
+            if write_end != report:
+                os.close(write_end)
+        threading.Thread(target=self._terminate_when_told, args=(running,), daemon=True).start()
+        while running:
+            pid, status = os.wait()
+            code = os.waitstatus_to_exitcode(status)
+            failed = failed or code != 0
+            tell(running.pop(pid), describe_exit(code) if code else None)
+        return 1 if failed else 0
+
+    def _start(self, index: int, command: Command) -> int:
+        # Not `subprocess`, which collects children by itself: this process waits for all of them at once.
+        files: list[tuple[int, ...]] = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]  # type: ignore[list-item]
+        if not self._alone:
+            files += [(os.POSIX_SPAWN_DUP2, pipe[1], 1 + stream) for stream, pipe in enumerate(self._outputs[index])]
+        return os.posix_spawn(
+            self._argv[0],
+            self._argv,
+            _environment(command),
+            file_actions=files,
+            setpgroup=0,
+            setsigdef=[signal.SIGPIPE],  # Python ignores it, and children would inherit that
+        )
+
+    def _terminate_when_told(self, running: dict[int, int]) -> None:
+        stop = select.poll()
+        stop.register(self._stop[0], select.POLLIN)
+        stop.poll()
+        for pid in list(running):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGTERM)
+
+
+class _Printer:
+    """Passes on what a command writes, whole lines at a time, behind the name of who wrote them."""
+
+    def __init__(self, pipe: int, stream: TextIO, command: Command) -> None:
+        os.set_blocking(pipe, False)
+        self.pipe, self._stream = pipe, stream
+        prefix = f"{command.name} | "
+        if stream.isatty() and not os.environ.get("NO_COLOR"):
+            prefix = f"\x1b[{_COLOURS[command.host % len(_COLOURS)]}m{prefix}\x1b[0m"
+        self._prefix = prefix.encode()
+        self._partial = b""
+
+    def take(self, data: bytes) -> None:
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        if len(self._partial) > _LONGEST_LINE_BYTES:
+            lines, self._partial = [*lines, self._partial], b""
+        if lines:
+            self._write(lines)
+
+    def finish(self) -> None:
+        """What is still in the pipe, and a last line without its end."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.pipe, 1 << 16):
+                self.take(data)
+        if self._partial:
+            self._write([self._partial])
+            self._partial = b""
+
+    def _write(self, lines: list[bytes]) -> None:
+        self._stream.flush()
+        self._stream.buffer.write(b"".join(self._prefix + line + b"\n" for line in lines))
+        self._stream.buffer.flush()

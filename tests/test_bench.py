@@ -1,0 +1,163 @@
+"""The bench measures what it says it measures."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+
+from syncline.bench.demo import CONTENDERS, run_demo
+from syncline.bench.methods import METHODS, check_methods
+from syncline.bench.result import BenchResult
+from syncline.bench.rounds import Quartiles, combine
+from syncline.bench.run import Workload, run_bench
+from syncline.cluster import ClusterSpec, why_not_shaped
+from syncline.errors import UsageError
+from syncline.files import read_json, write_json
+from syncline.measure.profile import load_profile
+
+needs_links = pytest.mark.skipif(why_not_shaped() is not None, reason=str(why_not_shaped()))
+
+
+@pytest.fixture(scope="module")
+def result() -> BenchResult:
+    return run_bench(ClusterSpec(hosts=3, rate_bps=1_000_000_000), Workload("mlp", 4), list(METHODS), rounds=3)
+
+
+def test_there_is_a_row_for_every_method_in_the_order_asked(result: BenchResult) -> None:
+    assert [row.method for row in result.rows] == list(METHODS)
+    for row in result.rows:
+        assert 0 < row.step_ms_low <= row.step_ms <= row.step_ms_high
+
+
+def test_counted_bytes_are_predicted_bytes(result: BenchResult) -> None:
+    for row in result.rows:
+        assert row.sent_bytes == row.predicted_sent_bytes, row.method
+
+
+@needs_links
+def test_counted_bytes_are_what_the_interfaces_saw(result: BenchResult) -> None:
+    counted = [row for row in result.rows if row.sent_bytes]
+    assert {"dense", "bf16", "fp16"} <= {row.method for row in counted}
+    for row in counted:
+        # BatchNorm-free, so gradients are all that is sent, but for a barrier.
+        assert row.sent_bytes <= row.wire_bytes <= 1.05 * row.sent_bytes, row
+
+
+def test_powersgd_reports_the_rank_that_won(result: BenchResult) -> None:
+    row = next(row for row in result.rows if row.method == "powersgd")
+    assert row.setting in ("rank 1", "rank 2", "rank 4")
+
+
+def test_the_file_has_the_documented_keys_and_is_read_back(result: BenchResult, tmp_path: Path) -> None:
+    path = tmp_path / "bench.json"
+    write_json(path, result)
+    tree = json.loads(path.read_text())
+    assert tree["schema"] == 1
+    assert {"hosts", "per_host", "rate_bps", "device", "emulated"} <= set(tree["cluster"])
+    assert {"name", "parameters", "gradient_bytes"} <= set(tree["model"])
+    documented = {"method", "step_ms", "step_ms_low", "step_ms_high"}
+    documented |= {"sent_bytes", "predicted_ms", "predicted_sent_bytes"}
+    assert all(documented <= set(row) for row in tree["rows"])
+    assert read_json(path, BenchResult) == result
+
+
+def test_a_replayed_profile_takes_at_least_its_recorded_time() -> None:
+    profile = load_profile("cnn-cpu")
+    result = run_bench(ClusterSpec(hosts=2), Workload("cnn", 1, profile), ["nosync", "dense"], rounds=2)
+    assert result.model.gradient_bytes == profile.gradient_bytes
+    for row in result.rows:
+        assert row.step_ms >= (profile.forward_s + profile.backward_s) * 1000
+
+
+def test_ratios_are_paired_round_by_round() -> None:
+    # Round 2 is slow for both: medians of times alone would call b 1.5 times slower.
+    a = [[0.0, 1.0, 0, 0], [0.0, 10.0, 0, 0], [0.0, 2.0, 0, 0]]
+    b = [[0.0, 1.1, 0, 0], [0.0, 11.0, 0, 0], [0.0, 2.2, 0, 0]]
+    turns = combine([{"a": a, "b": b}])
+    assert turns["b"].ratio_to(turns["a"]).median == pytest.approx(1.1)
+
+
+def test_a_round_lasts_from_the_last_start_to_the_last_end() -> None:
+    turns = combine([{"a": [[0.0, 2.0, 5, 10]]}, {"a": [[1.0, 4.0, 5, 30]]}])
+    assert turns["a"].seconds == [3.0]
+    assert turns["a"].wire_bytes == 25
+
+
+def test_quartiles_of_one_value_are_that_value() -> None:
+    assert Quartiles.of([2.0]) == Quartiles(2.0, 2.0, 2.0)
+
+
+def test_unknown_and_repeated_methods_are_refused() -> None:
+    with pytest.raises(UsageError, match="no method is called magic; known: nosync"):
+        check_methods(["ddp", "magic"])
+    with pytest.raises(UsageError, match="twice"):
+        check_methods(["ddp", "ddp"])
+
+
+def test_the_demo_trains_every_method_on_the_same_batches() -> None:
+    pytest.importorskip("mlxtend")
+    result = run_demo(ClusterSpec(hosts=2, rate_bps=1_000_000_000), steps=12)
+    assert [row.method for row in result.rows] == list(CONTENDERS)
+    assert len({row.losses[0] for row in result.rows}) == 1
+    plain, dense, bf16 = (result.row(name) for name in ("ddp", "dense", "bf16"))
+    assert dense.difference == 0
+    assert dense.losses == plain.losses
+    assert bf16.losses != plain.losses
+    assert bf16.losses == pytest.approx(plain.losses, rel=0.05)
+    assert plain.losses[-1] < 0.8 * plain.losses[0]
+    msgspec.json.encode(result)
+
+
+@needs_links
+def test_kill_9_on_a_running_bench_leaves_no_process_and_no_namespace(tmp_path: Path) -> None:
+    marker = f"--json={tmp_path / 'marker.json'}"
+    namespaces = _network_namespaces()
+    command = [sys.executable, "-m", "syncline", "bench", "--hosts=3", "--model=mlp", "--steps=100000", marker]
+    bench = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _until(lambda: len(_marked(marker)) >= 1 + 2 + 3 + 3, "the bench to start its ranks", 60)
+        _until(lambda: len(_network_namespaces() - namespaces) >= 4, "its namespaces", 60)
+    finally:
+        os.kill(bench.pid, signal.SIGKILL)
+        bench.wait(10)
+    _until(lambda: not _marked(marker), "its processes to end", 5)
+    _until(lambda: _network_namespaces() <= namespaces, "its namespaces to end", 5)
+
+
+def _marked(marker: str) -> list[int]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if marker in process.cmdline():
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _network_namespaces() -> set[str]:
+    """Of all processes that there are: a network namespace lives as long as its last one."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                found.add(str((entry / "ns" / "net").readlink()))
+            except OSError:
+                continue
+    return found
+
+
+def _until(condition, what: str, deadline_s: float) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"waited {deadline_s} s for {what}"
+        time.sleep(0.05)

@@ -1,0 +1,135 @@
+"""Links as the kernel sees them: their rate and burst, who shares a trunk, and what was sent."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
+from syncline.cluster.isolation import start_hosts
+
+pytestmark = pytest.mark.skipif(why_not_shaped() is not None, reason=f"no namespaces: {why_not_shaped()}")
+
+
+def token_buckets() -> dict[str, tuple[int, int]]:
+    """Interface → (rate in bit/s, burst in bytes), of the namespace we are in."""
+    from pyroute2 import IPRoute
+
+    with IPRoute() as netlink:
+        names = {link["index"]: link.get_attr("IFLA_IFNAME") for link in netlink.get_links()}
+        return {
+            names[qdisc["index"]]: _rate_and_burst(qdisc)
+            for qdisc in netlink.get_qdiscs()
+            if qdisc.get_attr("TCA_KIND") == "tbf"
+        }
+
+
+def _rate_and_burst(qdisc: Any) -> tuple[int, int]:
+    options = qdisc.get_attr("TCA_OPTIONS")
+    parameters = options.get_attr("TCA_TBF_PARMS")
+    rate = parameters["rate"]
+    ticks_per_us = _ticks_per_us()
+    return rate * 8, round(parameters["buffer"] / ticks_per_us * rate / 1e6)
+
+
+def _ticks_per_us() -> float:
+    """The kernel counts a burst in its own ticks of time at the link's rate."""
+    with open("/proc/net/psched") as file:  # noqa: PTH123
+        ticks_to_us, us_to_ticks, _, _ = (int(field, 16) for field in file.read().split())
+    return ticks_to_us / us_to_ticks
+
+
+@pytest.mark.parametrize("rate_bps", [100_000_000, 1_000_000_000, 10_000_000_000])
+def test_a_hosts_end_of_its_link_has_the_rate_and_burst_that_are_reported(rate_bps: int) -> None:
+    from syncline.cluster import links
+
+    found = launch(ClusterSpec(hosts=2, rate_bps=rate_bps), lambda _: token_buckets())
+    for buckets in found:
+        assert buckets.keys() == {links.HOST_INTERFACE}
+        rate, burst = buckets[links.HOST_INTERFACE]
+        assert rate == rate_bps
+        assert burst == pytest.approx(links.burst_bytes(rate_bps), rel=0.01)
+
+
+def test_both_ends_of_every_link_and_trunk_are_shaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from syncline.cluster import links
+
+    read_end, write_end = os.pipe()
+    build = links.build_switches
+
+    def build_and_tell(spec: ClusterSpec, pids: list[int]) -> None:
+        build(spec, pids)
+        os.write(write_end, repr({name: rate for name, (rate, _) in token_buckets().items()}).encode())
+
+    monkeypatch.setattr(links, "build_switches", build_and_tell)
+    spec = ClusterSpec(hosts=3, rate_bps=200_000_000, racks=2, trunk_rate_bps=50_000_000)
+    hosts = start_hosts(spec, lambda _: 0, shaped=True)
+    try:
+        hosts.wait_until_ready()
+        assert hosts.wait(30) == 0
+        rates = eval(os.read(read_end, 65536))  # noqa: S307 - our own repr
+    finally:
+        hosts.kill()
+        os.close(read_end)
+        os.close(write_end)
+    ports = dict.fromkeys(["host0", "host1", "host2"], 200_000_000)
+    assert rates == ports | dict.fromkeys(["trunk0", "core0", "trunk1", "core1"], 50_000_000)
+
+
+def test_hosts_of_different_racks_reach_each_other() -> None:
+    def main(rank: Rank) -> float:
+        rank.init_process_group()
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+    assert launch(ClusterSpec(hosts=3, racks=3, trunk_rate_bps=10**8), main) == [3, 3, 3]
+
+
+def test_the_interface_counter_sees_what_was_sent_and_little_else() -> None:
+    from syncline.cluster import links
+
+    payload = 1_000_000
+
+    def main(rank: Rank) -> int:
+        rank.init_process_group()
+        dist.barrier()
+        before = links.sent_bytes()
+        if rank.rank == 0:
+            dist.send(torch.zeros(payload, dtype=torch.uint8), dst=1)
+        else:
+            dist.recv(torch.zeros(payload, dtype=torch.uint8), src=0)
+        dist.barrier()
+        return links.sent_bytes() - before
+
+    sender, receiver = launch(ClusterSpec(hosts=2), main)
+    assert payload <= sender <= 1.1 * payload  # headers
+    assert receiver < 0.1 * payload  # acknowledgements
+
+
+def test_ranks_of_one_host_talk_without_touching_the_link() -> None:
+    from syncline.cluster import links
+
+    def main(rank: Rank) -> int:
+        rank.init_process_group()
+        dist.barrier()
+        before = links.sent_bytes()
+        for _ in range(4):
+            dist.all_reduce(torch.zeros(250_000))
+        return links.sent_bytes() - before
+
+    assert max(launch(ClusterSpec(hosts=1, per_host=(2,)), main)) < 100_000
+
+
+def test_the_counter_says_when_there_is_no_link() -> None:
+    from syncline.cluster import links
+
+    if "eth0" in {name for _, name in socket.if_nameindex()}:
+        pytest.skip("this machine has an eth0 of its own")
+    with pytest.raises(LookupError, match="links are not emulated"):
+        links.sent_bytes()

@@ -1,0 +1,50 @@
+"""Data flows one way: which room may import which."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "syncline"
+
+FORBIDDEN = {
+    "exchange": ("torch.distributed", "syncline.engine", "syncline.cluster", "syncline.bench", "syncline.cli"),
+    "measure": ("syncline.engine", "syncline.cluster", "syncline.bench", "syncline.cli"),
+    "engine": ("syncline.cluster", "syncline.bench", "syncline.cli", "syncline.models"),
+    "cluster": ("syncline.engine", "syncline.bench", "syncline.cli", "syncline.models"),
+    "models": ("syncline.engine", "syncline.cluster", "syncline.bench", "syncline.cli"),
+    "bench": ("syncline.cli",),
+}
+
+
+def _imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("room", FORBIDDEN)
+def test_a_room_imports_only_what_it_may(room: str) -> None:
+    files = list((SOURCE / room).rglob("*.py"))
+    assert files
+    for path in files:
+        for module in _imports(path):
+            for forbidden in FORBIDDEN[room]:
+                assert not f"{module}.".startswith(f"{forbidden}."), f"{path.name} imports {module}"
+
+
+def test_nothing_pickles_evaluates_or_starts_a_shell() -> None:
+    for path in SOURCE.rglob("*.py"):
+        assert not _imports(path) & {"pickle", "marshal", "shelve"}, path
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                called = ast.unparse(node.func)
+                assert called not in {"eval", "exec", "os.system", "torch.load"}, f"{path}: {called}"
+                assert not called.endswith("_object"), f"{path}: {called} pickles"
+                assert all(word.arg != "shell" for word in node.keywords), f"{path}: {called} with a shell"
