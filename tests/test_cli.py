@@ -40,6 +40,8 @@ def test_help_fits_a_screen(command: list[str]) -> None:
         (["bench", "--device", "tpu"], "device 'tpu' is unknown"),
         (["bench", "--replay", "nope.json"], "nope.json: cannot be read: No such file"),
         (["bench", "--model", "cnn", "--replay", "cnn-cpu"], "exclude each other"),
+        (["bench", "--scale", "2,2"], "--scale is for a replayed profile"),
+        (["bench", "--replay", "cnn-cpu", "--scale", "0,nan"], "write two positive numbers"),
         (["bench", "--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
         (["demo", "--rate", "1"], "under 100kbit"),
     ],

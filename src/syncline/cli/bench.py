@@ -28,6 +28,9 @@ def bench(
     device: options.Device = "cpu",
     model: Annotated[str | None, typer.Option(metavar="NAME", help=f"One of {', '.join(MODELS)}.")] = None,
     replay: Annotated[str | None, typer.Option(metavar="PROFILE", help="A recorded profile: a file or a name.")] = None,
+    scale: Annotated[
+        str, typer.Option(metavar="T,B", help="Of a replay: times by T, sizes by B. 10,0.05 fits slow links.")
+    ] = "1,1",
     methods: Annotated[str, typer.Option(metavar="A,B,…", help=f"Of {', '.join(METHODS)}.")] = "nosync,ddp,dense",
     steps: Annotated[int, typer.Option(min=1, help="Rounds in which every method takes a step.")] = 30,
     batch: Annotated[int, typer.Option(min=1, help="Samples per rank and step.")] = 16,
@@ -41,7 +44,7 @@ def bench(
     """
     with options.one_line_errors("syncline bench"):
         spec = options.cluster_spec(hosts, per_host, rate, racks, trunk_rate, rank_order, device)
-        workload = _workload(model, replay, batch)
+        workload = _workload(model, replay, scale, batch)
         names = [name.strip() for name in methods.split(",")]
         check_methods(names)
         screen.check_writable(json)
@@ -55,16 +58,29 @@ def bench(
         _show(spec, result)
 
 
-def _workload(model: str | None, replay: str | None, batch: int) -> Workload:
+def _workload(model: str | None, replay: str | None, scale: str, batch: int) -> Workload:
     if model is not None and replay is not None:
         raise UsageError("--model and --replay exclude each other: name one of them")
     if replay is not None:
         profile = load_profile(replay)
-        return Workload(profile.model, batch, profile)
+        time_scale, size_scale = _scales(scale)
+        return Workload(profile.model, batch, profile.scaled(time=time_scale, bytes=size_scale))
+    if scale != "1,1":
+        raise UsageError("--scale is for a replayed profile: add --replay")
     name = model or "cnn"
     if name not in MODELS:
         build_model(name)  # raises, and says which there are
     return Workload(name, batch)
+
+
+def _scales(text: str) -> tuple[float, float]:
+    try:
+        time_scale, size_scale = (float(part) for part in text.split(","))
+        if not (0 < time_scale < 1e6 and 0 < size_scale <= 1000):
+            raise ValueError
+    except ValueError:
+        raise UsageError(f"--scale {text!r}: write two positive numbers, for times and sizes, like 10,0.05") from None
+    return time_scale, size_scale
 
 
 def _show(spec: ClusterSpec, result: BenchResult) -> None:
