@@ -40,16 +40,17 @@ def agree(group: dist.ProcessGroup, fields: Fields, what: str) -> None:
     if len(set(digests)) == 1:
         return
     everyone = [msgspec.json.decode(data) for data in gather_bytes(group, msgspec.json.encode(fields))]
-    raise MismatchError(f"{what} differs between ranks: {difference(everyone)}")
+    ranks = dist.get_process_group_ranks(group)
+    raise MismatchError(f"{what} differs between ranks: {difference(dict(zip(ranks, everyone, strict=True)))}")
 
 
-def difference(everyone: list[dict[str, Any]]) -> str:
+def difference(everyone: Mapping[int, Fields]) -> str:
     """Which field differs, and which ranks have which value."""
-    names = sorted({name for fields in everyone for name in fields})
+    names = sorted({name for fields in everyone.values() for name in fields})
     parts = []
     for name in names:
         values: dict[str, list[int]] = {}
-        for rank, fields in enumerate(everyone):
+        for rank, fields in everyone.items():
             text = msgspec.json.encode(fields[name]).decode() if name in fields else "(not there)"
             values.setdefault(text, []).append(rank)
         if len(values) > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,7 +16,7 @@ from syncline._version import __version__
 from syncline.engine.agreement import agree, flatten
 from syncline.engine.comm import group_timeout
 from syncline.engine.engine import Engine
-from syncline.engine.hook import Switch, switch_of
+from syncline.engine.hook import Switch, other_hooks, switch_of
 from syncline.errors import ExchangeError, UsageError
 from syncline.exchange import Dense, Exchange, settings
 
@@ -52,9 +51,8 @@ class Stats:
 class Handle:
     """An exchange attached to a model."""
 
-    def __init__(self, ddp: DDP, switch: Switch, engine: Engine, guard: Any) -> None:
-        self._ddp, self._switch, self._guard = ddp, switch, guard
-        self._engine: Engine | None = engine
+    def __init__(self, ddp: DDP, switch: Switch, engine: Engine) -> None:
+        self._ddp, self._switch, self._engine = ddp, switch, engine
         self.exchange = engine.exchange
 
     @property
@@ -102,9 +100,10 @@ class Handle:
             "rank": dist.get_rank(self._ddp.process_group),
             "world_size": dist.get_world_size(self._ddp.process_group),
         }
-        for field, value in expected.items():
+        for field in (*expected, "steps", "tensors"):
             if field not in state:
                 raise UsageError(f"this is not the state of an exchange: {field!r} is missing")
+        for field, value in expected.items():
             if state[field] != value:
                 raise UsageError(f"the state's {field} is {state[field]!r}, here it is {value!r}")
         tensors: Mapping[str, Mapping[str, Tensor]] = state["tensors"]
@@ -113,17 +112,13 @@ class Handle:
 
     def detach(self) -> None:
         """Gives the model back to plain DDP, between steps, on all ranks. The model stays the same object."""
-        engine, self._engine = self._attached, None
-        if self._switch.engine is engine:
-            self._switch.engine = None
-        if self._guard is not None:
-            self._guard.remove()
-        engine.close()
+        if self._attached is not None:
+            self._switch.turn_to(None)
 
     @property
     def _attached(self) -> Engine:
-        if self._engine is None:
-            raise UsageError("this handle is detached: attach again to get a new one")
+        if self._switch.engine is not self._engine:
+            raise UsageError("this handle is detached, or another attach has replaced it: use the newest, or attach")
         return self._engine
 
 
@@ -138,21 +133,24 @@ def attach(
     """
     ddp = _ddp_of(model)
     exchange = Dense() if exchange is None else exchange
-    if not isinstance(exchange, Exchange):
+    if isinstance(exchange, type) or not isinstance(exchange, Exchange):
         raise UsageError(f"{exchange!r} is not an exchange: pass an instance, for example syncline.Dense()")
-    if not 1 <= lanes <= MAX_LANES:
-        raise UsageError(f"lanes is {lanes}: there may be 1 to {MAX_LANES}")
+    if not isinstance(lanes, int) or not 1 <= lanes <= MAX_LANES:
+        raise UsageError(f"lanes is {lanes!r}: there may be 1 to {MAX_LANES}")
+    if timeout_s is not None and not timeout_s > 0:
+        raise UsageError(f"timeout_s is {timeout_s!r}: a collective needs some time")
     group: dist.ProcessGroup = ddp.process_group
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
-    parameters = _trainable(ddp)
+    parameters = _parameters(ddp)
     agree(group, _fingerprint(ddp, group, exchange, lanes, parameters), "what is attached")
-    switch = switch_of(ddp)
     engine = Engine(group, parameters, exchange, lanes, timeout)
-    if switch.engine is not None:
-        switch.engine.close()
-    switch.engine = engine
-    guard = ddp.register_forward_pre_hook(_refuse_no_sync) if _static_graph(ddp) else None
-    return Handle(ddp, switch, engine, guard)
+    try:
+        switch = switch_of(ddp)
+    except BaseException:
+        engine.close()
+        raise
+    switch.turn_to(engine)
+    return Handle(ddp, switch, engine)
 
 
 def _ddp_of(model: nn.Module) -> DDP:
@@ -165,12 +163,13 @@ def _ddp_of(model: nn.Module) -> DDP:
     return inner
 
 
-def _trainable(ddp: DDP) -> dict[str, nn.Parameter]:
+def _parameters(ddp: DDP) -> dict[str, nn.Parameter]:
+    """All that DDP may exchange. Frozen ones too: those that were frozen after DDP was built are in its buckets."""
     ignored = getattr(ddp, "parameters_to_ignore", ())
     return {
         name.replace("_orig_mod.", ""): parameter
         for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
+        if name not in ignored
     }
 
 
@@ -178,12 +177,16 @@ def _fingerprint(
     ddp: DDP, group: dist.ProcessGroup, exchange: Exchange, lanes: int, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, Any]:
     """Everything that must be the same on all ranks for their collectives to fit together."""
-    model = {name: f"{tuple(p.shape)} {p.dtype} {p.stride()}" for name, p in parameters.items()}
+    model = {
+        name: f"{tuple(p.shape)} {p.dtype} {p.stride()} {'trained' if p.requires_grad else 'frozen'}"
+        for name, p in parameters.items()
+    }
     flags = {
-        "static_graph": _static_graph(ddp),
+        "static_graph": bool(getattr(ddp, "static_graph", False)),
         "find_unused_parameters": ddp.find_unused_parameters,
         "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
         "bucket_bytes_cap": ddp.bucket_bytes_cap,
+        "other hooks": other_hooks(ddp),
     }
     versions = {
         "syncline": __version__,
@@ -191,20 +194,4 @@ def _fingerprint(
         "backend": str(dist.get_backend(group)),
     }
     fields = flatten({"exchange": settings(exchange), "ddp": flags, "version": versions, "parameter": model})
-    # Groups of a part of the world are named after how many there were before: other counts would wait forever.
-    with contextlib.suppress(AttributeError):
-        if group.size() < dist.get_world_size():
-            fields["process groups created before"] = len(dist.distributed_c10d._world.pg_names)
     return {**fields, "lanes": lanes}
-
-
-def _static_graph(ddp: DDP) -> bool:
-    return bool(getattr(ddp, "static_graph", False))
-
-
-def _refuse_no_sync(ddp: nn.Module, args: Any) -> None:
-    if not ddp.require_backward_grad_sync:
-        raise UsageError(
-            "no_sync() with static_graph=True silently stops reducing gradients (a defect of DDP): "
-            "build the model without static_graph, or accumulate without no_sync()"
-        )

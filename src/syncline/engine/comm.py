@@ -6,7 +6,9 @@ the same order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import secrets
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
@@ -83,6 +85,7 @@ class LaneGroups:
 
     comm: GroupComm
     counter: Counter
+    siblings: dict[str, GroupComm]
 
     @property
     def topology(self) -> Topology:
@@ -97,12 +100,13 @@ class LaneGroups:
         """
         ranks = dist.get_process_group_ranks(parent)
         whole_world = len(ranks) == dist.get_world_size()
-        group = dist.new_group(
-            None if whole_world else ranks,
-            timeout=timeout,
-            backend=dist.get_backend(parent),
-            use_local_synchronization=not whole_world,  # ranks outside a subgroup do not attach
-        )
+        with contextlib.nullcontext() if whole_world else _fresh_group_name(parent):
+            group = dist.new_group(
+                None if whole_world else ranks,
+                timeout=timeout,
+                backend=dist.get_backend(parent),
+                use_local_synchronization=not whole_world,  # ranks outside a subgroup do not attach
+            )
         counter = Counter()
         siblings: dict[str, GroupComm] = {}
         comm = GroupComm(group, WORLD, counter, str(dist.get_backend(parent)), siblings)
@@ -111,12 +115,34 @@ class LaneGroups:
         comm.all_reduce(_pair(1, parent)[0]).wait()
         counter.sent_bytes.clear()
         counter.calls = 0
-        return cls(comm, counter)
+        return cls(comm, counter, siblings)
 
     def destroy(self) -> None:
         if dist.is_initialized():
             for sibling in self.comm.siblings.values():
                 dist.destroy_process_group(sibling.group)
+        self.siblings.clear()  # a comm is among its own siblings: a cycle that would keep its group's threads alive
+
+
+@contextlib.contextmanager
+def _fresh_group_name(parent: dist.ProcessGroup) -> Iterator[None]:
+    """Collective. Names the group that is created inside as no other was, the same on all ranks of `parent`.
+
+    torch names a group of a part of the world after how many groups there are. So a destroyed group's name comes back,
+    with the addresses that its ranks once left in the store, and connecting to those hangs; and ranks that are in
+    different numbers of groups wait for each other under different names.
+    """
+    c10d: Any = dist.distributed_c10d
+    original = getattr(c10d, "_process_group_name", None)
+    if original is None:  # private: a torch without it names groups in some other way
+        yield
+        return
+    name = gather_bytes(parent, secrets.token_hex(16).encode())[0].decode()
+    c10d._process_group_name = lambda ranks, use_hashed_name: name
+    try:
+        yield
+    finally:
+        c10d._process_group_name = original
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:

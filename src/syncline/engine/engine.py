@@ -74,9 +74,16 @@ class Engine:
         self._parameters = dict(parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._ranks = group.size()
-        self._groups = [LaneGroups.create(group, timeout) for _ in range(lanes)]
+        self._groups: list[LaneGroups] = []
+        self._lanes: list[Lane] = []
         device = next(iter(parameters.values())).device
-        self._lanes: list[Lane] = [make_lane(device, f"syncline-lane-{index}") for index in range(lanes)]
+        try:
+            for index in range(lanes):
+                self._groups.append(LaneGroups.create(group, timeout))
+                self._lanes.append(make_lane(device, f"syncline-lane-{index}"))
+        except BaseException:
+            self.close()
+            raise
         self._waiting: dict[str, dict[str, Tensor]] = {}
         """State of a checkpoint or an earlier layout, until the bucket that holds its parameter is prepared."""
         self._counted: dict[str, int] = {}
@@ -170,24 +177,34 @@ class Engine:
         return state
 
     def _done(self, job: Job, bucket: Bucket, step: Step) -> None:
-        finite = None
-        if job.error is not None and not isinstance(job.error, SynclineError):
-            reason = str(job.error).splitlines()[0] if str(job.error) else type(job.error).__name__
-            failed = ExchangeError(f"exchanging bucket {job.bucket} failed in step {self.steps}: {reason}")
-            failed.__cause__ = job.error
-            job.error = failed
-        if job.error is None and bucket.settles:
-            # The result is the same on all ranks, so they agree on whether it is finite without asking each other.
-            finite = torch.isfinite(job.flat).all()
+        if job.error is None:
+            try:
+                self._succeed(job, bucket, step)
+            except BaseException as error:  # noqa: BLE001 - as fatal for the step as an exchange that failed
+                job.error = error
+        if job.error is not None:
+            job.error = self._fail(job, job.error)
+
+    def _succeed(self, job: Job, bucket: Bucket, step: Step) -> None:
+        # The result is the same on all ranks, so they agree on whether it is finite without asking each other.
+        finite = [torch.isfinite(job.flat).all()] if bucket.settles else []
         with self._lock:
-            if job.error is not None and self.error is None:
-                self.error = job.error
-            if finite is not None:
-                step.finite.append(finite)
+            step.finite += finite
             step.unfinished -= 1
-            last = step.complete and step.unfinished == 0 and self.error is None
+            last = step.complete and step.unfinished == 0
         if last:
             self._end(step, self._lanes[bucket.lane])
+
+    def _fail(self, job: Job, error: BaseException) -> BaseException:
+        """The error as the user sees it. The step stays unfinished for good, so nothing of it is settled."""
+        if not isinstance(error, SynclineError):
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            failed = ExchangeError(f"exchanging bucket {job.bucket} failed in step {self.steps}: {reason}")
+            failed.__cause__ = error
+            error = failed
+        with self._lock:
+            self.error = self.error or error
+        return error
 
     def _end(self, step: Step, lane: Lane) -> None:
         if step.finite:
@@ -235,21 +252,23 @@ class Engine:
     def load(self, tensors: Tensors) -> None:
         for name, kinds in tensors.items():
             if name not in self._parameters:
-                raise UsageError(f"the state holds {name!r}, which is not a trainable parameter of this model")
+                raise UsageError(f"the state holds {name!r}, which is not a parameter of this model")
             shape = self._parameters[name].shape
             for kind, tensor in kinds.items():
                 if tensor.shape != shape:
                     raise UsageError(
                         f"the state's {kind} of {name!r} has shape {tuple(tensor.shape)}, the parameter {tuple(shape)}"
                     )
+        self._waiting.clear()
         self._keep(tensors)
         for bucket in self.buckets.values():
-            if bucket.state is not None:
-                names = [slot.name for slot in bucket.layout.slots]
-                bucket.state.load(bucket.layout, {n: self._waiting.pop(n) for n in names if n in self._waiting})
+            bucket.state = None  # what a checkpoint does not name starts anew
 
     def close(self) -> None:
         for lane in self._lanes:
             lane.close()
         for groups in self._groups:
             groups.destroy()
+        # Jobs know their engine and it knows them: without this, threads and connections stay until Python looks.
+        self._groups, self._lanes, self.buckets = [], [], {}
+        self.last_step = self._step = Step()

@@ -8,10 +8,11 @@ that it gets as state: plain all-reduce, as DDP alone would do it, or the engine
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.engine.engine import Engine
@@ -27,6 +28,16 @@ class Switch:
         self._ddp = weakref.ref(ddp)  # DDP keeps its hook's state: a strong reference would keep both forever
         self.group: dist.ProcessGroup = ddp.process_group
         self.engine: Engine | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copied or unpickled DDP has a reducer of its own, without a hook: there, this is nothing.
+        return type(None), ()
+
+    def turn_to(self, engine: Engine | None) -> None:
+        """Has the hook use `engine`, or do as plain DDP does; ends the engine that it used before."""
+        before, self.engine = self.engine, engine
+        if before is not None:
+            before.close()
 
     def exchange(self, bucket: Any) -> Any:
         self._refuse_effective_world_size()
@@ -57,12 +68,38 @@ def switch_of(ddp: DDP) -> Switch:
         except RuntimeError as error:
             if "can only be called once" not in str(error):
                 raise
+            _forget_registration(ddp)
             raise UsageError(
                 "this model has a communication hook already, and DDP takes only one: "
                 "attach to the model before registering yours, or leave yours out"
             ) from None
         _switches[ddp] = switch
+        if getattr(ddp, "static_graph", False):
+            ddp.register_forward_pre_hook(_refuse_no_sync)
     return _switches[ddp]
+
+
+def other_hooks(ddp: DDP) -> list[str]:
+    """The names of hooks that others have registered."""
+    return [hook.__qualname__ for hook, _ in getattr(ddp, "_comm_hooks", ()) if hook is not _syncline_hook]
+
+
+def _forget_registration(ddp: DDP) -> None:
+    """DDP makes a note of a hook before it refuses it."""
+    hooks = getattr(ddp, "_comm_hooks", [])
+    if hooks and hooks[-1][0] is _syncline_hook:
+        hooks.pop()
+    if hooks:
+        cast(Any, ddp.logger)._set_comm_hook_name(hooks[-1][0].__qualname__)
+
+
+def _refuse_no_sync(ddp: nn.Module, args: Any) -> None:
+    switch = _switches.get(cast(DDP, ddp))
+    if switch is not None and switch.engine is not None and not ddp.require_backward_grad_sync:
+        raise UsageError(
+            "no_sync() with static_graph=True silently stops reducing gradients (a defect of DDP): "
+            "build the model without static_graph, or accumulate without no_sync()"
+        )
 
 
 def _plain(group: dist.ProcessGroup, flat: torch.Tensor) -> Any:

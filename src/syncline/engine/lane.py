@@ -128,7 +128,8 @@ def _work_off(jobs: queue.SimpleQueue[Job | None]) -> None:
             _finish(job, error)
         else:
             _finish_after(job, last)
-        del job
+            del last
+        del job  # while it waits for the next, it keeps nothing of this one alive
 
 
 def _finish_after(job: Job, last: Work | None) -> None:

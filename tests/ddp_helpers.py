@@ -1,0 +1,158 @@
+"""Ranks over real gloo, small models, and the comparison of an attached model with plain DDP."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._dynamo  # DDP imports it, and that takes seconds: once here, not in every rank
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import syncline
+from syncline.cluster import ClusterSpec, Rank, launch
+
+TIMEOUT_S = 30.0
+SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.001}
+"""About a kilobyte, so that a small model has several buckets."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to attach."""
+
+    exchange: syncline.Exchange
+    lanes: int = 1
+    error: float = 0.0
+    """How far gradients may be from plain DDP's, as a part of the largest; 0 means bit-equal."""
+
+
+EXACT = (Way(syncline.Dense()), Way(syncline.Dense(), lanes=2))
+LOSSY = (Way(syncline.Dense(wire="bf16"), error=0.02), Way(syncline.Dense(wire="fp16"), lanes=2, error=0.004))
+WAYS = (*EXACT, *LOSSY)
+
+
+def on_ranks(ranks: int, main: Callable[[Rank], Any], *, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """What `main` returns on each of `ranks` processes that have a process group; any rank's error is raised."""
+
+    def started(rank: Rank) -> Any:
+        rank.init_process_group(timeout_s)
+        return main(rank)
+
+    return launch(ClusterSpec(hosts=ranks), started, shaped=False, deadline_s=90.0)
+
+
+class Mlp(nn.Module):
+    """Its layers run in another order than they are defined in, so that DDP's buckets change after the first step."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.middle = nn.Linear(width, width)
+        self.last = nn.Linear(width, 4)
+        self.first = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(7)
+    return make()
+
+
+def batch(rank: int, step: int, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(*(shape or (8, 16)), generator=generator)
+
+
+@dataclass
+class Trained:
+    """What a training run left behind."""
+
+    gradients: list[dict[str, Tensor | None]] = field(default_factory=list)
+    """After each step, by parameter."""
+    final: dict[str, Tensor] = field(default_factory=dict)
+    """The model's parameters and buffers at the end."""
+
+
+Step = Callable[[nn.Module, torch.optim.Optimizer, int], None]
+"""Runs the step of a number: forward, backward, update."""
+
+
+def train(model: nn.Module, step: Step, steps: int) -> Trained:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    trained = Trained()
+    for number in range(steps):
+        optimizer.zero_grad()
+        step(model, optimizer, number)
+        trained.gradients.append(gradients(model))
+    trained.final = copy.deepcopy(model.state_dict())
+    return trained
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    return {
+        name: None if parameter.grad is None else parameter.grad.clone() for name, parameter in model.named_parameters()
+    }
+
+
+def assert_trains_like_plain_ddp(
+    make: Callable[[], nn.Module], step: Step, *, steps: int = 4, ways: Sequence[Way] = WAYS, **options: Any
+) -> Trained:
+    """Runs the same steps on plain DDP and, from the same start, every way; compares every gradient of every step.
+
+    Returns plain DDP's run, for what else there is to say about it.
+    """
+    options = {**SMALL_BUCKETS, **options}
+    plain = train(DDP(seeded(make), **options), step, steps)
+    for way in ways:
+        model = DDP(seeded(make), **options)
+        handle = syncline.attach(model, way.exchange, lanes=way.lanes)
+        assert_alike(train(model, step, steps), plain, way)
+        handle.detach()
+    return plain
+
+
+def assert_alike(trained: Trained, plain: Trained, way: Way) -> None:
+    assert len(trained.gradients) == len(plain.gradients)
+    for number, (mine, theirs) in enumerate(zip(trained.gradients, plain.gradients, strict=True)):
+        _assert_close(mine, theirs, way, f"{way}, gradients of step {number}")
+    _assert_close(trained.final, plain.final, way, f"{way}, at the end")
+
+
+def _assert_close(mine: dict[str, Any], theirs: dict[str, Any], way: Way, where: str) -> None:
+    assert mine.keys() == theirs.keys(), where
+    largest = max((float(t.abs().max()) for t in theirs.values() if t is not None), default=0.0)
+    for name, their in theirs.items():
+        my = mine[name]
+        if their is None or my is None:
+            assert my is their, f"{where}: {name} is {my}, plain DDP has {their}"
+        elif way.error == 0.0:
+            assert torch.equal(my, their), f"{where}: {name} is not bit-equal, off by {(my - their).abs().max()}"
+        else:
+            off = float((my - their).abs().max())
+            assert off <= way.error * largest, f"{where}: {name} is off by {off}, the largest is {largest}"
+
+
+def square_loss_step(rank: Rank) -> Step:
+    """The plainest step: the mean square of the output on this rank's own batch."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        model(batch(rank.rank, number)).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def refusal(action: Callable[[], Any], error: type[Exception] = syncline.UsageError) -> str:
+    """The one line with which `action` is refused."""
+    try:
+        action()
+    except error as refused:
+        text = str(refused)
+        assert "\n" not in text and text, text
+        return text
+    raise AssertionError(f"nothing was raised where {error.__name__} was expected")

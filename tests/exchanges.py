@@ -1,0 +1,58 @@
+"""An exchange with memory, for tests of what carries state: the smallest honest error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from syncline.exchange import Comm, Cost, Layout, Phase, Rounding, State, Topology, Work
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """Sends what bf16 can hold of gradient plus residual, and keeps the rest as the next step's residual."""
+
+    @property
+    def lossless(self) -> bool:
+        return False
+
+    def prepare(self, layout: Layout, comm: Comm) -> State:
+        return Residual(layout)
+
+    def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
+        assert isinstance(state, Residual)
+        flat.add_(state.residual)
+        coarse = flat.to(torch.bfloat16).to(flat.dtype)
+        state.before.copy_(state.residual)
+        state.residual.copy_(flat - coarse)
+        flat.copy_(coarse)
+        return comm.all_reduce(flat)
+
+    def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
+        return Cost((Phase.of("all_reduce", numel, dtype.itemsize, topology),))
+
+    def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
+        return Rounding.of_summation(dtype, ranks)
+
+
+class Residual(State):
+    def __init__(self, layout: Layout) -> None:
+        self.residual = torch.zeros(layout.numel, dtype=layout.dtype, device=layout.device)
+        self.before = torch.zeros_like(self.residual)
+
+    def kept(self) -> Tensor | None:
+        return self.residual
+
+    def tensors(self, layout: Layout) -> dict[str, dict[str, Tensor]]:
+        return {slot.name: {"residual": slot.view(self.residual)} for slot in layout.slots}
+
+    def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for slot in layout.slots:
+            if slot.name in tensors:
+                slot.view(self.residual).copy_(tensors[slot.name]["residual"])
+
+    def settle(self, finite: Tensor) -> None:
+        self.residual.copy_(torch.where(finite, self.residual, self.before))
