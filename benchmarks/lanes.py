@@ -37,7 +37,7 @@ def on_lanes(tensors: list[torch.Tensor], lanes: int) -> Callable[[], None]:
             def run(tensor: torch.Tensor = tensor, lane: int = lane) -> Any:
                 return exchange.run(tensor, state, groups[lane].comm)
 
-            job = Job(bucket=index, lane=lane, flat=tensor, run=run)
+            job = Job(bucket=index, lane=lane, flat=tensor, run=run, waits=exchange.waits)
             futures.append(workers[lane].submit(job))
         for future in futures:
             future.wait()

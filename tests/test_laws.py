@@ -79,6 +79,7 @@ class _Broken:
 
     defect: str
     lossless: bool = True
+    waits: bool = True
 
     def prepare(self, layout: Layout, comm: Comm) -> State:
         return _Accumulating(layout.numel) if self.defect == "keeps" else State()

@@ -1,7 +1,12 @@
-"""Methods take turns in the same processes, so that noise hits all alike, and are compared round by round."""
+"""Methods take turns in the same processes, so that noise hits all alike, and are compared round by round.
+
+Two things would favour one method over another, and are taken away: whom it always follows (the order is drawn anew
+each round), and what its predecessor left of the links' burst credit (every step starts when they have rested).
+"""
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +16,9 @@ import torch
 import torch.distributed as dist
 
 from syncline.cluster import Rank
+
+REST_S = 0.02
+"""Several times what a link needs to regain its burst."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +48,13 @@ Record = dict[str, list[list[float]]]
 
 
 def take_turns(rank: Rank, contenders: Sequence[Contender], *, warmup: int, rounds: int) -> Record:
-    """On every rank: each contender takes one step per round, starting with another one each round."""
+    """On every rank: each contender takes one step per round, in an order that is drawn anew, the same on all ranks."""
     record: Record = {contender.name: [] for contender in contenders}
+    draw = random.Random(0)  # noqa: S311 - an order, not a secret
     for number in range(-warmup, rounds):
-        turn = number % len(contenders)
-        for contender in (*contenders[turn:], *contenders[:turn]):
+        for contender in draw.sample(contenders, len(contenders)):
+            _meet(rank)
+            time.sleep(REST_S)
             _meet(rank)
             sent_before, start = _host_sent_bytes(rank), time.monotonic()
             contender.step()

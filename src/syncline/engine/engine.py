@@ -104,6 +104,8 @@ class Engine:
             lane=bucket.lane,
             flat=flat,
             run=lambda: self._run(bucket, flat),
+            # The first time, ranks meet to compare the bucket and prepare it; but for that, it is the exchange's word.
+            waits=self.exchange.waits or bucket.state is None,
             on_done=lambda job: self._done(job, bucket, step),
             marks=lane.marks(),
         )

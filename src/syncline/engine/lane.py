@@ -1,7 +1,9 @@
 """Lanes run exchanges, each in the order it was given them, which is the same on all ranks.
 
-On gloo a lane is a worker thread with process groups of its own: it issues a bucket's collectives, waits where the
-exchange needs a result, and goes on with the next bucket where the exchange left its last collective to be waited for.
+On gloo a lane has process groups of its own, and a worker thread for exchanges that wait for results: it issues a
+bucket's collectives, waits where the exchange needs one, and goes on with the next bucket where the exchange left its
+last collective to be waited for. An exchange that only issues is spared the way to that thread, which takes
+milliseconds on busy cores: the thread that runs backward issues it, unless something before it is still queued.
 On CUDA a lane is a stream: everything is enqueued by the thread that runs backward, and nothing waits on the host.
 
 A lane notes when each bucket was ready, started and ended.
@@ -32,9 +34,10 @@ class Job:
     lane: int
     flat: Tensor
     run: Callable[[], Work | None]
+    waits: bool = True
+    """Whether `run` waits for collectives."""
     on_done: Callable[[Job], None] = lambda job: None
     """Called once, before the future completes, with or without an error."""
-    future: Any = None
     error: BaseException | None = None
     marks: Marks = field(default_factory=lambda: HostMarks())
 
@@ -91,20 +94,22 @@ class Lane(Protocol):
 
 
 class ThreadLane:
-    """A worker thread that issues in order."""
+    """Issues in order: from the caller's thread where nothing waits, from a worker of its own otherwise."""
 
     def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work_off, args=(self._jobs,), name=name, daemon=True)
+        self._queue = _Queue()
+        self._thread = threading.Thread(target=_work_off, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
         # The thread knows its queue and not this object, so a forgotten lane ends its thread.
-        self._end = weakref.finalize(self, self._jobs.put, None)
+        self._end = weakref.finalize(self, self._queue.put, None)
 
     def submit(self, job: Job) -> Any:
-        job.future = torch.futures.Future()
+        if not job.waits and self._queue.idle:
+            return _issue(job)
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
         # An exception set on the future would reach the user as a failed cast; one raised in `then` reaches them whole.
-        answer = job.future.then(lambda _: _result(job))
-        self._jobs.put(job)
+        answer = future.then(lambda _: _result(job))
+        self._queue.put((job, future))
         return answer
 
     def marks(self) -> Marks:
@@ -119,52 +124,77 @@ class ThreadLane:
             self._thread.join()
 
 
-def _work_off(jobs: queue.SimpleQueue[Job | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job.marks.mark("start")
-        try:
-            last = job.run()
-        except BaseException as error:  # noqa: BLE001 - it is the user's to see, through the future
-            _finish(job, error)
-        else:
-            _finish_after(job, last)
-            del last
-        del job  # while it waits for the next, it keeps nothing of this one alive
+_Entry = tuple[Job, Any]
+"""A job, and the future to complete when it has ended."""
 
 
-def _finish_after(job: Job, last: Work | None) -> None:
-    if last is None:
-        _finish(job, None)
-        return
-    if not hasattr(last, "get_future"):
-        try:
+class _Queue:
+    """Jobs for a lane's thread. Only one thread puts, so `idle` stays true until that thread puts again."""
+
+    def __init__(self) -> None:
+        self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._unissued = 0
+
+    @property
+    def idle(self) -> bool:
+        with self._lock:
+            return self._unissued == 0
+
+    def put(self, entry: _Entry | None) -> None:
+        with self._lock:
+            self._unissued += 1
+        self._entries.put(entry)
+
+    def get(self) -> _Entry | None:
+        return self._entries.get()
+
+    def issued(self) -> None:
+        with self._lock:
+            self._unissued -= 1
+
+
+def _work_off(entries: _Queue) -> None:
+    while (entry := entries.get()) is not None:
+        job, future = entry
+        _issue(job).add_done_callback(lambda _, future=future, job=job: future.set_result(job.flat))
+        entries.issued()
+        del entry, job, future  # while it waits for the next, it keeps nothing of this one alive
+
+
+def _issue(job: Job) -> Any:
+    """Runs the job → a future of its flat tensor, which raises what the job raised."""
+    job.marks.mark("start")
+    try:
+        last = job.run()
+        if last is not None and hasattr(last, "get_future"):
+            return last.get_future().then(lambda finished: _land(job, finished))
+        if last is not None:
             last.wait()
-        except BaseException as error:  # noqa: BLE001
-            _finish(job, error)
-        else:
-            _finish(job, None)
-        return
-
-    def done(finished: Any) -> None:
-        # Runs on the backend's thread. It may not issue collectives, and does not.
-        try:
-            finished.value()
-        except BaseException as error:  # noqa: BLE001
-            _finish(job, error)
-        else:
-            _finish(job, None)
-
-    last.get_future().add_done_callback(done)
+    except BaseException as error:  # noqa: BLE001 - it is the user's to see, through the future
+        job.error = error
+    _end(job)
+    ended: torch.futures.Future[Tensor] = torch.futures.Future()
+    ended.set_result(job.flat)
+    return ended.then(lambda _: _result(job))
 
 
-def _finish(job: Job, error: BaseException | None) -> None:
-    job.error = error
+def _land(job: Job, finished: Any) -> Tensor:
+    """Runs on the backend's thread. It may not issue collectives, and does not."""
+    try:
+        finished.value()
+    except BaseException as error:  # noqa: BLE001
+        job.error = error
+    _end(job)
+    return _result(job)
+
+
+def _end(job: Job) -> None:
     job.marks.mark("end")
     try:
         job.on_done(job)
     except BaseException as failure:  # noqa: BLE001
         job.error = job.error or failure
-    job.future.set_result(job.flat)
 
 
 def _result(job: Job) -> Tensor:
@@ -194,9 +224,9 @@ class StreamLane:
                 last.wait()  # on NCCL: this stream waits, the host does not
             job.marks.mark("end")
             job.on_done(job)
-            job.future = torch.futures.Future(devices=[self._device])
-            job.future.set_result(job.flat)
-        return job.future
+            future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
+            future.set_result(job.flat)
+        return future
 
     def marks(self) -> Marks:
         return CudaMarks(self._base, self._base_s)

@@ -188,6 +188,10 @@ class Exchange(Protocol):
     def lossless(self) -> bool:
         """Whether the result is the sum, to summation order."""
 
+    @property
+    def waits(self) -> bool:
+        """Whether `run` waits for a collective. One that only issues needs no thread to wait in, and starts sooner."""
+
     def prepare(self, layout: Layout, comm: Comm) -> State:
         """Buffers and memory for one bucket; may communicate."""
 

@@ -41,6 +41,10 @@ class Dense:
     def lossless(self) -> bool:
         return self.wire == "fp32"
 
+    @property
+    def waits(self) -> bool:
+        return not self.lossless
+
     def prepare(self, layout: Layout, comm: Comm) -> State:
         if self.lossless or comm.size == 1:
             return State()
