@@ -51,6 +51,7 @@ def show(result: DemoResult, console: Console) -> None:
         f"A CNN on 4,000 real digits, {result.steps} steps ({result.epochs:.1f} epochs) of {BATCH} images on each of "
         f"{cluster.hosts} hosts, {link}"
     )
+    console.print()
     table = screen.table("", "per step", "against DDP", "sent", "accuracy", "weights")
     for row in result.rows:
         table.add_row(
@@ -62,6 +63,7 @@ def show(result: DemoResult, console: Console) -> None:
             _weights(row),
         )
     console.print(table)
+    console.print()
     console.print(verdict(result))
 
 

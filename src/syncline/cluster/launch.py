@@ -201,6 +201,11 @@ def _rank_process(rank: Rank, parent: int, main: RankMain, pipes: list[tuple[int
     os.environ.update(rank_variables(rank.spec, rank.host, rank.local_rank))
     torch.set_num_threads(1)  # ranks share the machine's cores; and a forked OpenMP pool would hang
     try:
+        if rank.spec.device == "cuda" and torch.cuda._is_in_bad_fork():
+            raise UsageError(
+                "the launching process has asked CUDA for its devices (torch.cuda.is_available() is enough), so ranks "
+                "forked from it cannot use CUDA: launch before that, or from a new process"
+            )
         value = main(rank)
         _send(rank._pipe, {"value": value})
     except BaseException as error:  # noqa: BLE001 - reported to the launching process, sys.exit() among them

@@ -1,0 +1,112 @@
+"""Streams instead of threads, NCCL instead of gloo: two ranks that share one GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import syncline
+from exchanges import ErrorFeedback
+from syncline.cluster import ClusterSpec, Rank, launch
+
+if __name__ != "__main__":  # asking for a GPU is already enough to keep CUDA from forked ranks
+    pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+STEPS = 6
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(256, 256), nn.ReLU()))).cuda()
+
+
+def _train(ddp: DDP, rank: int, broken_step: int = -1) -> torch.Tensor:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = ddp(torch.randn(16, 256, generator=generator).cuda()).square().mean()
+        (loss * float("nan") if step == broken_step and rank == 1 else loss).backward()
+        if step != broken_step:
+            optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in ddp.parameters()])
+
+
+def _ddp() -> DDP:
+    return DDP(_net(), device_ids=[0], bucket_cap_mb=0.3)
+
+
+def _main(rank: Rank) -> dict[str, Any]:
+    torch.cuda.set_device(0)
+    rank.init_process_group()
+    plain = _train(_ddp(), rank.rank)
+    seen: dict[str, Any] = {}
+    for name, exchange, lanes in (
+        ("dense", syncline.Dense(), 1),
+        ("two lanes", syncline.Dense(), 2),
+        ("bf16", syncline.Dense(wire="bf16"), 2),
+        ("fp16", syncline.Dense(wire="fp16"), 1),
+        ("stateful", ErrorFeedback(), 2),
+    ):
+        ddp = _ddp()
+        handle = syncline.attach(ddp, exchange, lanes=lanes)
+        trained = _train(ddp, rank.rank)
+        torch.cuda.synchronize()
+        stats = handle.stats()
+        seen[name] = {
+            "equal": torch.equal(trained, plain),
+            "difference": (trained - plain).abs().max().item(),
+            "bytes": [sum(stats.sent_bytes.values()), sum(handle.predicted_sent_bytes().values())],
+            "ordered": all(b.ready_s <= b.start_s <= b.end_s for b in stats.buckets),
+            "buckets": len(stats.buckets),
+            "checksum": trained.double().sum().item(),
+        }
+        handle.detach()
+    ddp = _ddp()
+    handle = syncline.attach(ddp, ErrorFeedback(), lanes=2)
+    _train(ddp, rank.rank, broken_step=3)
+    kept = [t for kinds in handle.state_dict()["tensors"].values() for t in kinds.values()]
+    seen["kept is finite"] = bool(kept) and all(bool(torch.isfinite(tensor).all()) for tensor in kept)
+    return seen
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, Any]]:
+    # A process of its own: ranks can only be forked from one that has not touched CUDA, as this one has by now.
+    ran = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=110)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_dense_is_bit_equal_to_plain_ddp_on_any_number_of_lanes(seen: list[dict[str, Any]]) -> None:
+    assert all(rank[name]["equal"] for rank in seen for name in ("dense", "two lanes"))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "stateful"])
+def test_rounding_exchanges_stay_close_and_ranks_agree(seen: list[dict[str, Any]], name: str) -> None:
+    assert all(0 < rank[name]["difference"] < 1e-2 for rank in seen)
+    assert seen[0][name]["checksum"] == seen[1][name]["checksum"]
+
+
+@pytest.mark.parametrize("name", ["dense", "two lanes", "bf16", "fp16", "stateful"])
+def test_bytes_are_as_predicted_and_timings_are_in_order(seen: list[dict[str, Any]], name: str) -> None:
+    for rank in seen:
+        counted, predicted = rank[name]["bytes"]
+        assert counted == predicted > 0
+        assert rank[name]["ordered"]
+        assert rank[name]["buckets"] > 1
+
+
+def test_a_non_finite_step_leaves_the_state_finite(seen: list[dict[str, Any]]) -> None:
+    assert all(rank["kept is finite"] for rank in seen)
+
+
+if __name__ == "__main__":
+    print(json.dumps(launch(ClusterSpec(hosts=2, rate_bps=10_000_000_000, device="cuda"), _main)))
