@@ -54,6 +54,7 @@ class Residual(State):
         return {slot.name: {"residual": slot.view(self.residual)} for slot in layout.slots}
 
     def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.residual.zero_()
         for slot in layout.slots:
             if slot.name in tensors:
                 slot.view(self.residual).copy_(tensors[slot.name]["residual"])

@@ -44,6 +44,7 @@ def test_help_fits_a_screen(command: list[str]) -> None:
         (["bench", "--replay", "cnn-cpu", "--scale", "0,nan"], "write two positive numbers"),
         (["bench", "--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
         (["demo", "--rate", "1"], "under 100kbit"),
+        (["demo", "--rate", "100gbit"], "over 34gbit"),
     ],
 )
 def test_a_mistake_gets_one_line_and_exit_2(arguments: list[str], says: str) -> None:

@@ -5,21 +5,45 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
-from exchanges import ErrorFeedback
+from exchanges import ErrorFeedback, Residual
 from syncline.cluster import ClusterSpec, Rank, launch
+from syncline.exchange import Comm, Layout, State, Work
 
 if __name__ != "__main__":  # asking for a GPU is already enough to keep CUDA from forked ranks
     pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 STEPS = 6
+
+
+@dataclass(frozen=True)
+class Failing(ErrorFeedback):
+    """Fails in its second step: while it runs, or when it is settled."""
+
+    where: str = "run"
+
+    def prepare(self, layout: Layout, comm: Comm) -> State:
+        return FailingToSettle(layout) if self.where == "settle" else super().prepare(layout, comm)
+
+    def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
+        if self.where == "run" and bool(state.kept().any()):
+            raise ArithmeticError("no")
+        return super().run(flat, state, comm)
+
+
+class FailingToSettle(Residual):
+    def settle(self, finite: Tensor) -> None:
+        if bool(self.before.any()):
+            raise ArithmeticError("no")
+        super().settle(finite)
 
 
 def _net() -> nn.Module:
@@ -74,6 +98,14 @@ def _main(rank: Rank) -> dict[str, Any]:
     _train(ddp, rank.rank, broken_step=3)
     kept = [t for kinds in handle.state_dict()["tensors"].values() for t in kinds.values()]
     seen["kept is finite"] = bool(kept) and all(bool(torch.isfinite(tensor).all()) for tensor in kept)
+    for where in ("run", "settle"):
+        ddp = _ddp()
+        handle = syncline.attach(ddp, Failing(where))
+        with pytest.raises(Exception, match="failed in step"):
+            _train(ddp, rank.rank)
+        with pytest.raises(syncline.ExchangeError, match="unusable"):
+            handle.state_dict()
+        seen[f"{where} fails"] = str(handle.error)
     return seen
 
 
@@ -102,6 +134,11 @@ def test_bytes_are_as_predicted_and_timings_are_in_order(seen: list[dict[str, An
         assert counted == predicted > 0
         assert rank[name]["ordered"]
         assert rank[name]["buckets"] > 1
+
+
+@pytest.mark.parametrize("where", ["run", "settle"])
+def test_a_failure_reaches_the_user_and_the_handle(seen: list[dict[str, Any]], where: str) -> None:
+    assert all("failed in step 1: no" in rank[f"{where} fails"] for rank in seen)
 
 
 def test_a_non_finite_step_leaves_the_state_finite(seen: list[dict[str, Any]]) -> None:

@@ -389,6 +389,38 @@ class Thousands(nn.Module):
         return torch.cat(list(self.parts)).sin() * x.sum()
 
 
+def test_complex_parameters() -> None:
+    class Rotation(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.turn = nn.Parameter(torch.randn(16, dtype=torch.complex64))
+            self.scale = nn.Parameter(torch.randn(16))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * self.turn).abs() * self.scale
+
+    def main(rank: Rank) -> None:
+        def gradients(exchange: syncline.Exchange | None) -> tuple[Tensor, ...]:
+            model = DDP(seeded(Rotation))
+            handle = syncline.attach(model, exchange) if exchange is not None else None
+            for number in range(3):
+                model.zero_grad()
+                model(batch(rank.rank, number)).sum().backward()
+            if handle is not None and isinstance(exchange, ErrorFeedback):
+                state = handle.state_dict()
+                assert state["tensors"]["turn"]["residual"].shape == (16, 2)
+                handle.load_state_dict(state)
+            return model.module.turn.grad, model.module.scale.grad
+
+        plain = gradients(None)
+        for ours, theirs in zip(gradients(syncline.Dense()), plain, strict=True):
+            assert torch.equal(ours, theirs)
+        for ours, theirs in zip(gradients(ErrorFeedback()), plain, strict=True):
+            assert torch.allclose(ours, theirs, rtol=0.02, atol=0.1)
+
+    on_ranks(2, main)
+
+
 def test_a_model_of_thousands_of_parameters() -> None:
     def main(rank: Rank) -> None:
         assert_trains_like_plain_ddp(Thousands, square_loss_step(rank), steps=3, ways=EXACT, bucket_cap_mb=0.01)

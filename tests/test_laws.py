@@ -28,10 +28,11 @@ def test_every_exchange_keeps_every_law(name: str, law: str, device: str) -> Non
             LAWS[law](exchange, ranks, numel, torch.float32, device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_laws_hold_for_buckets_of_other_types(name: str, dtype: torch.dtype) -> None:
-    check_laws(EXCHANGES[name](), ranks=(1, 3), numels=(1, 50), dtypes=(dtype,))
+def test_laws_hold_for_buckets_of_other_types(name: str, dtype: torch.dtype, device: str) -> None:
+    check_laws(EXCHANGES[name](), ranks=(1, 3), numels=(1, 50), dtypes=(dtype,), device=device)
 
 
 @settings(max_examples=60, deadline=None)
@@ -90,6 +91,8 @@ class _Broken:
             state.seen.copy_(flat)
         if self.defect == "hides" and not bool(torch.isfinite(flat).all()):
             flat.zero_()
+        if self.defect == "synchronises":
+            flat.sum().item()
         if self.defect == "branches" and bool((flat == 0).all()):
             return None
         comm.all_reduce(flat).wait()
@@ -129,6 +132,30 @@ def test_each_law_catches_the_exchange_that_breaks_it(defect: str, law: str) -> 
     with pytest.raises(LawBrokenError):
         LAWS[law](_Broken(defect), 3, 10, torch.float32, "cpu")
     LAWS[law](_Broken("none"), 3, 10, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_waiting_for_the_device_is_caught(device: str) -> None:
+    with pytest.raises(LawBrokenError):
+        LAWS["no_host_synchronisation"](_Broken("synchronises"), 3, 10, torch.float32, device)
+    LAWS["no_host_synchronisation"](_Broken("none"), 3, 10, torch.float32, device)
+
+
+def test_what_is_issued_at_another_level_is_seen_too() -> None:
+    @dataclass(frozen=True)
+    class Nosy(_Broken):
+        """Asks its host whether there is anything at all to do."""
+
+        def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
+            if bool(flat.any()):
+                comm.level("host").all_reduce(flat.clone()).wait()
+            return comm.all_reduce(flat)
+
+    levels = {"host": [[0], [1]]}
+    calm = run_steps(Nosy("none"), [[torch.zeros(3)] * 2], levels=levels)
+    busy = run_steps(Nosy("none"), [[torch.ones(3)] * 2], levels=levels)
+    assert calm[0].calls == [("world", "all_reduce", 3, "torch.float32", None)]
+    assert [call[0] for call in busy[0].calls] == ["host", "world"]
 
 
 def test_local_ranks_that_issue_different_collectives_all_learn_how_they_differ() -> None:

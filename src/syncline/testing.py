@@ -8,13 +8,14 @@ They run any number of ranks in this process, over a `Comm` that is stricter tha
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from syncline.engine.local import LocalComm, local_topology, run_ranks
+from syncline.engine.local import Levels, LocalComm, local_topology, run_ranks
 from syncline.errors import MismatchError
 from syncline.exchange import Exchange, Layout, State
 
@@ -42,7 +43,9 @@ class Ran:
     predicted_bytes: dict[str, int]
 
 
-def run_steps(exchange: Exchange, inputs: Inputs, finite: Sequence[bool] | None = None) -> list[Ran]:
+def run_steps(
+    exchange: Exchange, inputs: Inputs, finite: Sequence[bool] | None = None, levels: Levels | None = None
+) -> list[Ran]:
     """Runs the exchange as an engine would; `finite[i]` overrides whether step i counts as finite."""
     first = inputs[0][0]
     layout = Layout.flat(first.numel(), first.dtype, first.device)
@@ -50,7 +53,7 @@ def run_steps(exchange: Exchange, inputs: Inputs, finite: Sequence[bool] | None 
     def main(comm: LocalComm) -> Ran:
         state = exchange.prepare(layout, comm)
         comm.counter.sent_bytes.clear()
-        before = len(comm.calls)
+        before = len(comm.log)
         ran = Ran([], [], [], [], {}, {})
         for number, given in enumerate(inputs):
             flat = given[comm.rank].clone()
@@ -62,14 +65,14 @@ def run_steps(exchange: Exchange, inputs: Inputs, finite: Sequence[bool] | None 
             ran.results.append(flat)
             ran.kept.append(_copy(state.kept()))
             ran.memory.append(_memory(state, layout))
-        ran.calls = comm.calls[before:]
+        ran.calls = comm.log[before:]
         ran.sent_bytes = dict(comm.counter.sent_bytes)
         cost = exchange.cost(layout.numel, layout.dtype, local_topology(comm))
         ran.predicted_bytes = {level: sent * len(inputs) for level, sent in cost.sent_bytes.items()}
         return ran
 
     try:
-        return run_ranks(len(inputs[0]), main)
+        return run_ranks(len(inputs[0]), main, levels=levels)
     except MismatchError as error:
         raise LawBrokenError(f"ranks do not issue the same collectives: {error}") from error
 
@@ -79,6 +82,7 @@ def conservation(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype,
     for what, inputs in (
         ("small integers", _integers(ranks, numel, dtype, device)),
         ("normal", _normal(ranks, numel, dtype, device)),
+        ("small", [[tensor * 2**-10 for tensor in step] for step in _normal(ranks, numel, dtype, device)]),
         ("heavy-tailed", _heavy(ranks, numel, dtype, device)),
     ):
         ran = run_steps(exchange, inputs)
@@ -164,20 +168,25 @@ def no_host_synchronisation(exchange: Exchange, ranks: int, numel: int, dtype: t
     run_steps(exchange, inputs)  # kernels are compiled and buffers allocated by now
     layout = Layout.flat(numel, dtype, device)
 
+    prepared = threading.Barrier(ranks, action=lambda: torch.cuda.set_sync_debug_mode("error"))
+
     def main(comm: LocalComm) -> None:
         state = exchange.prepare(layout, comm)
         flat = inputs[0][comm.rank].clone()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            last = exchange.run(flat, state, comm)
-            if last is not None:
-                last.wait()
-            state.settle(torch.isfinite(flat).all())
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        prepared.wait(30)  # the mode is the whole process's
+        last = exchange.run(flat, state, comm)
+        if last is not None:
+            last.wait()
+        state.settle(torch.isfinite(flat).all())
 
-    run_ranks(1, main)
+    try:
+        run_ranks(ranks, main)
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        raise LawBrokenError(f"host synchronisation: {error}") from error
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 LAWS: dict[str, Callable[[Exchange, int, int, torch.dtype, str], None]] = {

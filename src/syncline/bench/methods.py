@@ -88,13 +88,15 @@ def _exchange(method: str) -> Preparation:
     return prepare
 
 
-def _powersgd(rank: int) -> Preparation:
+def _powersgd(rank: int, batched: bool) -> Preparation:
     def prepare(net: nn.Module, wrapping: Wrapping) -> Prepared:
         # One bucket: PyTorch's hook fails on gloo with several.
         ddp = wrapping.ddp(net, bucket_mb=1000)
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=2, batch_tensors_with_same_shape=batched
+        )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return Prepared("powersgd", ddp, setting=f"rank {rank}")
+        return Prepared("powersgd", ddp, setting=f"rank {rank}{' batched' if batched else ''}")
 
     return prepare
 
@@ -106,7 +108,10 @@ METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
     "bf16": ("Syncline, bf16 on the wire, fp32 sums", (_exchange("bf16"),)),
     "fp16": ("Syncline, scaled fp16 on the wire, fp32 sums", (_exchange("fp16"),)),
     "fp16-hook": ("PyTorch's fp16 hook", (_fp16_hook,)),
-    "powersgd": ("PyTorch's PowerSGD hook, the best of ranks 1, 2, 4", tuple(_powersgd(rank) for rank in (1, 2, 4))),
+    "powersgd": (
+        "PyTorch's PowerSGD hook, the best of ranks 1, 2, 4, equal shapes batched or not",
+        tuple(_powersgd(rank, batched) for rank in (1, 2, 4) for batched in (False, True)),
+    ),
 }
 """By name: what it is, and its variants, of which the fastest is reported."""
 
@@ -127,6 +132,7 @@ def _ddp_sent_bytes(model: nn.Module) -> int | None:
         data = model._get_ddp_logging_data()
         sizes = str(data.get("rebuilt_bucket_sizes") or data["bucket_sizes"])
         ranks = model.process_group.size()
-        return sum(sent_bytes("all_reduce", int(size) // 4, 4, ranks) for size in sizes.split(","))
+        (itemsize,) = {p.element_size() for p in model.parameters() if p.requires_grad}
+        return sum(sent_bytes("all_reduce", int(size) // itemsize, itemsize, ranks) for size in sizes.split(","))
     except (AttributeError, KeyError, ValueError):
         return None

@@ -50,7 +50,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_ms_low: float
     step_ms_high: float
     sent_bytes: int | None
-    """Payload per step, by the busiest rank, as counted call by call."""
+    """Payload per step, by the busiest rank: counted call by call; for plain DDP, from the buckets that it logged."""
     predicted_ms: float | None
     predicted_sent_bytes: int | None
     wire_bytes: int | None = None

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from syncline.cluster import Rank
 
 REST_S = 0.02
-"""Several times what a link needs to regain its burst."""
+"""The least that links rest between steps."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,12 @@ Record = dict[str, list[list[float]]]
 def take_turns(rank: Rank, contenders: Sequence[Contender], *, warmup: int, rounds: int) -> Record:
     """On every rank: each contender takes one step per round, in an order that is drawn anew, the same on all ranks."""
     record: Record = {contender.name: [] for contender in contenders}
+    rest_s = max(REST_S, 3 * _regain_s(rank))
     draw = random.Random(0)  # noqa: S311 - an order, not a secret
     for number in range(-warmup, rounds):
         for contender in draw.sample(contenders, len(contenders)):
             _meet(rank)
-            time.sleep(REST_S)
+            time.sleep(rest_s)
             _meet(rank)
             sent_before, start = _host_sent_bytes(rank), time.monotonic()
             contender.step()
@@ -75,7 +76,7 @@ class Turns:
     seconds: list[float]
     """Per round: from when the last rank started to when the last one ended."""
     wire_bytes: float
-    """Per round, headers included: what the busiest host put on its link. NaN where links are not emulated."""
+    """Per round, headers included: what the busiest host put on its link. Meaningless where links are not emulated."""
 
     @property
     def quartiles(self) -> Quartiles:
@@ -108,6 +109,16 @@ def _meet(rank: Rank) -> None:
 def _finish(rank: Rank) -> None:
     if rank.spec.device == "cuda":
         torch.cuda.synchronize()
+
+
+def _regain_s(rank: Rank) -> float:
+    """What the slowest link needs to regain its burst."""
+    if not rank.shaped:
+        return 0.0
+    from syncline.cluster import links
+
+    rates = [rate for rate in (rank.spec.rate_bps, rank.spec.trunk_rate_bps) if rate is not None]
+    return max(links.burst_bytes(rate) * 8 / rate for rate in rates)
 
 
 def _host_sent_bytes(rank: Rank) -> float:

@@ -53,9 +53,9 @@ def bench(
             result = run_bench(
                 spec, workload, names, rounds=steps, bucket_mb=bucket_mb, timeout_s=timeout, on_progress=on_progress
             )
+        _show(spec, result)
         if json is not None:
             write_json(json, result)
-        _show(spec, result)
 
 
 def _workload(model: str | None, replay: str | None, scale: str, batch: int) -> Workload:

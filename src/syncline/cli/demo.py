@@ -39,9 +39,9 @@ def demo(
         screen.err.print(what)
         with screen.progress("Every method takes turns") as on_progress:
             result = run_demo(spec, steps, on_progress=on_progress)
+        show(result, screen.out)
         if json is not None:
             write_json(json, result)
-        show(result, screen.out)
 
 
 def show(result: DemoResult, console: Console) -> None:

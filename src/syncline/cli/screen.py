@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -46,6 +47,8 @@ def check_writable(path: Path | None) -> None:
         raise UsageError(f"{path} is a folder: name a file to write to")
     if not path.parent.is_dir():
         raise UsageError(f"{path}: there is no folder {path.parent}: create it first")
+    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise UsageError(f"{path}: may not be written by this user: choose another place")
 
 
 def table(*columns: str) -> Table:

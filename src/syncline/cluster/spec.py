@@ -9,6 +9,8 @@ from syncline.errors import UsageError
 
 MAX_HOSTS = 250  # one /24 of addresses, one veth pair each
 
+MAX_RATE_BPS = 34_000_000_000  # the kernel's filter counts bytes per second in 32 bits
+
 _RATE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmg]?)(bit|bps|bit/s)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
@@ -19,6 +21,8 @@ def parse_rate(text: str) -> int:
     if match is None:
         raise UsageError(f"rate {text!r} is not a rate: write it like 200mbit, 1gbit or 2.5gbit")
     rate_bps = round(float(match["number"]) * _UNITS[match["unit"].lower()])
+    if rate_bps > MAX_RATE_BPS:
+        raise UsageError(f"rate {text!r} is over {format_rate(MAX_RATE_BPS)}, the fastest that a link can be shaped to")
     if rate_bps < 100_000:
         raise UsageError(f"rate {text!r} is under 100kbit, the slowest link that is emulated")
     return rate_bps

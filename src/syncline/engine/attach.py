@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -112,8 +113,8 @@ class Handle:
 
     def detach(self) -> None:
         """Gives the model back to plain DDP, between steps, on all ranks. The model stays the same object."""
-        if self._attached is not None:
-            self._switch.turn_to(None)
+        _ = self._attached  # raises where there is nothing to detach
+        self._switch.turn_to(None)
 
     @property
     def _attached(self) -> Engine:
@@ -142,8 +143,9 @@ def attach(
     group: dist.ProcessGroup = ddp.process_group
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
     parameters = _parameters(ddp)
-    agree(group, _fingerprint(ddp, group, exchange, lanes, parameters), "what is attached")
-    engine = Engine(group, parameters, exchange, lanes, timeout)
+    with _current_device(parameters):
+        agree(group, _fingerprint(ddp, group, exchange, lanes, parameters), "what is attached")
+        engine = Engine(group, parameters, exchange, lanes, timeout)
     try:
         switch = switch_of(ddp)
     except BaseException:
@@ -171,6 +173,16 @@ def _parameters(ddp: DDP) -> dict[str, nn.Parameter]:
         for name, parameter in ddp.module.named_parameters()
         if name not in ignored
     }
+
+
+def _current_device(parameters: Mapping[str, nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+    """The model's GPU, which the script need not have made the current one."""
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise UsageError(f"the model's parameters are on several devices ({names}): one per process is supported")
+    device = devices.pop()
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _fingerprint(

@@ -107,7 +107,7 @@ class Engine:
             # The first time, ranks meet to compare the bucket and prepare it; but for that, it is the exchange's word.
             waits=self.exchange.waits or bucket.state is None,
             on_done=lambda job: self._done(job, bucket, step),
-            marks=lane.marks(),
+            marks=lane.marks(step.jobs[0].marks if step.jobs else None),
         )
         with self._lock:
             step.jobs.append(job)
@@ -135,9 +135,9 @@ class Engine:
             name = self._names.get(id(parameter))
             if name is None:
                 raise ExchangeError("DDP exchanges a parameter that was not there at attach: detach, then attach again")
-            shape, numel = tuple(parameter.shape), parameter.numel()
-            slots.append(Slot(name, shape, parameter.stride(), offset, numel))
-            offset += numel
+            real = _as_real(parameter)
+            slots.append(Slot(name, tuple(real.shape), real.stride(), offset, real.numel()))
+            offset += real.numel()
         if offset != flat.numel():
             raise ExchangeError(f"a bucket holds {flat.numel()} elements, its parameters {offset}")
         return Layout(tuple(slots), flat.dtype, flat.device)
@@ -175,6 +175,9 @@ class Engine:
         with self._lock:
             mine = {slot.name: self._waiting.pop(slot.name) for slot in layout.slots if slot.name in self._waiting}
         if mine:
+            for tensor in (tensor for kinds in mine.values() for tensor in kinds.values()):
+                if tensor.is_cuda:  # made on backward's stream, and read on this lane's after we let go of it
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
             state.load(layout, mine)
         return state
 
@@ -255,7 +258,7 @@ class Engine:
         for name, kinds in tensors.items():
             if name not in self._parameters:
                 raise UsageError(f"the state holds {name!r}, which is not a parameter of this model")
-            shape = self._parameters[name].shape
+            shape = _as_real(self._parameters[name]).shape
             for kind, tensor in kinds.items():
                 if tensor.shape != shape:
                     raise UsageError(
@@ -264,7 +267,9 @@ class Engine:
         self._waiting.clear()
         self._keep(tensors)
         for bucket in self.buckets.values():
-            bucket.state = None  # what a checkpoint does not name starts anew
+            if bucket.state is not None:
+                names = [slot.name for slot in bucket.layout.slots]
+                bucket.state.load(bucket.layout, {n: self._waiting.pop(n) for n in names if n in self._waiting})
 
     def close(self) -> None:
         for lane in self._lanes:
@@ -274,3 +279,8 @@ class Engine:
         # Jobs know their engine and it knows them: without this, threads and connections stay until Python looks.
         self._groups, self._lanes, self.buckets = [], [], {}
         self.last_step = self._step = Step()
+
+
+def _as_real(parameter: Tensor) -> Tensor:
+    """As DDP puts it into a bucket: a complex parameter as pairs of real numbers."""
+    return torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter

@@ -48,7 +48,7 @@ class Marks(Protocol):
     def mark(self, what: str) -> None: ...
 
     def seconds(self) -> dict[str, float] | None:
-        """Seconds on the host's monotonic clock (CUDA: since the bucket was ready); None while unfinished."""
+        """Seconds on the host's monotonic clock; None while unfinished."""
 
 
 class HostMarks:
@@ -63,12 +63,17 @@ class HostMarks:
 
 
 class CudaMarks:
-    """Events on the streams themselves; read when they have passed, never waited for."""
+    """Events on the streams themselves; read when they have passed, never waited for.
 
-    def __init__(self, base: torch.cuda.Event, base_s: float) -> None:
-        self._base, self._base_s = base, base_s
+    Times count from the step's first bucket, whose place on the host's clock is when it was enqueued. (Events tell
+    milliseconds in fp32: counted from the start of a job, they would get coarser by the hour.)
+    """
+
+    def __init__(self, first: CudaMarks | None) -> None:
         self._events: dict[str, torch.cuda.Event] = {}
+        self._enqueued_s = time.monotonic()
         self.mark("ready")
+        self._first = first or self
 
     def mark(self, what: str) -> None:
         event = torch.cuda.Event(enable_timing=True)
@@ -78,14 +83,16 @@ class CudaMarks:
     def seconds(self) -> dict[str, float] | None:
         if "end" not in self._events or not self._events["end"].query():
             return None
-        return {what: self._base_s + self._base.elapsed_time(event) / 1000 for what, event in self._events.items()}
+        base, base_s = self._first._events["ready"], self._first._enqueued_s
+        return {what: base_s + base.elapsed_time(event) / 1000 for what, event in self._events.items()}
 
 
 class Lane(Protocol):
     def submit(self, job: Job) -> Any:
         """Queues the job and returns a future of its flat tensor."""
 
-    def marks(self) -> Marks: ...
+    def marks(self, first: Marks | None) -> Marks:
+        """For a bucket that is ready now; `first` are those of the step's first bucket, if this is not it."""
 
     def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
         """Where work goes that must follow everything submitted to this lane and `others` so far."""
@@ -112,7 +119,7 @@ class ThreadLane:
         self._queue.put((job, future))
         return answer
 
-    def marks(self) -> Marks:
+    def marks(self, first: Marks | None) -> Marks:
         return HostMarks()
 
     def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
@@ -209,27 +216,26 @@ class StreamLane:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device=device)
-        self._base = torch.cuda.Event(enable_timing=True)
-        self._base.record()
-        self._base.synchronize()
-        self._base_s = time.monotonic()
 
     def submit(self, job: Job) -> Any:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             job.marks.mark("start")
             job.flat.record_stream(self._stream)
-            last = job.run()
-            if last is not None:
-                last.wait()  # on NCCL: this stream waits, the host does not
-            job.marks.mark("end")
-            job.on_done(job)
+            try:
+                last = job.run()
+                if last is not None:
+                    last.wait()  # on NCCL: this stream waits, the host does not
+            except BaseException as error:  # noqa: BLE001 - raised below, once the engine knows
+                job.error = error
+            _end(job)
+            _result(job)
             future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
             future.set_result(job.flat)
         return future
 
-    def marks(self) -> Marks:
-        return CudaMarks(self._base, self._base_s)
+    def marks(self, first: Marks | None) -> Marks:
+        return CudaMarks(first if isinstance(first, CudaMarks) else None)
 
     def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
         for other in others:

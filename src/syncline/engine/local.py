@@ -91,7 +91,9 @@ class LocalComm:
         self._room, self._name, self._siblings = room, name, siblings
         self.rank, self.size = member, len(room.ranks)
         self.counter = counter
-        self.calls: list[tuple[object, ...]] = []
+        self._turn = 0
+        self.log: list[tuple[object, ...]] = []
+        """What this rank issued, at any level."""
 
     def level(self, name: str) -> Comm:
         return self._siblings[name]
@@ -146,8 +148,8 @@ class LocalComm:
         root: int | None = None,
     ) -> Work:
         call = (kind, given.numel(), str(given.dtype), root)
-        turn = len(self.calls)
-        self.calls.append(call)
+        turn, self._turn = self._turn, self._turn + 1
+        self._siblings[WORLD].log.append((self._name, *call))
         sent = sent_bytes(kind, whole.numel(), whole.element_size(), self.size)
         self.counter.add(self._name, sent)
         self._room.give(turn, self.rank, call, given)

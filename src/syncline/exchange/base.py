@@ -173,7 +173,8 @@ class State:
         return {}
 
     def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Takes over what `tensors` returned, here or from another layout; names not in this bucket are others'."""
+        """Takes over what `tensors` returned, here or from another layout, in place of all that it keeps: parameters
+        of this bucket that are not named start anew. Without communication."""
 
     def settle(self, finite: Tensor) -> None:
         """Ends a step, after all of its buckets: keeps what `run` changed where the 0-dim `finite` is true, and puts

@@ -124,7 +124,9 @@ class _Buffers(State):
         exponent = _FP16_TOP_EXPONENT - torch.frexp(largest).exponent.to(torch.float32)
         exponent = exponent.clamp(-_EXPONENT_LIMIT, _EXPONENT_LIMIT)
         packed[0] = exponent
-        packed[1 : 1 + part.numel()].copy_(part * torch.exp2(exponent).to(torch.float32))
+        # Widened first: on CUDA a scale over 65504 would itself be narrowed to an fp16 part's type, to infinity.
+        wide = part.to(torch.promote_types(part.dtype, torch.float32))
+        packed[1 : 1 + part.numel()].copy_(wide * torch.exp2(exponent))
 
     def _decode(self, packed: Tensor) -> Tensor:
         if not self._scaled:
