@@ -18,7 +18,7 @@ lint: $(VENV)/ready
 	$(BIN)/mypy
 
 bench: $(VENV)/ready
-	$(BIN)/syncline bench --hosts 4 --per-host 1 --rate 200mbit --model cnn --methods nosync,ddp,dense,bf16,fp16,powersgd
+	$(BIN)/syncline bench --hosts 4 --per-host 1 --rate 200mbit --model cnn --methods nosync,ddp,dense,bf16,fp16,fp16-hook,powersgd --steps 60
 
 # torch comes first and alone, from the constraints: asked for by another package's range it could pull several GB of CUDA.
 $(VENV)/ready: pyproject.toml constraints.txt

@@ -190,6 +190,7 @@ def test_ctrl_c_ends_everything_and_is_status_130(shaped: bool, monkeypatch: pyt
     read_end, write_end = os.pipe()
 
     def main() -> int:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # these tests may run where it is ignored
         os.dup2(write_end, 1)
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - not pytest's
         return run_command(ClusterSpec(hosts=2), ["sh", "-c", "trap '' TERM INT; echo up; sleep 1000"])

@@ -24,7 +24,7 @@ def test_what_is_no_rate_is_refused_by_name(text: str) -> None:
         parse_rate(text)
 
 
-@pytest.mark.parametrize("rate_bps", [100_000, 200_000_000, 10**9, 2_500_000_000, 40 * 10**9])
+@pytest.mark.parametrize("rate_bps", [100_000, 200_000_000, 10**9, 2_500_000_000, 25 * 10**9])
 def test_a_rate_is_written_as_it_is_read(rate_bps: int) -> None:
     assert parse_rate(format_rate(rate_bps)) == rate_bps
 

@@ -69,6 +69,12 @@ def test_a_sixteen_bit_wire_halves_the_bytes() -> None:
     assert Dense(wire="bf16").cost(1_000_000, torch.float32, topology).sent_bytes["world"] * 2 == full
 
 
+@pytest.mark.parametrize("thing", [Dense, "dense", None])
+def test_only_an_exchange_has_laws_to_keep(thing: object) -> None:
+    with pytest.raises(UsageError, match="is not an exchange"):
+        check_laws(thing)
+
+
 def test_an_unknown_wire_is_refused_at_construction() -> None:
     with pytest.raises(UsageError, match="wire is one of fp32, bf16, fp16"):
         Dense(wire="int8")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from syncline.engine.local import Levels, LocalComm, local_topology, run_ranks
-from syncline.errors import MismatchError
+from syncline.errors import MismatchError, UsageError
 from syncline.exchange import Exchange, Layout, State
 
 Inputs = Sequence[Sequence[Tensor]]
@@ -212,6 +212,8 @@ def check_laws(
     device: str = "cpu",
 ) -> None:
     """Raises `LawBrokenError` for the first law that does not hold."""
+    if isinstance(exchange, type) or not isinstance(exchange, Exchange):
+        raise UsageError(f"{exchange!r} is not an exchange: pass an instance that has all of Exchange's members")
     for law in LAWS.values():
         for size in ranks:
             for numel in numels:

@@ -96,7 +96,7 @@ def run_demo(
             )
         )
     seen = steps * BATCH * spec.world_size
-    return DemoResult(Cluster.of(spec, shaped, None), steps, seen / len(data.train_images), rows)
+    return DemoResult(Cluster.of(spec, shaped), steps, seen / len(data.train_images), rows)
 
 
 def _train(rank: Rank, data: Digits, steps: int) -> dict[str, Any]:

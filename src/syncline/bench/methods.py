@@ -117,6 +117,8 @@ METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
 
 
 def check_methods(names: list[str]) -> None:
+    if not names:
+        raise UsageError(f"no method is named; known: {', '.join(METHODS)}")
     unknown = [name for name in names if name not in METHODS]
     if unknown:
         raise UsageError(f"no method is called {', '.join(unknown)}; known: {', '.join(METHODS)}")

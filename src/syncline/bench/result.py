@@ -22,7 +22,12 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     burst_bytes: int | None = None
 
     @classmethod
-    def of(cls, spec: ClusterSpec, emulated: bool, burst_bytes: int | None) -> Cluster:
+    def of(cls, spec: ClusterSpec, emulated: bool) -> Cluster:
+        burst_bytes = None
+        if emulated:
+            from syncline.cluster import links
+
+            burst_bytes = links.burst_bytes(spec.rate_bps)
         same = len(set(spec.per_host)) == 1
         return cls(
             hosts=spec.hosts,

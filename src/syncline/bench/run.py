@@ -81,7 +81,7 @@ def run_bench(
         baseline = turns["ddp"]
         rows = [_compared(row, turns[_variant(row)], baseline) for row in rows]
     return BenchResult(
-        cluster=Cluster.of(spec, shaped, _burst(spec) if shaped else None),
+        cluster=Cluster.of(spec, shaped),
         model=Model(workload.name, answers[0]["parameters"], answers[0]["gradient_bytes"]),
         rows=rows,
         rounds=rounds,
@@ -164,9 +164,3 @@ def _compared(row: Row, turns: Turns, baseline: Turns) -> Row:
 def _largest(values: Any) -> int | None:
     known = [value for value in values if value is not None]
     return max(known) if known else None
-
-
-def _burst(spec: ClusterSpec) -> int:
-    from syncline.cluster import links
-
-    return links.burst_bytes(spec.rate_bps)

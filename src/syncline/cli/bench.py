@@ -45,17 +45,23 @@ def bench(
     with options.one_line_errors("syncline bench"):
         spec = options.cluster_spec(hosts, per_host, rate, racks, trunk_rate, rank_order, device)
         workload = _workload(model, replay, scale, batch)
-        names = [name.strip() for name in methods.split(",")]
+        names = [name.strip() for name in methods.split(",") if name.strip()]
         check_methods(names)
+        if bucket_mb is not None and not 0 < bucket_mb < 1e6:
+            raise UsageError(f"--bucket-mb {bucket_mb:g}: a bucket needs a positive size, in MB")
+        if not 0 < timeout < 1e9:
+            raise UsageError(f"--timeout {timeout:g}: a run needs a positive number of seconds")
         screen.check_writable(json)
         screen.say_if_not_shaped()
         with screen.progress(f"{workload.name}, {spec.describe()}") as on_progress:
             result = run_bench(
                 spec, workload, names, rounds=steps, bucket_mb=bucket_mb, timeout_s=timeout, on_progress=on_progress
             )
-        _show(spec, result)
-        if json is not None:
-            write_json(json, result)
+        try:
+            if json is not None:
+                write_json(json, result)
+        finally:  # a run that took minutes is shown, whatever became of its file
+            _show(spec, result)
 
 
 def _workload(model: str | None, replay: str | None, scale: str, batch: int) -> Workload:
@@ -86,11 +92,11 @@ def _scales(text: str) -> tuple[float, float]:
 def _show(spec: ClusterSpec, result: BenchResult) -> None:
     model = result.model
     what = f"{model.name} ({model.parameters:,} parameters, {screen.size(model.gradient_bytes)} of gradients)"
-    screen.out.print(f"{what}, {spec.describe()}, {result.rounds} rounds")
+    screen.out.print(f"{what}, {screen.links(spec, result.cluster.emulated)}, {result.rounds} rounds")
     table = screen.table("method", "ms/step", "quartiles", "× ddp", "sent", "predicted", "wire")
     for row in result.rows:
         table.add_row(
-            f"{row.method} {row.setting}".strip(),
+            row.method,
             f"{row.step_ms:.1f}",
             f"{row.step_ms_low:.1f}–{row.step_ms_high:.1f}",
             "" if row.vs_ddp is None else f"{row.vs_ddp:.2f}",
@@ -100,7 +106,7 @@ def _show(spec: ClusterSpec, result: BenchResult) -> None:
         )
     screen.out.print(table)
     for row in result.rows:
-        screen.out.print(f"{row.method}: {METHODS[row.method][0]}", style="dim")
+        screen.out.print(f"{row.method}: {METHODS[row.method][0]}{row.setting and f'; {row.setting}'}", style="dim")
     screen.out.print(
         "× ddp: median of the rounds' ratios of step times; sent, predicted: payload per step of the busiest rank, as "
         "counted and as foreseen; "

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from syncline.bench.demo import BATCH, DemoResult, DemoRow, run_demo
 from syncline.cli import options, screen
-from syncline.cluster import format_rate
+from syncline.cluster import format_rate, why_not_shaped
 from syncline.files import write_json
 
 NAMES = {
@@ -35,13 +35,15 @@ def demo(
         spec = options.cluster_spec(hosts=hosts, rate=rate)
         screen.check_writable(json)
         screen.say_if_not_shaped()
-        what = f"Training a CNN on 4,000 real digits, {spec.describe()}"
+        what = f"Training a CNN on 4,000 real digits, {screen.links(spec, why_not_shaped() is None)}"
         screen.err.print(what)
         with screen.progress("Every method takes turns") as on_progress:
             result = run_demo(spec, steps, on_progress=on_progress)
-        show(result, screen.out)
-        if json is not None:
-            write_json(json, result)
+        try:
+            if json is not None:
+                write_json(json, result)
+        finally:  # as in the bench: what was measured is shown in any case
+            show(result, screen.out)
 
 
 def show(result: DemoResult, console: Console) -> None:
@@ -52,7 +54,7 @@ def show(result: DemoResult, console: Console) -> None:
         f"{cluster.hosts} hosts, {link}"
     )
     console.print()
-    table = screen.table("", "per step", "against DDP", "sent", "accuracy", "weights")
+    table = screen.table("", "per step", "against DDP", "on the wire", "accuracy", "weights")
     for row in result.rows:
         table.add_row(
             NAMES[row.method],

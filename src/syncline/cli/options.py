@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Annotated
 
+import torch
 import typer
 
 from syncline.cluster import ClusterSpec, RankFailedError, parse_per_host, parse_rate
@@ -44,6 +45,8 @@ def cluster_spec(
     device: str = "cpu",
 ) -> ClusterSpec:
     """The cluster that these options describe, or a `UsageError`."""
+    if device == "cuda" and torch.version.cuda is None:  # asking for a GPU would keep CUDA from ranks that are forked
+        raise UsageError("--device cuda: this torch was built without CUDA: use cpu, or install another build")
     return ClusterSpec(
         hosts=hosts,
         per_host=parse_per_host(per_host, hosts),

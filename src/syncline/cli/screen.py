@@ -12,11 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from syncline.cluster import why_not_shaped
+from syncline.cluster import ClusterSpec, why_not_shaped
 from syncline.errors import UsageError
 
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+# Without markup: names and paths may have brackets in them.
+out = Console(highlight=False, markup=False)
+err = Console(stderr=True, highlight=False, markup=False)
 
 
 @contextlib.contextmanager
@@ -29,6 +30,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         TimeRemainingColumn(),
         console=err,
         transient=True,
+        disable=not err.is_terminal,
     ) as bar:
         task = bar.add_task(what, total=1)
         yield lambda done, of: bar.update(task, completed=done, total=of)
@@ -39,15 +41,24 @@ def say_if_not_shaped() -> None:
         err.print(f"Links are not shaped, ranks meet on the loopback interface: {reason}", style="yellow")
 
 
+def links(spec: ClusterSpec, emulated: bool) -> str:
+    """The cluster, without a rate where there was none."""
+    return spec.describe() if emulated else f"{spec.world_size} ranks on the loopback interface, links not shaped"
+
+
 def check_writable(path: Path | None) -> None:
     """Before a long run, rather than after it."""
     if path is None:
         return
-    if path.is_dir():
-        raise UsageError(f"{path} is a folder: name a file to write to")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: there is no folder {path.parent}: create it first")
-    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+    try:
+        if path.is_dir():
+            raise UsageError(f"{path} is a folder: name a file to write to")
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: there is no folder {path.parent}: create it first")
+        allowed = os.access(path.parent, os.W_OK) or (path.exists() and os.access(path, os.W_OK))
+    except OSError:  # not even to be looked at
+        allowed = False
+    if not allowed:
         raise UsageError(f"{path}: may not be written by this user: choose another place")
 
 

@@ -18,7 +18,7 @@ from syncline.engine.agreement import agree, flatten
 from syncline.engine.comm import group_timeout
 from syncline.engine.engine import Engine
 from syncline.engine.hook import Switch, other_hooks, switch_of
-from syncline.errors import ExchangeError, UsageError
+from syncline.errors import ExchangeError, MismatchError, SynclineError, UsageError
 from syncline.exchange import Dense, Exchange, settings
 
 MAX_LANES = 16
@@ -136,7 +136,7 @@ def attach(
     exchange = Dense() if exchange is None else exchange
     if isinstance(exchange, type) or not isinstance(exchange, Exchange):
         raise UsageError(f"{exchange!r} is not an exchange: pass an instance, for example syncline.Dense()")
-    if not isinstance(lanes, int) or not 1 <= lanes <= MAX_LANES:
+    if not isinstance(lanes, int) or isinstance(lanes, bool) or not 1 <= lanes <= MAX_LANES:
         raise UsageError(f"lanes is {lanes!r}: there may be 1 to {MAX_LANES}")
     if timeout_s is not None and not timeout_s > 0:
         raise UsageError(f"timeout_s is {timeout_s!r}: a collective needs some time")
@@ -144,7 +144,7 @@ def attach(
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
     parameters = _parameters(ddp)
     with _current_device(parameters):
-        agree(group, _fingerprint(ddp, group, exchange, lanes, parameters), "what is attached")
+        _meet(group, _fingerprint(ddp, group, exchange, lanes, parameters))
         engine = Engine(group, parameters, exchange, lanes, timeout)
     try:
         switch = switch_of(ddp)
@@ -173,6 +173,19 @@ def _parameters(ddp: DDP) -> dict[str, nn.Parameter]:
         for name, parameter in ddp.module.named_parameters()
         if name not in ignored
     }
+
+
+def _meet(group: dist.ProcessGroup, fingerprint: Mapping[str, Any]) -> None:
+    try:
+        agree(group, fingerprint, "what is attached")
+    except SynclineError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise MismatchError(
+            f"the ranks did not meet to attach: {reason}. All ranks of the model's process group must call attach, "
+            "in the same order as their other collectives"
+        ) from error
 
 
 def _current_device(parameters: Mapping[str, nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
