@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from syncline.cluster import links as shaping
 from syncline.files import write_json
 
 SIZES_MB = (1, 4, 32)
+SETTLED = 0.02  # more of the CPU than this taken away, and it is not the links that were measured
 IDLE_S = 0.06  # long enough for every token bucket to fill
 
 
@@ -47,6 +49,12 @@ def measure(rank: Rank, repeats: dict[int, int]) -> dict[str, Any]:
     return times
 
 
+def cpu_ticks() -> tuple[int, int]:
+    """All ticks so far, and those that the machine's own host took away."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return sum(ticks), ticks[7]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8])
@@ -55,6 +63,7 @@ def main() -> None:
     parser.add_argument("--json")
     options = parser.parse_args()
     rows = []
+    before = cpu_ticks()
     print("burst B    Mbit/s  hosts  size MB  standing start  back to back   (× the ring's limit)")
     for burst_ms in options.burst_ms or [None]:
         if burst_ms is not None:
@@ -79,8 +88,11 @@ def main() -> None:
                             "back_to_back": round(steady, 4),
                         }
                     )
+    after = cpu_ticks()
+    stolen = (after[1] - before[1]) / max(1, after[0] - before[0])
+    print(f"{stolen:.1%} of the CPU was taken away by the machine's host{': disturbed' if stolen > SETTLED else ''}")
     if options.json:
-        write_json(options.json, {"torch": str(torch.__version__), "rows": rows})
+        write_json(options.json, {"torch": str(torch.__version__), "stolen": round(stolen, 4), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def show(result: DemoResult, console: Console) -> None:
         f"{cluster.hosts} hosts, {link}"
     )
     console.print()
-    table = screen.table("", "per step", "against DDP", "on the wire", "accuracy", "weights")
+    table = screen.table("", "per step", "against DDP", "wire", "accuracy", "weights")
     for row in result.rows:
         table.add_row(
             NAMES[row.method],
