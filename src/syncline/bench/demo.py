@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from syncline.bench.methods import METHODS, Prepared, Wrapping
 from syncline.bench.result import Cluster
-from syncline.bench.rounds import Contender, combine, take_turns
+from syncline.bench.rounds import Contender, combine, reported_to, take_turns
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.cluster.isolation import why_not_shaped
 from syncline.models import zoo
@@ -70,12 +70,12 @@ def run_demo(
     data = digits()  # once, before the ranks are forked
     shaped = why_not_shaped() is None
 
-    def on_event(rank: int, event: Any) -> None:
-        if on_progress is not None:
-            on_progress(event["done"], event["of"])
-
     answers = launch(
-        spec, lambda rank: _train(rank, data, steps), deadline_s=deadline_s, on_event=on_event, shaped=shaped
+        spec,
+        lambda rank: _train(rank, data, steps),
+        deadline_s=deadline_s,
+        on_event=reported_to(on_progress),
+        shaped=shaped,
     )
     turns = combine([answer["record"] for answer in answers])
     rows = []

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,6 +68,16 @@ def take_turns(rank: Rank, contenders: Sequence[Contender], *, warmup: int, roun
         if rank.rank == 0:
             rank.say({"done": number + warmup + 1, "of": warmup + rounds})
     return record
+
+
+def reported_to(on_progress: Callable[[int, int], None] | None) -> Callable[[int, Any], None]:
+    """What the launching process does with the progress that `take_turns` says."""
+
+    def on_event(rank: int, event: Any) -> None:
+        if on_progress is not None:
+            on_progress(event["done"], event["of"])
+
+    return on_event
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import torch
 from torch import nn
 
 from syncline._version import __version__
 from syncline.bench.methods import METHODS, Prepared, Wrapping, check_methods
 from syncline.bench.result import BenchResult, Cluster, Model, Row
-from syncline.bench.rounds import Contender, Turns, combine, take_turns
+from syncline.bench.rounds import Contender, Turns, combine, reported_to, take_turns
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.cluster.isolation import why_not_shaped
 from syncline.errors import UsageError
@@ -63,23 +62,17 @@ def run_bench(
     if rounds < 1:
         raise UsageError(f"steps is {rounds}: a bench needs at least one")
 
-    def on_event(rank: int, event: Any) -> None:
-        if on_progress is not None:
-            on_progress(event["done"], event["of"])
-
     shaped = why_not_shaped() is None
     answers = launch(
         spec,
         lambda rank: _measure(rank, workload, methods, rounds, bucket_mb),
         deadline_s=timeout_s,
-        on_event=on_event,
+        on_event=reported_to(on_progress),
         shaped=shaped,
     )
     turns = combine([answer["record"] for answer in answers])
-    rows = [_row(method, turns, [answer["about"] for answer in answers], shaped) for method in methods]
-    if "ddp" in methods:
-        baseline = turns["ddp"]
-        rows = [_compared(row, turns[_variant(row)], baseline) for row in rows]
+    about = [answer["about"] for answer in answers]
+    rows = [_row(method, turns, about, shaped) for method in methods]
     return BenchResult(
         cluster=Cluster.of(spec, shaped),
         model=Model(workload.name, answers[0]["parameters"], answers[0]["gradient_bytes"]),
@@ -111,10 +104,15 @@ def _measure(
             contenders.append(Contender(name, _training_step(one.model, workload, rank)))
     record = take_turns(rank, contenders, warmup=WARMUP, rounds=rounds)
     about = {
-        name: {"sent": one.sent_bytes(), "predicted": one.predicted_sent_bytes(rank.world_size)}
+        name: {
+            "method": one.method,
+            "setting": one.setting,
+            "sent": one.sent_bytes(),
+            "predicted": one.predicted_sent_bytes(rank.world_size),
+        }
         for name, one in prepared.items()
     }
-    parameters = [p for p in workload.build(0).parameters() if p.requires_grad]
+    parameters = [p for p in next(iter(prepared.values())).model.parameters() if p.requires_grad]
     return {
         "record": record,
         "about": about,
@@ -136,9 +134,11 @@ def _training_step(model: nn.Module, workload: Workload, rank: Rank) -> Callable
 
 
 def _row(method: str, turns: dict[str, Turns], about: list[dict[str, Any]], shaped: bool) -> Row:
-    variants = [name for name in turns if name == method or name.startswith(f"{method} rank ")]
+    """Of the method's fastest variant."""
+    variants = [name for name in turns if about[0][name]["method"] == method]
     best = min(variants, key=lambda name: turns[name].quartiles.median)
     times = turns[best].quartiles
+    ratio = turns[best].ratio_to(turns["ddp"]) if "ddp" in turns else None
     return Row(
         method=method,
         step_ms=times.median * 1000,
@@ -148,17 +148,11 @@ def _row(method: str, turns: dict[str, Turns], about: list[dict[str, Any]], shap
         predicted_ms=None,
         predicted_sent_bytes=_largest(answer[best]["predicted"] for answer in about),
         wire_bytes=round(turns[best].wire_bytes) if shaped else None,
-        setting=best.removeprefix(method).strip(),
+        vs_ddp=ratio.median if ratio else None,
+        vs_ddp_low=ratio.low if ratio else None,
+        vs_ddp_high=ratio.high if ratio else None,
+        setting=about[0][best]["setting"],
     )
-
-
-def _variant(row: Row) -> str:
-    return f"{row.method} {row.setting}".strip()
-
-
-def _compared(row: Row, turns: Turns, baseline: Turns) -> Row:
-    ratio = turns.ratio_to(baseline)
-    return msgspec.structs.replace(row, vs_ddp=ratio.median, vs_ddp_low=ratio.low, vs_ddp_high=ratio.high)
 
 
 def _largest(values: Any) -> int | None:

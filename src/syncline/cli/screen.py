@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from syncline.cluster import ClusterSpec, why_not_shaped
+from syncline.cluster import ClusterSpec, unshaped_notice, why_not_shaped
 from syncline.errors import UsageError
 
 # Without markup: names and paths may have brackets in them.
@@ -38,7 +38,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 def say_if_not_shaped() -> None:
     if (reason := why_not_shaped()) is not None:
-        err.print(f"Links are not shaped, ranks meet on the loopback interface: {reason}", style="yellow")
+        err.print(unshaped_notice(reason), style="yellow")
 
 
 def links(spec: ClusterSpec, emulated: bool) -> str:

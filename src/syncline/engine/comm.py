@@ -114,7 +114,6 @@ class LaneGroups:
         comm.all_to_all(*_pair(comm.size, parent)).wait()
         comm.all_reduce(_pair(1, parent)[0]).wait()
         counter.sent_bytes.clear()
-        counter.calls = 0
         return cls(comm, counter, siblings)
 
     def destroy(self) -> None:

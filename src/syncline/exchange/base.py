@@ -219,11 +219,9 @@ def settings(exchange: object) -> dict[str, Any]:
 
 @dataclass
 class Counter:
-    """Bytes sent by the busiest rank, per level, and the calls that sent them."""
+    """Bytes sent by the busiest rank, per level."""
 
     sent_bytes: dict[str, int] = field(default_factory=dict)
-    calls: int = 0
 
     def add(self, level: str, sent: int) -> None:
         self.sent_bytes[level] = self.sent_bytes.get(level, 0) + sent
-        self.calls += 1

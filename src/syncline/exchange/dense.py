@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import UsageError
-from syncline.exchange.base import Comm, Cost, Layout, Phase, Rounding, State, Topology, Work
+from syncline.exchange.base import WORLD, Comm, Cost, Layout, Phase, Rounding, State, Topology, Work
 
 _WIRE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FP16_TOP_EXPONENT = 15  # parts are scaled to stay under 2^15: half of fp16's largest
@@ -63,7 +63,7 @@ class Dense:
         return None
 
     def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
-        ranks = topology.sizes["world"]
+        ranks = topology.sizes[WORLD]
         if ranks == 1:
             return Cost(())
         if self.lossless:
