@@ -18,7 +18,18 @@ from torch import Tensor, nn
 from syncline.errors import UsageError
 from syncline.files import FileError
 from syncline.measure.backward import measure_backward
-from syncline.measure.profile import ITEM_BYTES, Gradient, Profile, load_profile, shipped_profiles
+from syncline.measure.profile import (
+    ITEM_BYTES,
+    Buffers,
+    Gradient,
+    Overheads,
+    Profile,
+    RankTimes,
+    Spread,
+    Work,
+    load_profile,
+    shipped_profiles,
+)
 from syncline.models.replay import ReplayModel
 
 loose = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -49,6 +60,23 @@ PROFILE = profile(
     gradient("body.0.weight", (8, 3, 3), 0.004, "bfloat16"),
     gradient("scale", (), 0.006),
 )
+RICH = msgspec.structs.replace(
+    PROFILE,
+    buffers=(Buffers(dtype="float32", bytes=64), Buffers(dtype="int64", bytes=8), Buffers(dtype="bool", bytes=3)),
+    ranks=(
+        RankTimes(rank=0, forward_s=0.002, backward_s=0.008, update_s=0.001),
+        RankTimes(rank=3, forward_s=0.003, backward_s=0.009, update_s=0.001),
+    ),
+    spread=Spread(low_s=0.010, high_s=0.012),
+    jitter_s=0.0005,
+    overheads=Overheads(
+        copy_in_s_per_byte=1e-10,
+        copy_out_s_per_byte=2e-10,
+        hook_s=1e-5,
+        work={"dense": Work(fixed_s=0.0, s_per_byte=0.0), "bf16": Work(fixed_s=1e-5, s_per_byte=5e-10)},
+    ),
+)
+"""With everything that a profile may leave out."""
 
 
 @pytest.fixture
@@ -65,10 +93,53 @@ def edited(path: Path, place: str, **changes: Any) -> Path:
     return path
 
 
+OPTIONAL = ("buffers", "ranks", "spread", "jitter_s", "overheads")
+
+
+def places(tree: Any, so_far: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
+    """The way to every value in a tree of JSON, inner nodes included."""
+    branches = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    found = [so_far] if so_far else []
+    return found + [place for key, branch in branches for place in places(branch, (*so_far, key))]
+
+
+RICH_TREE = json.loads(json.dumps(msgspec.to_builtins(RICH)))
+PLACES = places({key: RICH_TREE[key] for key in OPTIONAL})
+
+
+def edited_rich(path: Path, place: tuple[str | int, ...], value: Any) -> Path:
+    """The file with every field, with one value changed, however deep."""
+    tree = json.loads(json.dumps(RICH_TREE))
+    target = tree
+    for key in place[:-1]:
+        target = target[key]
+    target[place[-1]] = value
+    path.write_text(json.dumps(tree), encoding="utf-8")
+    return path
+
+
 def test_a_saved_profile_loads_as_itself(path: Path) -> None:
     PROFILE.save(path)
     assert Profile.load(path) == PROFILE
     assert load_profile(path) == PROFILE
+
+
+def test_a_profile_of_several_ranks_with_overheads_loads_as_itself(path: Path) -> None:
+    RICH.save(path)
+    assert Profile.load(path) == RICH
+
+
+def test_a_file_without_the_optional_fields_loads_with_their_defaults(path: Path) -> None:
+    tree = msgspec.to_builtins(PROFILE)
+    for field in OPTIONAL:
+        del tree[field]
+    path.write_text(json.dumps(tree), encoding="utf-8")
+    assert Profile.load(path) == PROFILE
+    assert PROFILE.slowest is None
+
+
+def test_the_slowest_rank_is_the_one_whose_whole_step_takes_longest() -> None:
+    assert RICH.slowest == RICH.ranks[1]
 
 
 def test_gradient_bytes_counts_every_gradient() -> None:
@@ -102,6 +173,33 @@ def test_contradictions_name_the_field(path: Path, place: str, changes: dict[str
         Profile.load(edited(path, place, **changes))
 
 
+@pytest.mark.parametrize(
+    ("place", "value", "expected"),
+    [
+        (("buffers", 0, "dtype"), "quaternion", r"buffers\[0\]\.dtype: quaternion is unknown"),
+        (("buffers", 1, "dtype"), "float32", r"buffers\[1\]\.dtype: float32 appears twice"),
+        (("buffers", 1, "bytes"), 12, r"buffers\[1\]\.bytes: 12 is no number of int64 elements"),
+        (("buffers", 1, "bytes"), -8, r"buffers\[1\]\.bytes: -8 is no number"),
+        (("ranks", 0, "rank"), -1, r"ranks\[0\]\.rank: must be 0 or more"),
+        (("ranks", 1, "rank"), 0, r"ranks\[1\]\.rank: 0 appears twice"),
+        (("ranks", 1, "backward_s"), -1.0, r"ranks\[1\]\.backward_s: must be seconds from 0 up"),
+        (("spread", "low_s"), 1.0, r"spread\.high_s: is 0\.012, below low_s"),
+        (("spread", "high_s"), math.inf, r"spread\.high_s: must be a finite number"),
+        (("jitter_s",), math.nan, r"jitter_s: must be a finite number"),
+        (("jitter_s",), -1e-9, r"jitter_s: must be seconds from 0 up"),
+        (("overheads", "hook_s"), -1.0, r"overheads\.hook_s: must be seconds from 0 up"),
+        (("overheads", "work", "bf16", "s_per_byte"), -1.0, r"overheads\.work\.bf16\.s_per_byte: must be seconds"),
+        (("overheads", "work", "bf16", "slope"), 1.0, r"overheads\.work\[\.\.\.\]\.slope: is not a known key"),
+        (("ranks", 0, "host"), "a", r"ranks\[0\]\.host: is not a known key"),
+    ],
+)
+def test_contradictions_in_the_optional_fields_name_them(
+    path: Path, place: tuple[str | int, ...], value: Any, expected: str
+) -> None:
+    with pytest.raises(FileError, match=f"profile.json: {expected}"):
+        Profile.load(edited_rich(path, place, value))
+
+
 def test_the_last_gradient_may_be_late_by_rounding(path: Path) -> None:
     Profile.load(edited(path, "3", ready_s=0.008 + 1e-10))
 
@@ -120,6 +218,18 @@ odd_values = st.one_of(
     st.text(max_size=4),
     st.lists(st.integers(), max_size=3),
 )
+
+
+@given(place=st.sampled_from(PLACES), value=odd_values)
+@loose
+def test_any_edit_of_an_optional_field_loads_or_is_refused_in_one_line(
+    path: Path, place: tuple[str | int, ...], value: Any
+) -> None:
+    try:
+        Profile.load(edited_rich(path, place, value))
+    except FileError as error:
+        assert str(path) in str(error)
+        assert "\n" not in str(error)
 
 
 @given(index=st.integers(0, 3), key=keys_of_a_gradient, value=odd_values)
@@ -146,7 +256,7 @@ def test_a_gradient_without_one_of_its_keys_is_refused(path: Path, index: int, k
 @given(data=st.data())
 @loose
 def test_a_truncated_profile_is_refused(path: Path, data: st.DataObject) -> None:
-    PROFILE.save(path)
+    RICH.save(path)
     text = path.read_text(encoding="utf-8").rstrip()
     path.write_text(text[: data.draw(st.integers(0, len(text) - 1))], encoding="utf-8")
     with pytest.raises(FileError):
@@ -164,6 +274,19 @@ def test_scaling_keeps_names_order_and_proportions(time: float, size: float) -> 
         assert after.ready_s == pytest.approx(before.ready_s * time)
         assert math.prod(after.shape) >= 1
         assert elements < 1 or abs(math.prod(after.shape) - elements) <= 0.5 or size == 1.0
+
+
+@given(time=st.floats(1e-3, 1e3), size=st.floats(1e-4, 10))
+@loose
+def test_scaling_takes_ranks_spread_and_jitter_along_and_leaves_overheads(time: float, size: float) -> None:
+    scaled = RICH.scaled(time=time, bytes=size)
+    assert scaled.overheads == RICH.overheads
+    assert scaled.jitter_s == pytest.approx(RICH.jitter_s * time)
+    assert scaled.spread is not None
+    assert (scaled.spread.low_s, scaled.spread.high_s) == pytest.approx((0.010 * time, 0.012 * time))
+    assert [rank.step_s for rank in scaled.ranks] == pytest.approx([rank.step_s * time for rank in RICH.ranks])
+    assert [entry.dtype for entry in scaled.buffers] == [entry.dtype for entry in RICH.buffers]
+    assert scaled.buffers[0].bytes == 4 * max(1, round(16 * size))
 
 
 def test_scaling_sizes_makes_shapes_flat_and_scaling_time_keeps_them() -> None:

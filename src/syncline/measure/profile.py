@@ -27,6 +27,21 @@ ITEM_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
+# Buffers may be of any type; int64 and bool are BatchNorm's counter and attention's masks.
+BUFFER_ITEM_BYTES = {
+    **ITEM_BYTES,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint64": 8,
+    "uint32": 4,
+    "uint16": 2,
+    "uint8": 1,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "bool": 1,
+}
 
 
 class Gradient(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -40,8 +55,57 @@ class Gradient(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     """Seconds from the start of backward until the gradient is complete."""
 
 
+class Buffers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All buffers of one type, which DDP broadcasts together before every forward."""
+
+    dtype: str
+    bytes: int
+
+
+class RankTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One rank's medians, where several were measured at the same time."""
+
+    rank: int
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s + self.backward_s + self.update_s
+
+
+class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The quartiles, over steps, of how long a whole step took."""
+
+    low_s: float
+    high_s: float
+
+
+class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An exchange's own computation for one bucket: a line in the bucket's bytes of gradient."""
+
+    fixed_s: float
+    s_per_byte: float
+
+
+class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What DDP and an exchange add to the computation, whatever the network is."""
+
+    copy_in_s_per_byte: float
+    """Into the bucket, on the thread that runs backward."""
+    copy_out_s_per_byte: float
+    """Out of the bucket, after its exchange."""
+    hook_s: float
+    """To hand one bucket over, on the thread that runs backward."""
+    work: dict[str, Work]
+    """By the exchange's name in `syncline.exchange.EXCHANGES`."""
+
+
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One training step of one model on one device, without communication.
+
+    Where several ranks were measured at the same time, all times are medians over them, and `ranks` has each.
 
     A profile that contradicts itself cannot be constructed: `ValueError` names the field.
     """
@@ -64,6 +128,14 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """How many steps the medians were taken over."""
     batch: int | None
     """Examples per rank and step, where known."""
+    buffers: tuple[Buffers, ...] = ()
+    """One entry per type, so one broadcast each."""
+    ranks: tuple[RankTimes, ...] = ()
+    spread: Spread | None = None
+    jitter_s: float = 0.0
+    """What it costs each step to wait for whoever happens to be slowest: the median over steps of the slowest rank's
+    step less the median rank's."""
+    overheads: Overheads | None = None
 
     def __post_init__(self) -> None:
         _check_counts(self)
@@ -74,6 +146,18 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             if gradient.name in seen:
                 raise ValueError(f"gradients[{index}].name: {gradient.name} appears twice")
             seen.add(gradient.name)
+        _check_buffers(self.buffers)
+        _check_ranks(self.ranks)
+        if self.spread is not None:
+            _check_spread(self.spread)
+        _check_seconds(self.jitter_s, "jitter_s")
+        if self.overheads is not None:
+            _check_overheads(self.overheads)
+
+    @property
+    def slowest(self) -> RankTimes | None:
+        """The rank whose steps take longest; None where only one was measured."""
+        return max(self.ranks, key=lambda rank: rank.step_s, default=None)
 
     @property
     def gradient_bytes(self) -> int:
@@ -92,7 +176,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
         A model made for a fast network fits a slow emulated link this way: sizes and rate shrink together,
         and the overlap stays what it was. Resized gradients become one-dimensional and keep at least one
-        element.
+        element. Overheads stay: they belong to the machine, per byte and per bucket, not to the model.
         """
         for field, factor in (("time", time), ("bytes", bytes)):
             if not (math.isfinite(factor) and factor > 0):
@@ -105,6 +189,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             forward_s=self.forward_s * time,
             backward_s=self.backward_s * time,
             update_s=self.update_s * time,
+            buffers=tuple(_scaled_buffers(entry, bytes) for entry in self.buffers),
+            ranks=tuple(_scaled_rank(rank, time) for rank in self.ranks),
+            spread=self.spread and Spread(low_s=self.spread.low_s * time, high_s=self.spread.high_s * time),
+            jitter_s=self.jitter_s * time,
             how=f"{self.how}; scaled: time × {time:g}, bytes × {bytes:g}",
         )
 
@@ -178,6 +266,63 @@ def _check_gradient(gradient: Gradient, field: str) -> None:
             f"{field}.bytes: is {gradient.bytes}, but {gradient.dtype} of shape {list(gradient.shape)} "
             f"takes {expected_bytes}"
         )
+
+
+def _check_buffers(buffers: tuple[Buffers, ...]) -> None:
+    seen: set[str] = set()
+    for index, entry in enumerate(buffers):
+        field = f"buffers[{index}]"
+        if entry.dtype not in BUFFER_ITEM_BYTES:
+            raise ValueError(f"{field}.dtype: {entry.dtype} is unknown; known: {', '.join(BUFFER_ITEM_BYTES)}")
+        if entry.dtype in seen:
+            raise ValueError(f"{field}.dtype: {entry.dtype} appears twice; buffers of one type are one entry")
+        if entry.bytes < 0 or entry.bytes % BUFFER_ITEM_BYTES[entry.dtype]:
+            raise ValueError(f"{field}.bytes: {entry.bytes} is no number of {entry.dtype} elements")
+        seen.add(entry.dtype)
+
+
+def _check_ranks(ranks: tuple[RankTimes, ...]) -> None:
+    seen: set[int] = set()
+    for index, times in enumerate(ranks):
+        field = f"ranks[{index}]"
+        if times.rank < 0:
+            raise ValueError(f"{field}.rank: must be 0 or more, not {times.rank}")
+        if times.rank in seen:
+            raise ValueError(f"{field}.rank: {times.rank} appears twice")
+        seen.add(times.rank)
+        _check_all_seconds(times, field, "forward_s", "backward_s", "update_s")
+
+
+def _check_spread(spread: Spread) -> None:
+    _check_all_seconds(spread, "spread", "low_s", "high_s")
+    if spread.high_s < spread.low_s:
+        raise ValueError(f"spread.high_s: is {spread.high_s}, below low_s ({spread.low_s})")
+
+
+def _check_overheads(overheads: Overheads) -> None:
+    _check_all_seconds(overheads, "overheads", "copy_in_s_per_byte", "copy_out_s_per_byte", "hook_s")
+    for name, work in overheads.work.items():
+        _check_all_seconds(work, f"overheads.work.{name}", "fixed_s", "s_per_byte")
+
+
+def _check_all_seconds(part: msgspec.Struct, place: str, *fields: str) -> None:
+    for field in fields:
+        _check_seconds(getattr(part, field), f"{place}.{field}")
+
+
+def _scaled_buffers(buffers: Buffers, bytes: float) -> Buffers:
+    item_bytes = BUFFER_ITEM_BYTES[buffers.dtype]
+    elements = buffers.bytes // item_bytes
+    return Buffers(dtype=buffers.dtype, bytes=item_bytes * (max(1, round(elements * bytes)) if elements else 0))
+
+
+def _scaled_rank(rank: RankTimes, time: float) -> RankTimes:
+    return RankTimes(
+        rank=rank.rank,
+        forward_s=rank.forward_s * time,
+        backward_s=rank.backward_s * time,
+        update_s=rank.update_s * time,
+    )
 
 
 def _scaled_gradient(gradient: Gradient, time: float, bytes: float) -> Gradient:
