@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.measure.backward import measure_backward
+from syncline.measure.overhead import measure_overheads
 from syncline.measure.profile import Profile
 from syncline.models import zoo
 
@@ -94,7 +95,11 @@ def record(name: str, task: Task, device: str, autocast: str | None, steps: int,
         model_name=name,
         batch=task.batch,
     )
-    return msgspec.structs.replace(profile, how=f"{profile.how}, {autocast} autocast") if autocast else profile
+    return msgspec.structs.replace(
+        profile,
+        how=f"{profile.how}, {autocast} autocast" if autocast else profile.how,
+        overheads=measure_overheads(device),
+    )
 
 
 def main() -> None:
@@ -126,7 +131,8 @@ def main() -> None:
 def summary(profile: Profile) -> str:
     times = ("forward", profile.forward_s), ("backward", profile.backward_s), ("update", profile.update_s)
     sizes = f"{len(profile.gradients)} gradients, {profile.gradient_bytes / 1e6:.1f} MB, batch {profile.batch}"
-    return ", ".join([sizes, *(f"{what} {seconds * 1e3:.2f} ms" for what, seconds in times)])
+    buffers = f"buffers {sum(entry.bytes for entry in profile.buffers) / 1e3:.1f} kB"
+    return ", ".join([sizes, buffers, *(f"{what} {seconds * 1e3:.2f} ms" for what, seconds in times)])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from syncline.errors import UsageError
 from syncline.measure.backward import measure_backward
-from syncline.measure.profile import ITEM_BYTES, Gradient, Profile
+from syncline.measure.profile import BUFFER_ITEM_BYTES, ITEM_BYTES, Buffers, Gradient, Profile, RankTimes
 from syncline.models import replay
 from syncline.models.replay import ReplayModel
 
@@ -194,6 +194,31 @@ def test_names_that_no_module_could_have_are_refused() -> None:
         ReplayModel(msgspec.structs.replace(recorded(), gradients=gradients))
 
 
+@pytest.mark.parametrize("dtype", BUFFER_ITEM_BYTES)
+def test_buffers_of_every_dtype_are_real_ones(dtype: str) -> None:
+    buffers = (Buffers(dtype=dtype, bytes=3 * BUFFER_ITEM_BYTES[dtype]),)
+    (buffer,) = ReplayModel(msgspec.structs.replace(recorded(), buffers=buffers)).buffers()
+    assert (str(buffer.dtype), buffer.numel()) == (f"torch.{dtype}", 3)
+
+
+def test_a_buffer_makes_room_for_a_parameter_of_its_name() -> None:
+    gradient = Gradient(name="buffer_int64.weight", shape=(1,), dtype="float32", bytes=4, ready_s=0.0)
+    profile = msgspec.structs.replace(recorded(), gradients=(gradient,), buffers=(Buffers(dtype="int64", bytes=8),))
+    model = ReplayModel(profile)
+    assert [name for name, _ in model.named_parameters()] == ["buffer_int64.weight"]
+    assert [name for name, _ in model.named_buffers()] == ["buffer_int64_"]
+
+
+def test_a_straggler_is_replayed_at_its_own_pace_and_unknown_ranks_at_the_median() -> None:
+    profile = recorded()
+    slow = RankTimes(rank=3, forward_s=0.006, backward_s=2 * profile.backward_s, update_s=0.0)
+    profile = msgspec.structs.replace(profile, ranks=(slow,))
+    paced = ReplayModel(profile, rank=3)._profile
+    assert (paced.forward_s, paced.backward_s) == (0.006, slow.backward_s)
+    assert [g.ready_s for g in paced.gradients] == [2 * g.ready_s for g in profile.gradients]
+    assert ReplayModel(profile, rank=0)._profile == ReplayModel(profile)._profile == profile
+
+
 def rank_main(rank: int, rendezvous: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
@@ -203,7 +228,19 @@ def rank_main(rank: int, rendezvous: str) -> None:
         DistributedDataParallel(ReplayModel(recorded())), lambda model: model(), steps=1, warmup=0
     )
     assert [g.name for g in measured.gradients] == NAMES
+    broadcasts_buffers(rank)
     dist.destroy_process_group()
+
+
+def broadcasts_buffers(rank: int) -> None:
+    profile = msgspec.structs.replace(
+        recorded(step_s=0.0), buffers=(Buffers(dtype="float32", bytes=8), Buffers(dtype="int64", bytes=8))
+    )
+    ddp = DistributedDataParallel(ReplayModel(profile), init_sync=False)
+    for buffer in ddp.buffers():
+        buffer.fill_(10 + rank)
+    ddp().backward()
+    assert all((buffer == 10).all() for buffer in ddp.buffers())
 
 
 def averages_over_ranks(rank: int, as_bucket_view: bool) -> None:

@@ -14,12 +14,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from syncline.errors import UsageError
-from syncline.measure.profile import ITEM_BYTES, Profile
+from syncline.measure.profile import BUFFER_ITEM_BYTES, ITEM_BYTES, Profile
 
 POOL_ELEMENTS = 1 << 18
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
@@ -32,18 +33,28 @@ class ReplayModel(nn.Module):
     random numbers from `seed`, other ones in each step: give each rank its own seed. They do not depend on
     the loss, nor on its scale.
 
+    With a `rank` of those that the profile was measured on it has that rank's own pace, so that a straggler is replayed
+    as one; any other has the medians. Buffers are real too, one per type: DDP broadcasts them before every forward.
+
     Parameters start at zero everywhere, so DDP may skip its first broadcast (`init_sync=False`).
     """
 
-    def __init__(self, profile: Profile, seed: int = 0) -> None:
+    def __init__(self, profile: Profile, seed: int = 0, rank: int | None = None) -> None:
         super().__init__()
-        self._profile = profile
+        self._profile = profile = _at_pace_of(profile, rank)
         self._noise = _Noise(seed)
         # Models list their parameters about in forward order, and DDP's first buckets rely on it.
         self._in_forward_order = [
             (_add_parameter(self, g.name, torch.zeros(g.shape, dtype=DTYPES[g.dtype])), g.ready_s)
             for g in reversed(profile.gradients)
         ]
+        taken = {gradient.name.partition(".")[0] for gradient in profile.gradients}
+        for entry in profile.buffers:
+            name = f"buffer_{entry.dtype}"
+            while name in taken:
+                name += "_"
+            elements = entry.bytes // BUFFER_ITEM_BYTES[entry.dtype]
+            self.register_buffer(name, torch.zeros(elements, dtype=getattr(torch, entry.dtype)))
 
     def forward(self, *_: object, **__: object) -> Tensor:
         deadline_s = time.monotonic() + self._profile.forward_s
@@ -138,6 +149,17 @@ class _Until(torch.autograd.Function):
         gradient = ctx.backward_pass.noise.like(ctx.parameter) if ctx.needs_input_grad[1] else None
         ctx.backward_pass.wait_for(ctx.offset_s)
         return grad, gradient, None, None
+
+
+def _at_pace_of(profile: Profile, rank: int | None) -> Profile:
+    own = next((times for times in profile.ranks if times.rank == rank), None)
+    if own is None:
+        return profile
+    pace = own.backward_s / profile.backward_s if profile.backward_s else 1.0
+    gradients = tuple(msgspec.structs.replace(g, ready_s=g.ready_s * pace) for g in profile.gradients)
+    return msgspec.structs.replace(
+        profile, gradients=gradients, forward_s=own.forward_s, backward_s=own.backward_s, update_s=own.update_s
+    )
 
 
 def _start(x: Tensor, backward: _Backward) -> Tensor:
