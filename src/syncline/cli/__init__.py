@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from syncline._version import __version__
-from syncline.cli import bench, cluster, demo
+from syncline.cli import bench, cluster, demo, profile
 
 app = typer.Typer(
     name="syncline",
@@ -35,6 +35,7 @@ def _syncline(
 
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
+app.command("profile")(profile.profile)
 app.add_typer(cluster.app, name="cluster")
 
 

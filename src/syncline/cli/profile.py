@@ -1,0 +1,250 @@
+"""`syncline profile`: when each gradient of a model is ready, and what else a step costs without a network."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+import typer
+
+from syncline.cli import options, screen
+from syncline.cluster import ClusterSpec, Rank, launch
+from syncline.errors import SynclineError, UsageError
+from syncline.measure.backward import measure_backward
+from syncline.measure.overhead import measure_overheads
+from syncline.measure.profile import Gradient, Profile
+from syncline.measure.steps import together
+from syncline.models.target import AUTOCAST, Target
+from syncline.models.zoo import MODELS
+
+_STRAGGLES = 1.1
+_TOP = 5
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What to measure, on each rank alike."""
+
+    target: Target
+    steps: int
+    warmup: int
+
+
+def profile(
+    target: Annotated[
+        str, typer.Argument(metavar="MODEL|FILE.py:FUNCTION", help=f"One of {', '.join(MODELS)}, or your own.")
+    ],
+    output: Annotated[
+        Path | None, typer.Option("--output", "--json", metavar="FILE", help="Write the profile.")
+    ] = None,
+    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where to compute; default: cpu.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to take medians over.")] = 20,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 5,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per rank and step of a named model.")] = None,
+    autocast: Annotated[str | None, typer.Option(metavar="|".join(AUTOCAST), help="Of a named model.")] = None,
+    hosts: Annotated[
+        int | None, typer.Option(metavar="N", help="On this many emulated hosts.", rich_help_panel="Several ranks")
+    ] = None,
+    per_host: Annotated[
+        str, typer.Option("--per-host", metavar="N|N,N,…", help="Ranks on each.", rich_help_panel="Several ranks")
+    ] = "1",
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The longest that the run may take.")] = 1800,
+) -> None:
+    """Measure a model's backward: when each gradient is ready, and what can hide behind the rest.
+
+    syncline profile cnn --output profile.json
+
+    FUNCTION() returns (model, step) or (model, step, optimizer); step(model) returns the loss. Measures in this
+    process, under torchrun on all its ranks at once, or on the ranks of an emulated cluster (--hosts).
+    """
+    with options.one_line_errors("syncline profile"):
+        if device not in (None, "cpu", "cuda"):
+            raise UsageError(f"--device {device!r}: use cpu or cuda")
+        if not 0 < timeout < 1e9:
+            raise UsageError(f"--timeout {timeout:g}: a run needs a positive number of seconds")
+        request = _Request(Target(target, device, batch, autocast), steps, warmup)
+        under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        first = not under_torchrun or os.environ["RANK"] == "0"
+        if first:
+            screen.check_writable(output)
+        with screen.progress(f"Measuring {target}") if first else nullcontext(_say_nothing) as on_progress:
+            if hosts is not None:
+                if under_torchrun:
+                    raise UsageError("--hosts starts ranks of its own, and torchrun has started this one: choose one")
+                spec = options.cluster_spec(hosts=hosts, per_host=per_host, device=device or "cpu")
+                found = _on_emulated_hosts(spec, request, timeout, on_progress)
+            elif per_host != "1":
+                raise UsageError("--per-host is for emulated hosts: add --hosts")
+            else:
+                with _torchrun_group(device) if under_torchrun else nullcontext():
+                    found = _measure(request, _device(device), on_progress)
+        if first:
+            try:
+                if output is not None:
+                    found.save(output)
+            finally:  # as in the bench: what was measured is shown in any case
+                _show(found, output)
+
+
+def _measure(request: _Request, device: torch.device, on_progress: Callable[[int, int], None]) -> Profile:
+    """On one rank; with a default process group, on all its ranks together."""
+    group = dist.group.WORLD if dist.is_initialized() else None
+    made = []
+
+    def build() -> bytes:
+        made.append(request.target.build(device))
+        return b""
+
+    together(group, build)
+    task = made[0]
+    with request.target.blamed():
+        profile = measure_backward(
+            task.model,
+            task.step,
+            request.steps,
+            request.warmup,
+            optimizer=task.optimizer,
+            model_name=task.name,
+            batch=task.batch,
+            group=group,
+            on_progress=on_progress,
+        )
+    ranks = group.size() if group is not None and group.size() > 1 else 4
+    where = next(task.model.parameters()).device
+    autocast = request.target.autocast
+    return msgspec.structs.replace(
+        profile,
+        how=f"{profile.how}, {autocast} autocast" if autocast else profile.how,
+        overheads=measure_overheads(where, ranks=ranks, group=group),
+    )
+
+
+def _on_emulated_hosts(
+    spec: ClusterSpec, request: _Request, timeout_s: float, on_progress: Callable[[int, int], None]
+) -> Profile:
+    def main(rank: Rank) -> dict[str, Any]:
+        if rank.spec.device == "cuda":
+            torch.cuda.set_device(rank.device)
+        rank.init_process_group()
+        say = (lambda done, of: rank.say([done, of])) if rank.rank == 0 else _say_nothing
+        try:
+            return {"profile": msgspec.to_builtins(_measure(request, rank.device, say))}
+        except SynclineError as error:
+            return {"error": str(error), "wrong_use": isinstance(error, UsageError)}
+
+    importlib.import_module("torch._dynamo")  # DDP imports it, and that takes seconds: once here, not in every rank
+    # Nothing is sent while steps are measured, so links need no shape.
+    answers = launch(spec, main, deadline_s=timeout_s, on_event=lambda _rank, event: on_progress(*event), shaped=False)
+    for answer in answers:
+        if answer.get("wrong_use"):
+            raise UsageError(answer["error"])
+    # A rank that was told of another's failure says less than that one.
+    for rank, answer in enumerate(answers):
+        if "error" in answer and not answer["error"].startswith("rank "):
+            raise SynclineError(f"rank {rank}: {answer['error']}")
+    return msgspec.convert(answers[0]["profile"], Profile)
+
+
+@contextmanager
+def _torchrun_group(device: str | None) -> Iterator[None]:
+    if device == "cuda":
+        torch.cuda.set_device(_device(device))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(name: str | None) -> torch.device:
+    if name != "cuda":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no GPU here: use cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def _say_nothing(done: int, of: int) -> None:
+    pass
+
+
+def _show(profile: Profile, output: Path | None) -> None:
+    say = screen.out.print
+    parameters = sum(math.prod(gradient.shape) for gradient in profile.gradients)
+    batch = f", batch {profile.batch}" if profile.batch else ""
+    nbytes = screen.size(profile.gradient_bytes)
+    say(f"{profile.model}: {parameters:,} parameters, {len(profile.gradients)} gradients of {nbytes}{batch}")
+    say(f"{profile.device}: {profile.where}", style="dim")
+    say(profile.how, style="dim")
+    say()
+    for line in _step_lines(profile):
+        say(line)
+    say()
+    table = screen.table("largest gradients", "size", "ready", "of backward")
+    for gradient in sorted(profile.gradients, key=lambda one: -one.bytes)[:_TOP]:
+        share = gradient.ready_s / profile.backward_s if profile.backward_s else 0.0
+        table.add_row(gradient.name, screen.size(gradient.bytes), _ms(gradient.ready_s), f"{share:.0%}")
+    say(table)
+    say()
+    for line in _beside_lines(profile):
+        say(line, style="dim")
+    if output is None:
+        say("--output FILE keeps this for predict and plan", style="dim")
+
+
+def _step_lines(profile: Profile) -> Iterator[str]:
+    step_s = profile.forward_s + profile.backward_s + profile.update_s
+    spread = profile.spread and f" (quartiles {profile.spread.low_s * 1e3:.1f}–{profile.spread.high_s * 1e3:.1f})"
+    update = _ms(profile.update_s) if profile.update_s else "not measured"
+    yield f"step      {_ms(step_s)}{spread or ''}"
+    yield f"forward   {_ms(profile.forward_s)}"
+    yield f"backward  {_ms(profile.backward_s)}"
+    yield f"update    {update}"
+    half_s = _half_ready_s(profile.gradients)
+    left_s = max(0.0, profile.backward_s - half_s)
+    yield f"half of the bytes are ready after {_ms(half_s)}: {_ms(left_s)} of backward are left to hide them"
+    slowest = profile.slowest
+    if slowest is not None and slowest.step_s > _STRAGGLES * step_s:
+        yield (
+            f"rank {slowest.rank} is slow: {_ms(slowest.step_s)} a step, {slowest.step_s / step_s - 1:.0%} over the "
+            "median; the others wait"
+        )
+    if profile.ranks:
+        yield f"waiting for whoever is slowest costs {_ms(profile.jitter_s)} a step, over {len(profile.ranks)} ranks"
+
+
+def _beside_lines(profile: Profile) -> Iterator[str]:
+    if profile.overheads is not None:
+        over, nbytes = profile.overheads, profile.gradient_bytes
+        yield (
+            f"DDP's copies: {_ms(over.copy_in_s_per_byte * nbytes)} into its buckets, "
+            f"{_ms(over.copy_out_s_per_byte * nbytes)} out of them; {over.hook_s * 1e6:.0f} µs per bucket"
+        )
+        work = ", ".join(f"{name} {_ms(one.fixed_s + one.s_per_byte * nbytes)}" for name, one in over.work.items())
+        yield f"exchanges' own work on one bucket: {work}"
+    if profile.buffers:
+        buffers = ", ".join(f"{screen.size(entry.bytes)} of {entry.dtype}" for entry in profile.buffers)
+        yield f"buffers: {buffers}, broadcast before every forward"
+
+
+def _half_ready_s(gradients: tuple[Gradient, ...]) -> float:
+    """When half of the bytes are there."""
+    left = sum(gradient.bytes for gradient in gradients) / 2
+    for gradient in gradients:
+        left -= gradient.bytes
+        if left <= 0:
+            return gradient.ready_s
+    return gradients[-1].ready_s
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds < 0.01 else screen.ms(seconds * 1e3)
