@@ -11,7 +11,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "syncline"
 
 FORBIDDEN = {
     "exchange": ("torch.distributed", "syncline.engine", "syncline.cluster", "syncline.bench", "syncline.cli"),
-    "measure": ("syncline.engine", "syncline.cluster", "syncline.bench", "syncline.cli"),
+    "measure": ("syncline.cluster", "syncline.bench", "syncline.cli", "syncline.predict"),
+    "predict": ("torch.distributed", "syncline.engine", "syncline.cluster", "syncline.bench", "syncline.cli"),
     "engine": ("syncline.cluster", "syncline.bench", "syncline.cli", "syncline.models"),
     "cluster": ("syncline.engine", "syncline.bench", "syncline.cli", "syncline.models"),
     "models": ("syncline.engine", "syncline.cluster", "syncline.bench", "syncline.cli"),
@@ -37,6 +38,22 @@ def test_a_room_imports_only_what_it_may(room: str) -> None:
         for module in _imports(path):
             for forbidden in FORBIDDEN[room]:
                 assert not f"{module}.".startswith(f"{forbidden}."), f"{path.name} imports {module}"
+
+
+def test_what_predicts_reads_data_and_never_reaches_the_engine() -> None:
+    """Also not by way of another module: predictions need neither a cluster nor a process group."""
+    seen: set[str] = set()
+    waiting = [f"syncline.predict.{path.stem}" for path in (SOURCE / "predict").glob("*.py")]
+    while waiting:
+        name = waiting.pop()
+        path = SOURCE.joinpath(*name.split(".")[1:]).with_suffix(".py")
+        if name in seen or not path.exists():
+            continue
+        seen.add(name)
+        assert not name.startswith(("syncline.engine", "syncline.cluster")), f"predict reaches {name}"
+        for module in _imports(path):
+            waiting += [module, module.rpartition(".")[0]]
+    assert {"syncline.measure.profile", "syncline.measure.network", "syncline.exchange.wire"} <= seen
 
 
 def test_nothing_pickles_evaluates_or_starts_a_shell() -> None:

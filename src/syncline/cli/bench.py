@@ -69,7 +69,7 @@ def _workload(model: str | None, replay: str | None, scale: str, batch: int) -> 
         raise UsageError("--model and --replay exclude each other: name one of them")
     if replay is not None:
         profile = load_profile(replay)
-        time_scale, size_scale = _scales(scale)
+        time_scale, size_scale = options.scales(scale)
         return Workload(profile.model, batch, profile.scaled(time=time_scale, bytes=size_scale))
     if scale != "1,1":
         raise UsageError("--scale is for a replayed profile: add --replay")
@@ -77,16 +77,6 @@ def _workload(model: str | None, replay: str | None, scale: str, batch: int) -> 
     if name not in MODELS:
         build_model(name)  # raises, and says which there are
     return Workload(name, batch)
-
-
-def _scales(text: str) -> tuple[float, float]:
-    try:
-        time_scale, size_scale = (float(part) for part in text.split(","))
-        if not (0 < time_scale < 1e6 and 0 < size_scale <= 1000):
-            raise ValueError
-    except ValueError:
-        raise UsageError(f"--scale {text!r}: write two positive numbers, for times and sizes, like 10,0.05") from None
-    return time_scale, size_scale
 
 
 def _show(spec: ClusterSpec, result: BenchResult) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Annotated
 
 import torch
+import torch.distributed as dist
 import typer
 
 from syncline.cluster import ClusterSpec, RankFailedError, parse_per_host, parse_rate
@@ -56,6 +58,38 @@ def cluster_spec(
         rank_order=rank_order,
         device=device,
     )
+
+
+def scales(text: str) -> tuple[float, float]:
+    """`"10,0.05"` → factors for a profile's times and sizes."""
+    try:
+        time_scale, size_scale = (float(part) for part in text.split(","))
+        if not (0 < time_scale < 1e6 and 0 < size_scale <= 1000):
+            raise ValueError
+    except ValueError:
+        raise UsageError(f"--scale {text!r}: write two positive numbers, for times and sizes, like 10,0.05") from None
+    return time_scale, size_scale
+
+
+def under_torchrun() -> bool:
+    """Whether this process is one of several ranks already."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+
+
+@contextlib.contextmanager
+def torchrun_group(device: str) -> Iterator[None]:
+    """The default process group of the ranks that torchrun has started."""
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device!r}: use cpu or cuda")
+    if device == "cuda":
+        if not torch.cuda.is_available():
+            raise UsageError("--device cuda: torch finds no GPU here: use cpu")
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager

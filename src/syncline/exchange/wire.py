@@ -1,4 +1,4 @@
-"""What a collective puts on the wire: bytes sent by the busiest rank, by backend.
+"""What a collective puts on the wire, by backend: bytes, the links they cross, messages that wait for each other.
 
 One table serves both sides of the ledger: an exchange's prediction adds up its phases from here, the engine counts each
 call from here. What keeps the table itself honest is a test that compares it with the interface counters of emulated
@@ -7,7 +7,8 @@ hosts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 
 def _chunk(elements: int, ranks: int) -> int:
@@ -61,3 +62,52 @@ def sent_bytes(kind: str, elements: int, itemsize: int, ranks: int, backend: str
     """Bytes that the busiest of `ranks` sends in one collective over `elements` (all ranks' together for gathers)."""
     table = _SENT.get(backend, _SENT["gloo"])
     return table[kind](elements, ranks) * itemsize
+
+
+def hops(kind: str, ranks: int, backend: str = "gloo") -> int:
+    """Messages of one collective that wait for each other: what start-ups grow with."""
+    if ranks <= 1:
+        return 0
+    doublings = (ranks - 1).bit_length()
+    if kind == "all_reduce":
+        # NCCL sends what is small up and down a tree, gloo everything around the ring, twice.
+        return 2 * (doublings if backend == "nccl" else ranks - 1)
+    if kind == "broadcast" and backend != "nccl":
+        return doublings
+    return ranks if kind == "reduce" and backend != "nccl" else ranks - 1
+
+
+def uplink_bytes(kind: str, elements: int, itemsize: int, unit_of_rank: Sequence[int], backend: str = "gloo") -> int:
+    """Bytes that one collective puts through the busiest uplink, in its busier direction.
+
+    `unit_of_rank` says in which unit (host, rack) each rank sits; every unit has one uplink. Root is rank 0.
+    """
+    ranks = len(unit_of_rank)
+    chunk = _chunk(elements, ranks) * itemsize
+    whole = elements * itemsize
+    ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
+    if kind == "all_to_all":
+        members = Counter(unit_of_rank)
+        return max(count * (ranks - count) for count in members.values()) * chunk
+    if kind in ("all_reduce", "all_gather"):
+        times = 2 * (ranks - 1) if kind == "all_reduce" else ranks - 1
+        return _busiest({times: ring}, unit_of_rank) * chunk
+    if backend == "nccl":
+        return _busiest({1: ring[:-1]}, unit_of_rank) * whole
+    if kind == "broadcast":
+        tree = [(rank - (1 << (rank.bit_length() - 1)), rank) for rank in range(1, ranks)]
+        return _busiest({1: tree}, unit_of_rank) * whole
+    to_root = [(rank, 0) for rank in range(1, ranks)]
+    return _busiest({ranks - 1: ring, 1: to_root}, unit_of_rank) * chunk
+
+
+def _busiest(messages: dict[int, list[tuple[int, int]]], unit_of_rank: Sequence[int]) -> int:
+    """How many messages, each from a rank to a rank and sent so many times, pass the busiest uplink, out or in."""
+    out: Counter[int] = Counter()
+    into: Counter[int] = Counter()
+    for times, edges in messages.items():
+        for sender, receiver in edges:
+            if unit_of_rank[sender] != unit_of_rank[receiver]:
+                out[unit_of_rank[sender]] += times
+                into[unit_of_rank[receiver]] += times
+    return max((*out.values(), *into.values()), default=0)

@@ -1,0 +1,245 @@
+"""`syncline predict`: what a step would take on other hosts, links and plans, and what limits it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from syncline.cli import options, screen
+from syncline.cluster import format_rate, parse_rate
+from syncline.errors import UsageError
+from syncline.files import write_json
+from syncline.measure.network import Network, assumed_network
+from syncline.measure.profile import Profile, load_profile
+from syncline.predict import Losses, Prediction, Schedule, predict
+from syncline.predict.diagnosis import CAUSES, Diagnosis, Remedy, diagnose, lost_to
+
+MAX_HOSTS = 65_536
+_DEFAULT_HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+
+
+class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One prediction, for machines."""
+
+    plan: str
+    hosts: int
+    ranks: int
+    rate_bps: int | None
+    iteration_ms: float
+    low_ms: float
+    high_ms: float
+    compute_ms: float
+    scaling: float
+    sent_bytes: int
+    lost: Losses
+
+
+class PredictResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    model: str
+    measured_network: bool
+    verdict: str
+    culprit: str | None
+    remedies: dict[str, float]
+    """Milliseconds per step, by what would be changed."""
+    rows: list[Row]
+    schema: int = 1
+
+
+def predict_command(
+    profile: Annotated[str, typer.Option(metavar="NAME|FILE", help="Of the model: syncline profile writes one.")],
+    network: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of the cluster: syncline probe writes one.")
+    ] = None,
+    hosts: Annotated[
+        str | None, typer.Option(metavar="N,N,…", help="How many hosts; the first is looked at in detail.")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE,…", help="Of the hosts' links; default: as measured.")
+    ] = None,
+    trunk_rate: Annotated[
+        str | None, typer.Option("--trunk-rate", metavar="RATE", help="Of the racks' links; default: as measured.")
+    ] = None,
+    per_host: Annotated[
+        int | None, typer.Option("--per-host", min=1, metavar="N", help="Ranks on each host, without --network.")
+    ] = None,
+    plan: Annotated[
+        list[str] | None, typer.Option(metavar="PLAN", help="ddp, dense,lanes=4 or bf16,bucket_mb=5. May be repeated.")
+    ] = None,
+    scale: Annotated[str, typer.Option(metavar="T,B", help="Of the profile: times by T, sizes by B.")] = "1,1",
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result for machines.")] = None,
+) -> None:
+    """Predict a step's time on hosts, links and plans that nobody has tried, and say what limits the scaling.
+
+    syncline predict --profile bert-base-cuda --network network.json --hosts 4,8,16,64 --rate 10gbit
+
+    Without --network, links are assumed to be Ethernet at --rate, and the answer says so.
+    """
+    with options.one_line_errors("syncline predict"):
+        screen.check_writable(json)
+        time_scale, size_scale = options.scales(scale)
+        model = load_profile(profile).scaled(time=time_scale, bytes=size_scale)
+        counts = _host_counts(hosts, network)
+        rates = [None] if rate is None else [parse_rate(one) for one in rate.split(",")]
+        cluster = _cluster(network, counts[0], per_host, rates[0], trunk_rate)
+        schedules = [Schedule.parse(model, text) for text in plan or ["ddp"]]
+        here = _moved(cluster, counts[0], rates[0])
+        found = diagnose(model, here, schedules[0])
+        rows = [
+            (rate_bps, predict(model, _moved(cluster, count, rate_bps), schedule))
+            for schedule in schedules
+            for rate_bps in rates
+            for count in counts
+        ]
+        if json is not None:
+            write_json(json, _result(model, here, found, rows))
+        _show(model, here, found, rows)
+
+
+def _host_counts(text: str | None, network: Path | None) -> list[int]:
+    if text is None:
+        measured = Network.load(network).hosts if network is not None else 4
+        return [measured, *(count for count in _DEFAULT_HOSTS if count != measured)]
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--hosts {text!r}: write numbers, like 2,4,8,16") from None
+    for count in counts:
+        if not 1 <= count <= MAX_HOSTS:
+            raise UsageError(f"--hosts {count}: there may be 1 to {MAX_HOSTS}")
+    return list(dict.fromkeys(counts))
+
+
+def _cluster(
+    path: Path | None, hosts: int, per_host: int | None, rate_bps: int | None, trunk_rate: str | None
+) -> Network:
+    if path is None:
+        if rate_bps is None:
+            raise UsageError("without --network, say at least how fast the hosts' links are: --rate 10gbit")
+        if trunk_rate is not None:
+            raise UsageError("--trunk-rate needs a --network with racks in it")
+        return assumed_network(max(2, hosts), per_host or 1, rate_bps)
+    network = Network.load(path)
+    if per_host is not None:
+        raise UsageError("--per-host is for links that are assumed: a --network knows its ranks")
+    if not network.collectives or not network.links:
+        raise UsageError(f"{path}: holds no measured collectives: probe again")
+    if trunk_rate is not None:
+        network = network.with_rate(parse_rate(trunk_rate), "rack")
+    return network
+
+
+def _moved(network: Network, hosts: int, rate_bps: int | None) -> Network:
+    moved = network.with_hosts(hosts)
+    return moved if rate_bps is None or moved.link("host") is None else moved.with_rate(rate_bps)
+
+
+def _result(
+    model: Profile, network: Network, found: Diagnosis, rows: list[tuple[int | None, Prediction]]
+) -> PredictResult:
+    return PredictResult(
+        model=model.model,
+        measured_network=network.measured,
+        verdict=_verdict(found),
+        culprit=found.culprit,
+        remedies={remedy.name: remedy.prediction.iteration_s * 1e3 for remedy in found.remedies},
+        rows=[
+            Row(
+                plan=one.schedule.describe(),
+                hosts=one.hosts,
+                ranks=one.ranks,
+                rate_bps=rate_bps,
+                iteration_ms=one.iteration_s * 1e3,
+                low_ms=one.low_s * 1e3,
+                high_ms=one.high_s * 1e3,
+                compute_ms=one.compute_s * 1e3,
+                scaling=one.scaling,
+                sent_bytes=one.sent_bytes,
+                lost=one.losses,
+            )
+            for rate_bps, one in rows
+        ],
+    )
+
+
+def _verdict(found: Diagnosis) -> str:
+    one = found.prediction
+    if one.ranks == 1:
+        return "One rank exchanges nothing: there is no scaling to look at."
+    lost_s = one.iteration_s - one.compute_s
+    if found.culprit is None:
+        return f"Scaling is {one.scaling:.0%}: {found.why}."
+    share = lost_to(one.losses)[found.culprit] / lost_s
+    return (
+        f"Scaling is {one.scaling:.0%}: of {screen.ms(one.iteration_s * 1e3)} per step, "
+        f"{screen.ms(lost_s * 1e3)} are lost, {min(share, 1.0):.0%} of that to {CAUSES[found.culprit]}: {found.why}."
+    )
+
+
+def _show(model: Profile, network: Network, found: Diagnosis, rows: list[tuple[int | None, Prediction]]) -> None:
+    one = found.prediction
+    link = network.link("host")
+    rate = f", {format_rate(link.nominal_bps)} links" if link is not None and link.nominal_bps else ""
+    per_host = f"{one.ranks // one.hosts} rank{'s' if one.ranks > one.hosts else ''}"
+    hosts = "1 host" if one.hosts == 1 else f"{one.hosts} hosts"
+    screen.out.print(f"{model.model}, {one.schedule.describe()} on {hosts} × {per_host}{rate}, {network.backend}")
+    if not network.measured:
+        screen.out.print(f"Links are not measured but {network.how}: syncline probe measures yours.", style="yellow")
+    screen.out.print()
+    screen.out.print(_verdict(found))
+    screen.out.print()
+    _show_losses(one)
+    _show_remedies("What you can change:", one, [remedy for remedy in found.remedies if not remedy.hardware])
+    _show_remedies("What other hardware would give:", one, [remedy for remedy in found.remedies if remedy.hardware])
+    _show_rows(rows)
+
+
+def _show_remedies(title: str, before: Prediction, remedies: list[Remedy]) -> None:
+    if not remedies:
+        return
+    screen.out.print(title)
+    table = screen.table("", "per step", "", "scaling")
+    for remedy in remedies[:4]:
+        after = remedy.prediction
+        note = " (lossy)" if remedy.lossy else ""
+        ratio = screen.speed(after.iteration_s / before.iteration_s)
+        table.add_row(f"{remedy.what}{note}", screen.ms(after.iteration_s * 1e3), ratio, f"{after.scaling:.0%}")
+    screen.out.print(table)
+    screen.out.print()
+
+
+def _show_rows(rows: list[tuple[int | None, Prediction]]) -> None:
+    """Only what differs between rows gets a column."""
+    plans = len({row.schedule.describe() for _, row in rows}) > 1
+    rates = len({rate_bps for rate_bps, _ in rows}) > 1
+    names = [*(["plan"] if plans else []), *(["links"] if rates else [])]
+    table = screen.table(*names, "hosts", "per step", "range, ms", "scaling", "sent")
+    for rate_bps, row in rows:
+        links = "as measured" if rate_bps is None else format_rate(rate_bps)
+        table.add_row(
+            *([row.schedule.describe()] if plans else []),
+            *([links] if rates else []),
+            str(row.hosts),
+            screen.ms(row.iteration_s * 1e3),
+            f"{row.low_s * 1e3:.0f}–{row.high_s * 1e3:.0f}",
+            f"{row.scaling:.0%}",
+            screen.size(row.sent_bytes),
+        )
+    screen.out.print(table)
+    screen.out.print(
+        "scaling: the step on one rank alone, over this step; range: with the network's figures at the ends of their "
+        "90 % intervals, and beyond the measured number of hosts with start-ups that grow as a tree's or as a ring's; "
+        "sent: by the busiest rank",
+        style="dim",
+    )
+
+
+def _show_losses(one: Prediction) -> None:
+    table = screen.table("lost to", "per step", "of the step")
+    table.add_row("(computation)", screen.ms(one.compute_s * 1e3), f"{one.compute_s / one.iteration_s:.0%}")
+    for name, seconds in lost_to(one.losses).items():
+        table.add_row(CAUSES[name], screen.ms(seconds * 1e3), f"{seconds / one.iteration_s:.0%}")
+    screen.out.print(table)
+    screen.out.print()

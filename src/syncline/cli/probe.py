@@ -1,0 +1,174 @@
+"""`syncline probe`: what a cluster's links and collectives take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+import typer
+
+from syncline.cli import options, screen
+from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
+from syncline.errors import UsageError
+from syncline.measure.network import WORLD, Collective, Network
+from syncline.measure.probe import probe
+
+_WIDEST_MATRIX = 16
+_MAX_BUDGET_S = 3600.0
+
+
+def probe_command(
+    output: Annotated[
+        Path | None, typer.Option("--output", "--json", metavar="FILE", help="Write the network.")
+    ] = None,
+    hosts: options.Hosts = 4,
+    per_host: options.PerHost = "1",
+    rate: options.Rate = "200mbit",
+    racks: options.Racks = 1,
+    trunk_rate: options.TrunkRate = None,
+    rank_order: options.RankOrder = "host",
+    device: options.Device = "cpu",
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="About how long to measure.")] = 45.0,
+    every: Annotated[bool, typer.Option("--every", help="Show the sweep of every collective.")] = False,
+) -> None:
+    """Measure a cluster's links with the collectives that training uses: this one under torchrun, or an emulated one.
+
+    torchrun --nnodes 4 … -m syncline probe --output network.json
+
+    syncline probe --hosts 4 --rate 200mbit --output network.json
+    """
+    with options.one_line_errors("syncline probe"):
+        if not 1 <= budget <= _MAX_BUDGET_S:
+            raise UsageError(f"--budget {budget:g}: probing takes 1 to {_MAX_BUDGET_S:g} seconds")
+        under_torchrun = options.under_torchrun()
+        first = not under_torchrun or os.environ["RANK"] == "0"
+        if first:
+            screen.check_writable(output)
+        with screen.progress("Probing") if first else nullcontext(_say_nothing) as on_progress:
+            if under_torchrun:
+                with options.torchrun_group(device):
+                    network = probe(budget_s=budget, on_progress=lambda done, of: on_progress(round(done), round(of)))
+            else:
+                spec = options.cluster_spec(hosts, per_host, rate, racks, trunk_rate, rank_order, device)
+                screen.say_if_not_shaped()
+                network = probe_emulated(spec, budget, on_progress)
+        if first:
+            try:
+                if output is not None:
+                    network.save(output)
+            finally:  # what took a minute to measure is shown, whatever became of its file
+                _show(network, every)
+
+
+def probe_emulated(spec: ClusterSpec, budget_s: float, on_progress: Callable[[int, int], None]) -> Network:
+    """On emulated hosts, whose rates are known beforehand, too."""
+
+    def main(rank: Rank) -> object:
+        if rank.spec.device == "cuda":
+            torch.cuda.set_device(rank.device)
+        rank.init_process_group(timeout_s=max(60.0, 4 * budget_s))
+        say = (lambda done, of: rank.say([round(done), round(of)])) if rank.rank == 0 else None
+        return msgspec.to_builtins(probe(budget_s=budget_s, on_progress=say))
+
+    answers = launch(spec, main, deadline_s=120 + 6 * budget_s, on_event=lambda _, event: on_progress(*event))
+    network = msgspec.convert(answers[0], Network)
+    return network.sold_as(spec.rate_bps, spec.trunk_rate_bps) if why_not_shaped() is None else network
+
+
+def _say_nothing(done: int, of: int) -> None:
+    pass
+
+
+def _show(network: Network, every: bool) -> None:
+    screen.out.print(_summary(network))
+    screen.out.print()
+    for entry in network.collectives:
+        if every or (entry.level, entry.kind) == (WORLD, "all_reduce"):
+            _show_sweep(entry)
+    _show_fits(network)
+    _show_matrix(network)
+
+
+def _summary(network: Network) -> str:
+    parts = []
+    for link in network.links:
+        what = {"host": "A host's link", "rack": "A rack's link", "local": "Inside a host, a rank"}[link.name]
+        nominal = f" ({link.bytes_per_s * 8 / link.nominal_bps:.0%} of what it is sold as)" if link.nominal_bps else ""
+        burst = f", and {screen.size(link.burst_bytes)} at once after a rest" if link.burst_bytes >= 1000 else ""
+        parts.append(f"{what} carries {link.bytes_per_s * 8 / 1e6:,.0f} Mbit/s of payload{nominal}{burst}.")
+    startup = network.collective("all_reduce").startup_s
+    parts.append(f"A tiny all-reduce among {network.ranks} ranks takes {startup * 1e3:.3g} ms.")
+    several = "; ".join(f"{one.streams} at once take {one.slowdown:.2f} times as long" for one in network.overlap)
+    if several:
+        parts.append(f"Of tiny ones, {several}; one process group works on {network.in_flight} at a time.")
+    if network.racks > 1:
+        groups = [[h for h in range(network.hosts) if network.rack_of_host[h] == r] for r in range(network.racks)]
+        parts.append(
+            "Racks, from what the links carry: " + ", ".join(f"hosts {_ranges(group)}" for group in groups) + "."
+        )
+    if network.one_machine:
+        parts.append("All hosts are on one machine and share its processors.")
+    return " ".join(parts)
+
+
+def _ranges(group: list[int]) -> str:
+    return (
+        ",".join(map(str, group)) if len(group) < 4 or group[-1] - group[0] >= len(group) else f"{group[0]}–{group[-1]}"
+    )
+
+
+def _show_sweep(entry: Collective) -> None:
+    screen.out.print(f"{entry.kind} among {entry.ranks} ranks ({entry.level})")
+    table = screen.table("size", "sent", "time", "quartiles", "algbw", "busbw", "fit", "repeats")
+    for point in entry.points:
+        table.add_row(
+            screen.size(point.bytes),
+            screen.size(point.sent_bytes),
+            f"{point.median_s * 1e3:.2f} ms",
+            f"{point.low_s * 1e3:.2f}–{point.high_s * 1e3:.2f}",
+            f"{point.bytes / point.median_s / 1e6:.1f} MB/s",
+            f"{point.sent_bytes / point.median_s / 1e6:.1f} MB/s",
+            f"{point.fitted_s / point.median_s - 1:+.0%}",
+            str(point.repeats),
+        )
+    screen.out.print(table)
+    screen.out.print()
+
+
+def _show_fits(network: Network) -> None:
+    table = screen.table("collective", "ranks", "start-up", "90 % sure", "per MB sent", "of a link", "fit's error")
+    for entry in network.collectives:
+        large = next((point for point in reversed(entry.points)), None)
+        per_mb = f"{large.fitted_s / large.sent_bytes * 1e9:.1f} ms" if large is not None else "–"
+        table.add_row(
+            entry.kind if entry.level == WORLD else f"{entry.kind} ({entry.level})",
+            str(entry.ranks),
+            f"{entry.startup_s * 1e3:.2f} ms",
+            f"{entry.startup_low_s * 1e3:.2f}–{entry.startup_high_s * 1e3:.2f}",
+            per_mb,
+            f"{1 / entry.load:.0%}",
+            f"{entry.residual:.0%}",
+        )
+    screen.out.print(table)
+    screen.out.print(
+        "size: of the buffer; sent: by the busiest rank; algbw, busbw: size and sent over time; of a link: how much of "
+        "its rate this collective can use",
+        style="dim",
+    )
+
+
+def _show_matrix(network: Network) -> None:
+    rows = network.matrix_bytes_per_s
+    if not rows or network.hosts > _WIDEST_MATRIX:
+        return
+    screen.out.print()
+    screen.out.print("From host to host, every host sending to one other, Mbit/s")
+    table = screen.table("from", *(f"to {host}" for host in range(network.hosts)))
+    for host, row in enumerate(rows):
+        table.add_row(str(host), *("" if other == host else f"{rate * 8 / 1e6:,.0f}" for other, rate in enumerate(row)))
+    screen.out.print(table)

@@ -1,0 +1,444 @@
+"""A cluster's links and what collectives over them cost, as data.
+
+The model of one collective, alone, from a standing start, is two lines:
+
+    seconds = max(startup_s + own_s_per_byte · sent,   serial_s + (uplink bytes · load − burst) / link rate)
+
+The first is what latency, software and processors allow however fast the links are; the second is the slowest link it
+crosses. Start-ups are spread over a collective's many messages, so they hide behind a link that is busy anyway: only
+`serial_s` of them never does. `sent` are the bytes of the busiest rank. Several collectives share a link max-min, and
+slow each other's start-ups down by `overlap`, which is measured, too.
+
+Nothing here needs torch: a network that was probed on a cluster can be studied on a laptop.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Iterator
+
+import msgspec
+
+from syncline.errors import UsageError
+from syncline.exchange import wire
+from syncline.files import read_json, write_json
+
+WORLD = "world"
+LINKS = ("local", "host", "rack")
+"""From the inside out: memory that a host's ranks share, a host's uplink, a rack's."""
+ETHERNET_EFFICIENCY = 1448 / 1538
+"""Payload of a full frame, over all that it occupies on a wire."""
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One kind of link, in each direction: every host's uplink, or every rack's."""
+
+    name: str
+    bytes_per_s: float
+    """Of payload."""
+    low_bytes_per_s: float
+    high_bytes_per_s: float
+    """Between them the true rate lies with 90 % confidence."""
+    burst_bytes: float = 0.0
+    """What an idle link lets pass at once, before its rate counts: a shaper's credit."""
+    nominal_bps: int | None = None
+    """What it is sold as, in bits, where known."""
+
+    def __post_init__(self) -> None:
+        if self.name not in LINKS:
+            raise ValueError(f"name: {self.name} is not a link; known: {', '.join(LINKS)}")
+        for field in ("bytes_per_s", "low_bytes_per_s", "high_bytes_per_s"):
+            _check(self, field, positive=True)
+        _check(self, "burst_bytes")
+        if self.nominal_bps is not None and self.nominal_bps < 1:
+            raise ValueError(f"nominal_bps: must be positive, or null where unknown, not {self.nominal_bps}")
+
+    def at(self, rate_bps: int) -> Link:
+        """The same link, sold as another rate: what it loses to headers stays the same share."""
+        share = self.bytes_per_s * 8 / self.nominal_bps if self.nominal_bps else ETHERNET_EFFICIENCY
+        factor = share * rate_bps / 8 / self.bytes_per_s
+        return msgspec.structs.replace(
+            self,
+            bytes_per_s=self.bytes_per_s * factor,
+            low_bytes_per_s=self.low_bytes_per_s * factor,
+            high_bytes_per_s=self.high_bytes_per_s * factor,
+            nominal_bps=rate_bps,
+        )
+
+
+class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One size of a sweep."""
+
+    bytes: int
+    """Of the buffer."""
+    sent_bytes: int
+    """By the busiest rank."""
+    low_s: float
+    median_s: float
+    high_s: float
+    fitted_s: float
+    repeats: int
+
+    def __post_init__(self) -> None:
+        for field in ("bytes", "sent_bytes", "low_s", "median_s", "high_s", "fitted_s", "repeats"):
+            _check(self, field)
+
+
+class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one kind of collective costs among the ranks of one level."""
+
+    level: str
+    kind: str
+    ranks: int
+    startup_s: float
+    startup_low_s: float
+    startup_high_s: float
+    own_s_per_byte: float
+    """Per byte that the busiest rank sends, whatever the links."""
+    serial_s: float
+    """Of the start-up, what does not hide behind a busy link."""
+    load: float = 1.0
+    """How much longer than its bytes alone it occupies a link: an all-to-all's flows get in each other's way."""
+    residual: float = 0.0
+    """Root mean square of the fit's relative errors."""
+    breakpoint_bytes: int | None = None
+    """Sent bytes from which the link, not the start-up, decides; null where one line fits all sizes."""
+    points: tuple[Point, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind not in wire.KINDS:
+            raise ValueError(f"kind: {self.kind} is not a collective; known: {', '.join(wire.KINDS)}")
+        if self.ranks < 2:
+            raise ValueError(f"ranks: must be at least 2, not {self.ranks}")
+        for field in ("startup_s", "startup_low_s", "startup_high_s", "own_s_per_byte", "serial_s", "residual"):
+            _check(self, field)
+        _check(self, "load", positive=True)
+
+
+class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How much longer start-ups take when several collectives run at once, each on connections of its own."""
+
+    streams: int
+    slowdown: float
+
+    def __post_init__(self) -> None:
+        if self.streams < 1:
+            raise ValueError(f"streams: must be at least 1, not {self.streams}")
+        if not (math.isfinite(self.slowdown) and 1 <= self.slowdown <= self.streams):
+            raise ValueError(f"slowdown: must be between 1 and streams ({self.streams}), not {self.slowdown}")
+
+
+class Startup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How long a tiny all-reduce takes among so many hosts: what the growth of start-ups is known from."""
+
+    ranks: int
+    seconds: float
+
+    def __post_init__(self) -> None:
+        if self.ranks < 2:
+            raise ValueError(f"ranks: must be at least 2, not {self.ranks}")
+        _check(self, "seconds")
+
+
+class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A cluster as its collectives see it. One that contradicts itself cannot be constructed."""
+
+    schema: int = 1
+    backend: str
+    device: str
+    host_of_rank: tuple[int, ...]
+    rack_of_host: tuple[int, ...]
+    links: tuple[Link, ...]
+    collectives: tuple[Collective, ...]
+    in_flight: int
+    """Collectives that one process group works on at the same time."""
+    overlap: tuple[Overlap, ...] = ()
+    startups: tuple[Startup, ...] = ()
+    matrix_bytes_per_s: tuple[tuple[float, ...], ...] = ()
+    """From host to host, while every host sends to one other; 0 on the diagonal."""
+    one_machine: bool = False
+    """Hosts are emulated on one machine, so more of them also means less processor for each."""
+    measured: bool = True
+    where: str = ""
+    how: str = ""
+    date: str = ""
+
+    def __post_init__(self) -> None:
+        _check_placement(self)
+        _check_parts(self)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.host_of_rank)
+
+    @property
+    def hosts(self) -> int:
+        return len(self.rack_of_host)
+
+    @property
+    def racks(self) -> int:
+        return len(set(self.rack_of_host))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Network:
+        return read_json(path, cls)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        write_json(path, self)
+
+    def link(self, name: str) -> Link | None:
+        return next((link for link in self.links if link.name == name), None)
+
+    def collective(self, kind: str, level: str = WORLD) -> Collective:
+        """The fit for this kind; for one that was not measured, the all-reduce's, with its own number of messages."""
+        for entry in self.collectives:
+            if (entry.kind, entry.level) == (kind, level):
+                return entry
+        base = next((entry for entry in self.collectives if (entry.kind, entry.level) == ("all_reduce", level)), None)
+        if base is None:
+            raise UsageError(f"the network has no figures for {kind} at level {level}: probe it again")
+        factor = wire.hops(kind, base.ranks, self.backend) / wire.hops("all_reduce", base.ranks, self.backend)
+        return msgspec.structs.replace(
+            base,
+            kind=kind,
+            startup_s=base.startup_s * factor,
+            startup_low_s=base.startup_low_s * factor,
+            startup_high_s=base.startup_high_s * factor,
+            serial_s=base.serial_s * factor,
+            points=(),
+        )
+
+    def loads(self, kind: str, elements: int, itemsize: int, level: str = WORLD) -> dict[str, int]:
+        """Bytes through the busiest link of each kind that one collective crosses, by the link's name.
+
+        `level`: the whole `world`, one rank of each host (`hosts`), or the ranks of a host (`local`).
+        """
+        if level not in (WORLD, "hosts", "local"):
+            raise UsageError(f"the links that level {level} crosses are not known")
+        host_of_rank = range(self.hosts) if level == "hosts" else self.host_of_rank
+        found = {}
+        if level == "local" or self.hosts == 1:
+            ranks = self.ranks if level == WORLD else max(map(self.host_of_rank.count, range(self.hosts)))
+            found["local"] = wire.sent_bytes(kind, elements, itemsize, ranks, self.backend)
+        else:
+            rack_of_rank = [self.rack_of_host[host] for host in host_of_rank]
+            found["host"] = wire.uplink_bytes(kind, elements, itemsize, host_of_rank, self.backend)
+            found["rack"] = wire.uplink_bytes(kind, elements, itemsize, rack_of_rank, self.backend)
+        return {name: nbytes for name, nbytes in found.items() if nbytes and self.link(name) is not None}
+
+    def with_hosts(self, hosts: int, *, same_machine: bool = False) -> Network:
+        """As many hosts of the same kind: as many ranks on each as most have, racks as full as they are now.
+
+        Each with processors of its own, or, `same_machine`, emulated on the one machine that was measured.
+        """
+        if hosts == self.hosts:
+            return self
+        if hosts < 1:
+            raise UsageError(f"hosts is {hosts}: there must be at least 1")
+        counts = [self.host_of_rank.count(host) for host in range(self.hosts)]
+        per_host = max(set(counts), key=counts.count)
+        per_rack = max(1, math.ceil(self.hosts / self.racks))
+        racks = tuple(host // per_rack if self.racks > 1 else 0 for host in range(hosts))
+        scrambled = self.host_of_rank != tuple(sorted(self.host_of_rank))
+        one_by_one = tuple(host for host in range(hosts) for _ in range(per_host))
+        placement = tuple(host for _ in range(per_host) for host in range(hosts)) if scrambled else one_by_one
+        links = self.links
+        if hosts == 1 and self.link("local") is None:
+            links = (*links, msgspec.structs.replace(self.links[0], name="local"))
+        moved = tuple(
+            self._with_ranks(entry, len(placement), same_machine) for entry in self.collectives if len(placement) > 1
+        )
+        return msgspec.structs.replace(
+            self,
+            host_of_rank=placement,
+            rack_of_host=racks,
+            links=links,
+            collectives=moved,
+            matrix_bytes_per_s=(),
+        )
+
+    def with_rate(self, rate_bps: int, link: str = "host") -> Network:
+        """The same cluster with faster or slower links of one kind."""
+        if self.link(link) is None:
+            raise UsageError(f"the network has no {link} links: it has {', '.join(one.name for one in self.links)}")
+        return msgspec.structs.replace(
+            self, links=tuple(one.at(rate_bps) if one.name == link else one for one in self.links)
+        )
+
+    def sold_as(self, host_bps: int, rack_bps: int | None = None) -> Network:
+        """With the rates that its links are known by."""
+        names = {"host": host_bps, "rack": rack_bps}
+        return msgspec.structs.replace(
+            self, links=tuple(msgspec.structs.replace(one, nominal_bps=names.get(one.name)) for one in self.links)
+        )
+
+    def without(self, *, startups: bool = False, software: bool = False, link: str | None = None) -> Network:
+        """What if start-ups, software, or one kind of link cost nothing: for telling what a step loses to them."""
+        collectives, links = self.collectives, self.links
+        if startups:
+            free = {"startup_s": 0.0, "startup_low_s": 0.0, "startup_high_s": 0.0, "serial_s": 0.0}
+            collectives = tuple(msgspec.structs.replace(entry, **free) for entry in collectives)
+        if software:
+            collectives = tuple(msgspec.structs.replace(entry, own_s_per_byte=0.0) for entry in collectives)
+        if link is not None:
+            links = tuple(one for one in links if one.name != link)
+        return msgspec.structs.replace(self, collectives=collectives, links=links)
+
+    def bound(self, *, high: bool) -> Network:
+        """The network at one end of its confidence intervals: all costs low, or all high."""
+        return msgspec.structs.replace(
+            self,
+            collectives=tuple(
+                msgspec.structs.replace(
+                    entry,
+                    startup_s=(end := entry.startup_high_s if high else entry.startup_low_s),
+                    serial_s=min(entry.serial_s, end),
+                )
+                for entry in self.collectives
+            ),
+            links=tuple(
+                msgspec.structs.replace(one, bytes_per_s=one.low_bytes_per_s if high else one.high_bytes_per_s)
+                for one in self.links
+            ),
+        )
+
+    def _startup_growth(self, kind: str, before: int, after: int, same_machine: bool) -> tuple[float, float, float]:
+        """How much longer start-ups take among `after` ranks than among `before`: low, expected, high.
+
+        Expected: with the messages that wait for each other; on one machine, times what one of them was seen to take
+        longer among more ranks. Low: as if a tree were used. High: as if that growth were the network's own.
+        """
+        hops = wire.hops(kind, after, self.backend) / wire.hops(kind, before, self.backend)
+        doublings = (after - 1).bit_length() / (before - 1).bit_length()
+        ring = (after - 1) / (before - 1)
+        dearer = self._per_hop_growth(before, after)
+        expected = hops * (dearer if same_machine else 1.0)
+        ends = (doublings, ring, expected, 1.0 if self.one_machine else hops * dearer)
+        return min(ends), expected, max(ends)
+
+    def _per_hop_growth(self, before: int, after: int) -> float:
+        """One message's time among `after` ranks over the same among `before`, from the sizes that were measured."""
+        measured = [
+            (entry.ranks, entry.seconds / wire.hops("all_reduce", entry.ranks, self.backend))
+            for entry in sorted(self.startups, key=lambda entry: entry.ranks)
+            if entry.seconds > 0
+        ]
+        if len(measured) < 2:
+            return 1.0
+        (few, cheap), (many, dear) = measured[0], measured[-1]
+        exponent = max(0.0, math.log(dear / cheap) / math.log(many / few)) if many > few else 0.0
+        return float((after / before) ** min(1.0, exponent))
+
+    def _with_ranks(self, entry: Collective, ranks: int, same_machine: bool) -> Collective:
+        if entry.ranks == ranks:
+            return entry
+        low, expected, high = self._startup_growth(entry.kind, entry.ranks, ranks, same_machine)
+        return msgspec.structs.replace(
+            entry,
+            ranks=ranks,
+            startup_s=entry.startup_s * expected,
+            startup_low_s=entry.startup_low_s * low,
+            startup_high_s=entry.startup_high_s * high,
+            serial_s=entry.serial_s * expected,
+            breakpoint_bytes=None,
+            points=(),
+        )
+
+    def slowdown(self, streams: int) -> float:
+        """Of start-ups while so many collectives run at once: between what was measured, and no better beyond it."""
+        known = [(1, 1.0), *sorted((entry.streams, entry.slowdown) for entry in self.overlap)]
+        for (few, at_few), (many, at_many) in itertools.pairwise(known):
+            if few <= streams <= many and many > few:
+                share = math.log(streams / few) / math.log(many / few)
+                return float(at_few ** (1 - share) * at_many**share)
+        most, at_most = known[-1]
+        return max(1.0, at_most * streams / most)
+
+
+def assumed_network(hosts: int, per_host: int, rate_bps: int, backend: str = "nccl") -> Network:
+    """Links nobody measured: Ethernet at its rate, and start-ups as on an ordinary cluster of this kind."""
+    hop_s = 25e-6 if backend == "nccl" else 60e-6
+    ranks = hosts * per_host
+    goodput = rate_bps / 8 * ETHERNET_EFFICIENCY
+    collectives = tuple(
+        Collective(
+            level=WORLD,
+            kind=kind,
+            ranks=ranks,
+            startup_s=(startup_s := hop_s * wire.hops(kind, ranks, backend)),
+            startup_low_s=startup_s / 3,
+            startup_high_s=startup_s * 3,
+            own_s_per_byte=0.0,
+            serial_s=startup_s,
+        )
+        for kind in wire.KINDS
+        if ranks > 1
+    )
+    link = Link(
+        name="host",
+        bytes_per_s=goodput,
+        low_bytes_per_s=0.8 * goodput,
+        high_bytes_per_s=goodput,
+        nominal_bps=rate_bps,
+    )
+    return Network(
+        backend=backend,
+        device="cuda" if backend == "nccl" else "cpu",
+        host_of_rank=tuple(host for host in range(hosts) for _ in range(per_host)),
+        rack_of_host=(0,) * hosts,
+        links=(link,),
+        collectives=collectives,
+        in_flight=1 if backend == "nccl" else 2,
+        measured=False,
+        how=f"assumed: {hop_s * 1e6:.0f} µs per message, links at {ETHERNET_EFFICIENCY:.0%} of their rate",
+    )
+
+
+def _check(struct: msgspec.Struct, field: str, positive: bool = False) -> None:
+    value = getattr(struct, field)
+    if not (math.isfinite(value) and (value > 0 if positive else value >= 0)):
+        raise ValueError(f"{field}: must be {'a positive number' if positive else 'a number from 0 up'}, not {value}")
+
+
+def _check_placement(network: Network) -> None:
+    if network.schema != 1:
+        raise ValueError(f"schema: is {network.schema}, and this release knows 1")
+    if network.backend not in ("gloo", "nccl"):
+        raise ValueError(f"backend: must be gloo or nccl, not {network.backend}")
+    if network.device not in ("cpu", "cuda"):
+        raise ValueError(f"device: must be cpu or cuda, not {network.device}")
+    if set(network.host_of_rank) != set(range(network.hosts)) or not network.hosts:
+        raise ValueError("host_of_rank: must name every host of rack_of_host, from 0 up, and no other")
+    if set(network.rack_of_host) != set(range(network.racks)):
+        raise ValueError("rack_of_host: racks must be numbered from 0 up, without gaps")
+
+
+def _check_parts(network: Network) -> None:
+    if network.in_flight < 1:
+        raise ValueError(f"in_flight: must be at least 1, not {network.in_flight}")
+    for field, keys in (
+        ("links", [link.name for link in network.links]),
+        ("collectives", [f"{entry.kind} at level {entry.level}" for entry in network.collectives]),
+        ("overlap", [f"{entry.streams} streams" for entry in network.overlap]),
+        ("startups", [f"{entry.ranks} ranks" for entry in network.startups]),
+    ):
+        if repeated := next(_repeated(keys), None):
+            raise ValueError(f"{field}: {repeated} appears twice")
+    for index, entry in enumerate(network.collectives):
+        if entry.level == WORLD and entry.ranks != network.ranks:
+            raise ValueError(f"collectives[{index}].ranks: is {entry.ranks}, but the network has {network.ranks}")
+    rows = network.matrix_bytes_per_s
+    if rows and (len(rows) != network.hosts or any(len(row) != network.hosts for row in rows)):
+        raise ValueError(f"matrix_bytes_per_s: must have a row and a column for each of the {network.hosts} hosts")
+    if any(not (math.isfinite(value) and value >= 0) for row in rows for value in row):
+        raise ValueError("matrix_bytes_per_s: holds something else than numbers from 0 up")
+
+
+def _repeated(keys: list[str]) -> Iterator[str]:
+    seen: set[str] = set()
+    for key in keys:
+        if key in seen:
+            yield key
+        seen.add(key)

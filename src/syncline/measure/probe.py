@@ -1,0 +1,622 @@
+"""Measures a cluster's links with the collectives that exchanges use, on all ranks at once.
+
+Every figure comes from collectives at the real number of ranks, never from a sum of point-to-point rates: what
+processors cost is then in it. A sample is one collective from a standing start: ranks meet, the links rest, ranks meet
+again, and the time runs from when the last rank starts to when the last one ends. Sizes and kinds take turns, so that a
+disturbance hits all alike. How often each size is repeated follows from a pilot and the time that there is.
+
+All ranks call `probe` together. Control messages go over a gloo group of their own, also where NCCL is measured.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncline.engine.comm import GroupComm, gather_bytes, group_device
+from syncline.errors import UsageError
+from syncline.exchange import Counter, Work, wire
+from syncline.measure import topology
+from syncline.measure.fit import Fit, fit
+from syncline.measure.network import WORLD, Collective, Link, Network, Overlap, Point, Startup
+from syncline.measure.steps import describe_hardware
+
+REST_S = 0.02
+"""How long links rest before a sample: shapers regain their credit meanwhile."""
+STREAMS = (2, 4)
+_ITEM = 4
+_SIZES = (1e3, 4e3, 16e3, 64e3, 128e3, 256e3, 512e3, 1e6, 2e6, 4e6, 16e6, 32e6)
+_FAST_SIZES = (128e6, 512e6)
+_FAST_S = 0.1
+"""Links that carry 32 MB in less are swept with larger sizes, too."""
+_TINY = 4_000
+_SMALL = (4_000, 16_000)
+
+Progress = Callable[[float, float], None]
+Issue = Callable[[], Sequence[Work]]
+Key = tuple[Any, ...]
+"""What is measured: a level, a collective, elements, …"""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One thing to measure again and again: `issue` starts it on the ranks that take part."""
+
+    key: Key
+    issue: Issue
+    taking_part: bool = True
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Ranks that meet, in groups that do not overlap; this rank's group, if it is in one."""
+
+    name: str
+    ranks: int
+    comm: GroupComm | None
+
+
+@dataclass
+class _Samples:
+    """Seconds by what was measured."""
+
+    seconds: dict[Key, list[float]] = field(default_factory=dict)
+
+    def add(self, key: Key, value: float) -> None:
+        self.seconds.setdefault(key, []).append(value)
+
+    def median(self, *key: object) -> float:
+        return statistics.median(self.seconds[key])
+
+
+def probe(*, budget_s: float = 45.0, kinds: Sequence[str] = wire.KINDS, on_progress: Progress | None = None) -> Network:
+    """Collective over the default process group → the same Network on every rank, after about `budget_s`."""
+    if not dist.is_initialized():
+        raise UsageError("probe needs a process group: run it under torchrun, or on emulated hosts")
+    if dist.get_world_size() < 2:
+        raise UsageError("probe needs at least two ranks: there is no link to measure with one")
+    if not budget_s > 0:
+        raise UsageError(f"the budget is {budget_s:g} s: probing needs some time")
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(120.0, 4 * budget_s)))
+    try:
+        return _Prober(control, budget_s, tuple(kinds), on_progress).network()
+    finally:
+        dist.destroy_process_group(control)
+
+
+class _Prober:
+    def __init__(
+        self, control: dist.ProcessGroup, budget_s: float, kinds: tuple[str, ...], on_progress: Progress | None
+    ) -> None:
+        self._control, self._budget_s, self._kinds = control, budget_s, kinds
+        self._on_progress = on_progress if dist.get_rank() == 0 else None
+        self._start_s = time.monotonic()
+        self._backend = str(dist.get_backend())
+        world = dist.group.WORLD
+        assert world is not None  # noqa: S101 - probe has checked
+        self._device = group_device(world)
+        identities = [data.decode() for data in gather_bytes(control, topology.host_identity().encode())]
+        self._boots = {identity.split()[0] for identity in identities}
+        self._hosts = topology.number(identities)
+        self._clock_lead_s = self._estimate_clock_lead()
+        self._groups: list[dist.ProcessGroup] = []
+        self._streams = [self._group(range(dist.get_world_size())) for _ in range(max(STREAMS))]
+        self._samples = _Samples()
+        self._buffers: list[Tensor] = []
+        self._take([_Entry((), lambda: ())])
+        began = time.monotonic()
+        self._take([_Entry((), lambda: ())] * 5)
+        self._meeting_s = self._agreed(time.monotonic() - began) / 5
+
+    def network(self) -> Network:
+        try:
+            levels = self._levels()
+            self._sweep(levels, 0.6 * self._budget_s)
+            self._measure_overlap(0.15 * self._budget_s)
+            startups = self._measure_startups(0.05 * self._budget_s)
+            burst_s = self._measure_burst(0.08 * self._budget_s)
+            matrix = self._measure_matrix(0.08 * self._budget_s, burst_s * self._rate())
+            data = b""
+            if dist.get_rank() == 0:
+                data = msgspec.json.encode(self._fitted(levels, startups, burst_s, matrix))
+            return msgspec.json.decode(gather_bytes(self._control, data)[0], type=Network)
+        finally:
+            for group in self._groups:
+                dist.destroy_process_group(group)
+
+    # --- groups, clocks, samples --------------------------------------------------------------------------------
+
+    def _group(self, ranks: Sequence[int]) -> GroupComm | None:
+        """Collective over the world. Connections are opened here, not in the first sample."""
+        group = dist.new_group(list(ranks), backend=self._backend)
+        if dist.get_rank() not in ranks:
+            return None
+        self._groups.append(group)
+        comm = GroupComm(group, WORLD, Counter(), self._backend, {})
+        tensor = torch.zeros(comm.size, device=self._device)
+        comm.all_to_all(torch.zeros_like(tensor), tensor).wait()
+        comm.all_reduce(tensor).wait()
+        return comm
+
+    def _levels(self) -> list[_Level]:
+        levels = [_Level(WORLD, dist.get_world_size(), self._streams[0])]
+        members = [[r for r, host in enumerate(self._hosts) if host == one] for one in range(max(self._hosts) + 1)]
+        if len(members) > 1 and any(len(ranks) > 1 for ranks in members):
+            mine = [self._group(ranks) for ranks in members if len(ranks) > 1]
+            own = next((comm for comm in mine if comm is not None), None)
+            levels.append(_Level("local", max(map(len, members)), own))
+            levels.append(_Level("hosts", len(members), self._group([ranks[0] for ranks in members])))
+        return levels
+
+    def _estimate_clock_lead(self) -> float:
+        """How far this rank's clock is ahead of rank 0's: the middle of the quickest of some round trips."""
+        if len(self._boots) == 1:
+            return 0.0
+        lead_s, rank = 0.0, dist.get_rank()
+        for other in range(1, dist.get_world_size()):
+            best_s = float("inf")
+            for _ in range(16):
+                mark = torch.zeros(1, dtype=torch.float64)
+                if rank == other:
+                    asked = time.monotonic()
+                    dist.send(mark, 0, group=self._control)
+                    dist.recv(mark, 0, group=self._control)
+                    answered = time.monotonic()
+                    if answered - asked < best_s:
+                        best_s, lead_s = answered - asked, (asked + answered) / 2 - float(mark)
+                elif rank == 0:
+                    dist.recv(mark, other, group=self._control)
+                    mark[0] = time.monotonic()
+                    dist.send(mark, other, group=self._control)
+        return lead_s
+
+    def _take(self, entries: Sequence[_Entry]) -> dict[int, float]:
+        """One sample of each, in this order → seconds by place."""
+        marks = torch.full((len(entries), 2), -torch.inf, dtype=torch.float64)
+        for place, entry in enumerate(entries):
+            dist.barrier(group=self._control)
+            time.sleep(REST_S)
+            dist.barrier(group=self._control)
+            if entry.taking_part:
+                marks[place, 0] = time.monotonic() - self._clock_lead_s
+                for work in entry.issue():
+                    work.wait()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize()
+                marks[place, 1] = time.monotonic() - self._clock_lead_s
+        last = marks.clone()
+        dist.all_reduce(last, op=dist.ReduceOp.MAX, group=self._control)
+        if self._on_progress is not None:
+            self._on_progress(min(time.monotonic() - self._start_s, self._budget_s), self._budget_s)
+        return {place: max(1e-7, float(end - start)) for place, (start, end) in enumerate(last)}
+
+    def _repeat(self, entries: Sequence[_Entry], budget_s: float, most: int = 25) -> None:
+        """As many turns as the budget allows: cheap entries often, dear ones at least once. A first sample is not kept
+        where there are many: it touches memory that later ones find warm."""
+        began = time.monotonic()
+        fresh = [entry for entry in entries if entry.key not in self._samples.seconds]
+        firsts = self._take(fresh)
+        for place, seconds in firsts.items():
+            self._samples.add(fresh[place].key, seconds)
+        spent_s = self._agreed(time.monotonic() - began)
+        costs = [self._samples.seconds[entry.key][0] + self._meeting_s for entry in entries]
+        counts = _share_out(budget_s - spent_s, costs, most)
+        for entry, count in zip(entries, counts, strict=True):
+            if count > 3:
+                self._samples.seconds[entry.key].clear()
+        for turn in range(max(counts)):
+            due = [
+                place
+                for place, count in enumerate(counts)
+                if (turn + 1) * count // max(counts) > turn * count // max(counts)
+            ]
+            random.Random(turn).shuffle(due)  # noqa: S311 - an order, the same on all ranks
+            for place, seconds in self._take([entries[index] for index in due]).items():
+                self._samples.add(entries[due[place]].key, seconds)
+
+    def _agreed(self, value: float) -> float:
+        """The largest of all ranks' values: what all of them decide by."""
+        tensor = torch.tensor([value], dtype=torch.float64)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._control)
+        return float(tensor)
+
+    def _buffer(self, numel: int, place: int) -> Tensor:
+        while len(self._buffers) <= place:
+            self._buffers.append(torch.zeros(0, device=self._device))
+        if self._buffers[place].numel() < numel:
+            # Zeros, whose sums stay zeros; written, so that their memory is there.
+            self._buffers[place] = torch.ones(numel, device=self._device).zero_()
+        return self._buffers[place][:numel]
+
+    def _issue(self, comm: GroupComm | None, kind: str, numel: int, place: int = 0) -> Issue:
+        def start() -> Sequence[Work]:
+            if comm is None:
+                return ()
+            whole = self._buffer(numel, 2 * place)
+            if kind == "all_reduce":
+                return (comm.all_reduce(whole),)
+            if kind == "all_to_all":
+                return (comm.all_to_all(self._buffer(numel, 2 * place + 1), whole),)
+            if kind == "all_gather":
+                return (comm.all_gather(whole, self._buffer(numel // comm.size, 2 * place + 1)),)
+            return (comm.reduce(whole, 0) if kind == "reduce" else comm.broadcast(whole, 0),)
+
+        if comm is not None:  # memory is there before the first sample
+            self._buffer(numel, 2 * place)
+            self._buffer(numel, 2 * place + 1)
+        return start
+
+    # --- what is measured ---------------------------------------------------------------------------------------
+
+    def _sweep(self, levels: Sequence[_Level], budget_s: float) -> None:
+        """Every kind at every level, by size, up to what one call may take."""
+        longest_s = budget_s / 12
+        entries = []
+        for level in levels:
+            for kind in self._kinds:
+                sizes = [size for size in _SIZES if kind == "all_reduce" or size not in (1e3, 128e3, 512e3, 2e6)]
+                entries += self._pilot(level, kind, sizes, longest_s)
+        self._repeat(entries, budget_s - self._agreed(time.monotonic() - self._start_s))
+
+    def _pilot(self, level: _Level, kind: str, sizes: Sequence[float], longest_s: float) -> list[_Entry]:
+        entries: list[_Entry] = []
+        before = (0.0, 0.0)
+        for size in (*sizes, *_FAST_SIZES):
+            numel = _whole(size, level.ranks)
+            if before[0] and before[1] * size / before[0] > (longest_s if size in sizes else _FAST_S * 4):
+                break
+            entry = _Entry((level.name, kind, numel), self._issue(level.comm, kind, numel), level.comm is not None)
+            if size >= 1e6:
+                before = (size, self._take([entry])[0])
+                self._samples.add(entry.key, before[1])
+            entries.append(entry)
+        return entries
+
+    def _measure_overlap(self, budget_s: float) -> None:
+        """Several at once: on groups of their own, on one group, one after the other."""
+        large = self._large()
+        entries = []
+        for kind in [kind for kind in ("all_reduce", "all_to_all") if kind in self._kinds]:
+            for size in (*_SMALL, large) if kind == "all_reduce" else (large,):
+                numel = _whole(size, dist.get_world_size())
+                one = self._issue(self._streams[0], kind, numel)
+                entries.append(_Entry(("streams", kind, numel, 1), one))
+                for streams in STREAMS if size in _SMALL else (2,):
+                    calls = [self._issue(self._streams[i], kind, numel, i) for i in range(streams)]
+                    entries.append(_Entry(("streams", kind, numel, streams), _together(calls)))
+                if size in _SMALL:
+                    calls = [self._issue(self._streams[0], kind, numel, i) for i in range(4)]
+                    entries.append(_Entry(("in flight", kind, numel, 4), _together(calls)))
+        self._repeat(entries, budget_s)
+
+    def _large(self) -> int:
+        """A size that a link, not a start-up, decides: the smallest of the sweep that takes ten times a tiny one."""
+        times = {
+            int(key[2]) * _ITEM: statistics.median(values)
+            for key, values in self._samples.seconds.items()
+            if key[:2] == (WORLD, "all_reduce")
+        }
+        tiny_s = times[min(times)]
+        return min((size for size, seconds in times.items() if seconds > 10 * tiny_s), default=max(times))
+
+    def _measure_startups(self, budget_s: float) -> tuple[int, ...]:
+        """A tiny all-reduce among fewer hosts, one rank of each → how many were tried."""
+        leaders = [self._hosts.index(host) for host in range(max(self._hosts) + 1)]
+        counts = tuple(sorted({2, 3, len(leaders) // 2, len(leaders)} & set(range(2, len(leaders) + 1))))
+        entries = []
+        for count in counts:
+            comm = self._group(leaders[:count])
+            numel = _whole(_TINY, count)
+            entries.append(_Entry(("startup", count), self._issue(comm, "all_reduce", numel), comm is not None))
+        if entries:
+            self._repeat(entries, budget_s)
+        return counts
+
+    def _measure_burst(self, budget_s: float) -> float:
+        """Seconds of its rate that a rested link gives away: one message, by size, from a host to another."""
+        if max(self._hosts) == 0:
+            return 0.0
+        sender, receiver = self._hosts.index(0), self._hosts.index(1)
+        rate = self._rate()
+        sizes = sorted({int(size) for size in np.geomspace(8e3, max(256e3, rate * 0.05), 9)})
+        entries = [
+            _Entry(("message", size), self._message([(sender, receiver)], size), dist.get_rank() in (sender, receiver))
+            for size in sizes
+        ]
+        self._repeat(entries, budget_s, most=9)
+        lines = fit({size: self._samples.seconds["message", size] for size in sizes}).lines
+        if lines.breakpoint is None or lines.late_s_per_byte <= lines.s_per_byte:
+            return 0.0
+        return max(0.0, lines.intercept_s - lines.late_intercept_s)
+
+    def _measure_matrix(self, budget_s: float, burst_bytes: float) -> list[list[float]]:
+        """Bytes per second from host to host, while every host sends to one other; a burst's credit does not count."""
+        hosts = max(self._hosts) + 1
+        if hosts < 2:
+            return []
+        leaders = [self._hosts.index(host) for host in range(hosts)]
+        size = int(max(128e3, min(64e6, self._rate() * 0.02)) + burst_bytes)
+        rates = [[0.0] * hosts for _ in range(hosts)]
+        for repeat in range(max(1, min(3, int(budget_s / (hosts * (0.03 + 2 * REST_S)))))):
+            for shift in range(1, hosts):
+                pairs = [(leaders[host], leaders[(host + shift) % hosts]) for host in range(hosts)]
+                seconds = self._arrivals(pairs, size)
+                for host in range(hosts):
+                    other = (host + shift) % hosts
+                    best = (size - burst_bytes) / seconds[leaders[other]]
+                    rates[host][other] = best if not repeat else max(rates[host][other], best)
+        return rates
+
+    def _arrivals(self, pairs: Sequence[tuple[int, int]], size: int) -> dict[int, float]:
+        """Seconds by receiving rank, from when the last rank started."""
+        dist.barrier(group=self._control)
+        time.sleep(REST_S)
+        message = self._message(pairs, size)
+        dist.barrier(group=self._control)
+        marks = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64)
+        rank = dist.get_rank()
+        marks[rank, 0] = time.monotonic() - self._clock_lead_s
+        if any(rank in pair for pair in pairs):
+            for work in message():
+                work.wait()
+            if self._device.type == "cuda":
+                torch.cuda.synchronize()
+        marks[rank, 1] = time.monotonic() - self._clock_lead_s
+        dist.all_reduce(marks, group=self._control)
+        start = float(marks[:, 0].max())
+        return {receiver: max(1e-7, float(marks[receiver, 1]) - start) for _, receiver in pairs}
+
+    def _message(self, pairs: Sequence[tuple[int, int]], size: int) -> Issue:
+        rank, numel = dist.get_rank(), max(1, size // _ITEM)
+
+        def start() -> Sequence[Work]:
+            operations = [
+                dist.P2POp(dist.isend, self._buffer(numel, 0), to) if rank == by else None for by, to in pairs
+            ] + [dist.P2POp(dist.irecv, self._buffer(numel, 1), by) if rank == to else None for by, to in pairs]
+            issued = dist.batch_isend_irecv([operation for operation in operations if operation is not None])
+            return cast(Sequence[Work], issued)
+
+        return start
+
+    def _rate(self) -> float:
+        """About what a link carries, from the sweep's largest all-reduce."""
+        largest = max(int(key[2]) for key in self._samples.seconds if key[:2] == (WORLD, "all_reduce"))
+        sent = wire.sent_bytes("all_reduce", largest, _ITEM, dist.get_world_size(), self._backend)
+        return sent / self._samples.median(WORLD, "all_reduce", largest)
+
+    # --- what it comes to, on rank 0 ----------------------------------------------------------------------------
+
+    def _fitted(
+        self, levels: Sequence[_Level], startups: tuple[int, ...], burst_s: float, matrix: list[list[float]]
+    ) -> Network:
+        hosts = max(self._hosts) + 1
+        rack_of_host = topology.racks(matrix) if hosts > 2 else (0,) * hosts
+        fits = {
+            (level.name, kind): fit(
+                {
+                    wire.sent_bytes(kind, int(key[2]), _ITEM, level.ranks, self._backend): times
+                    for key, times in self._samples.seconds.items()
+                    if key[:2] == (level.name, kind)
+                }
+            )
+            for level in levels
+            for kind in self._kinds
+        }
+        empty = Network(
+            backend=self._backend,
+            device=self._device.type,
+            host_of_rank=self._hosts,
+            rack_of_host=rack_of_host,
+            links=(),
+            collectives=(),
+            in_flight=self._in_flight(),
+            overlap=self._overlap(),
+            startups=tuple(Startup(ranks=n, seconds=self._samples.median("startup", n)) for n in startups),
+            matrix_bytes_per_s=tuple(tuple(row) for row in matrix),
+            one_machine=len(self._boots) == 1 and hosts > 1,
+            where=describe_hardware(self._device),
+            how=f"probed with torch {torch.__version__}, {sum(map(len, self._samples.seconds.values()))} samples",
+            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        )
+        links = _links(empty, fits, burst_s)
+        network = msgspec.structs.replace(empty, links=links)
+        collectives = [
+            self._collective(network, level, kind, fits[level.name, kind])
+            for level, kind in _pairs(levels, self._kinds)
+        ]
+        return msgspec.structs.replace(network, collectives=tuple(collectives))
+
+    def _collective(self, network: Network, level: _Level, kind: str, found: Fit) -> Collective:
+        lines = found.lines
+        numel = 1 << 20
+        sent = wire.sent_bytes(kind, numel, _ITEM, level.ranks, self._backend)
+        loads = network.loads(kind, numel, _ITEM, level.name)
+        slowest = min(loads, key=lambda name: _rate_of(network, name) / loads[name])
+        link = network.link(slowest)
+        assert link is not None  # noqa: S101 - loads names only links there are
+        link_s_per_byte = loads[slowest] / sent / link.bytes_per_s
+        shared = self._shared_s_per_byte(kind, sent / numel) if level.name == WORLD else None
+        late = lines.late_s_per_byte if shared is None else min(lines.late_s_per_byte, shared)
+        # Where two at once get more through than one, one is held back by something other than the link.
+        capped = late < 0.9 * lines.late_s_per_byte
+        load = max(1.0, (late if capped else lines.late_s_per_byte) / link_s_per_byte)
+        own, serial_s = 0.0, lines.intercept_s
+        if capped:
+            own = lines.late_s_per_byte
+        elif lines.breakpoint is not None:
+            own = lines.s_per_byte
+            late_start_s = lines.late_intercept_s + link.burst_bytes / link.bytes_per_s
+            concave = lines.late_s_per_byte < lines.s_per_byte
+            serial_s = lines.late_intercept_s if concave else min(max(0.0, late_start_s), lines.intercept_s)
+        return Collective(
+            level=level.name,
+            kind=kind,
+            ranks=level.ranks,
+            startup_s=found.startup_s.value,
+            startup_low_s=found.startup_s.low,
+            startup_high_s=found.startup_s.high,
+            own_s_per_byte=own,
+            serial_s=serial_s,
+            load=load,
+            residual=lines.residual,
+            breakpoint_bytes=None if lines.breakpoint is None else round(lines.breakpoint),
+            points=self._points(level, kind, found),
+        )
+
+    def _points(self, level: _Level, kind: str, found: Fit) -> tuple[Point, ...]:
+        points = []
+        for key, times in sorted(self._samples.seconds.items(), key=lambda item: str(item[0])):
+            if key[:2] != (level.name, kind):
+                continue
+            numel = int(key[2])
+            sent = wire.sent_bytes(kind, numel, _ITEM, level.ranks, self._backend)
+            low, median, high = np.quantile(times, [0.25, 0.5, 0.75])
+            points.append(
+                Point(
+                    bytes=numel * _ITEM,
+                    sent_bytes=sent,
+                    low_s=float(low),
+                    median_s=float(median),
+                    high_s=float(high),
+                    fitted_s=max(0.0, found.lines.seconds(sent)),
+                    repeats=len(times),
+                )
+            )
+        return tuple(sorted(points, key=lambda point: point.bytes))
+
+    def _shared_s_per_byte(self, kind: str, sent_per_element: float) -> float | None:
+        """Per sent byte, what a second large collective at the same time adds."""
+        found = {
+            key[3]: key
+            for key in self._samples.seconds
+            if key[:2] == ("streams", kind) and key[2] == self._large_numel()
+        }
+        if not {1, 2} <= set(found):
+            return None
+        more_s = statistics.median(self._samples.seconds[found[2]]) - statistics.median(self._samples.seconds[found[1]])
+        return max(0.0, more_s) / (sent_per_element * self._large_numel())
+
+    def _large_numel(self) -> int:
+        return _whole(self._large(), dist.get_world_size())
+
+    def _overlap(self) -> tuple[Overlap, ...]:
+        return tuple(
+            Overlap(streams=streams, slowdown=min(float(streams), max(1.0, self._times_longer("streams", streams))))
+            for streams in STREAMS
+        )
+
+    def _in_flight(self) -> int:
+        """Of the possibilities, the one whose time is nearest to what four tiny ones took on one group."""
+        slower = {entry.streams: entry.slowdown for entry in self._overlap()}
+        expected = {1: 4.0, 2: 2 * slower[2], 4: slower[4]}
+        took = self._times_longer("in flight", 4)
+        return min(expected, key=lambda count: (abs(math.log(expected[count] / took)), count))
+
+    def _times_longer(self, what: str, count: int) -> float:
+        """Than one alone."""
+        ratios = []
+        for size in _SMALL:
+            numel = _whole(size, dist.get_world_size())
+            alone = self._samples.median("streams", "all_reduce", numel, 1)
+            ratios.append(self._samples.median(what, "all_reduce", numel, count) / alone)
+        return float(np.exp(np.mean(np.log(ratios))))
+
+
+def _links(network: Network, fits: dict[tuple[str, str], Fit], burst_s: float) -> tuple[Link, ...]:
+    """Rates from the all-reduce, which keeps links busiest; where racks hide the hosts' own rate, from the matrix."""
+    links = []
+    if ("local", "all_reduce") in fits:
+        links.append(_link("local", fits["local", "all_reduce"], 1.0, 0.0))
+    whole = fits[WORLD, "all_reduce"]
+    numel = 1 << 20
+    sent = wire.sent_bytes("all_reduce", numel, _ITEM, network.ranks, network.backend)
+    if network.hosts == 1:
+        return (_link("local", whole, 1.0, 0.0),)
+    crossing = wire.uplink_bytes("all_reduce", numel, _ITEM, network.host_of_rank, network.backend) / sent
+    if network.racks == 1:
+        return (*links, _link("host", whole, crossing, burst_s))
+    matrix, rack = network.matrix_bytes_per_s, network.rack_of_host
+    inside = [matrix[a][b] for a in range(network.hosts) for b in range(network.hosts) if a != b and rack[a] == rack[b]]
+    shift_sums = [
+        sum(
+            matrix[a][(a + shift) % network.hosts]
+            for a in range(network.hosts)
+            if rack[a] == one and rack[(a + shift) % network.hosts] != one
+        )
+        for shift in range(1, network.hosts)
+        for one in range(network.racks)
+    ]
+    rack_of_rank = [rack[host] for host in network.host_of_rank]
+    trunk_crossing = wire.uplink_bytes("all_reduce", numel, _ITEM, rack_of_rank, network.backend) / sent
+    host_rate, trunk_rate = statistics.median(inside), max(shift_sums)
+    host = Link(
+        name="host",
+        bytes_per_s=host_rate,
+        low_bytes_per_s=min(inside),
+        high_bytes_per_s=max(inside),
+        burst_bytes=burst_s * host_rate,
+    )
+    if trunk_crossing / trunk_rate > crossing / host_rate:  # the all-reduce waits for the trunk: it knows it best
+        return (*links, host, _link("rack", whole, trunk_crossing, burst_s))
+    trunk = Link(
+        name="rack",
+        bytes_per_s=trunk_rate,
+        low_bytes_per_s=0.9 * trunk_rate,
+        high_bytes_per_s=1.1 * trunk_rate,
+        burst_bytes=burst_s * trunk_rate,
+    )
+    return (*links, host, trunk)
+
+
+def _link(name: str, found: Fit, crossing: float, burst_s: float) -> Link:
+    slope = found.late_s_per_byte
+    rate = crossing / slope.value
+    return Link(
+        name=name,
+        bytes_per_s=rate,
+        low_bytes_per_s=crossing / slope.high,
+        high_bytes_per_s=crossing / max(slope.low, 1e-15),
+        burst_bytes=burst_s * rate,
+    )
+
+
+def _rate_of(network: Network, name: str) -> float:
+    link = network.link(name)
+    return link.bytes_per_s if link is not None else float("inf")
+
+
+def _pairs(levels: Sequence[_Level], kinds: Sequence[str]) -> list[tuple[_Level, str]]:
+    return [(level, kind) for level in levels for kind in kinds]
+
+
+def _share_out(budget_s: float, costs: Sequence[float], most: int) -> list[int]:
+    """How often each may be repeated, so that all get about the same time and what some do not use goes to others."""
+    counts = [0] * len(costs)
+    left_s = budget_s
+    for open_places, place in enumerate(sorted(range(len(costs)), key=lambda place: costs[place])):
+        share_s = max(0.0, left_s) / (len(costs) - open_places)
+        counts[place] = min(most, int(share_s / costs[place]))
+        left_s -= counts[place] * costs[place]
+    return counts
+
+
+def _together(calls: Sequence[Issue]) -> Issue:
+    return lambda: [work for call in calls for work in call()]
+
+
+def _whole(size: float, ranks: int) -> int:
+    """Elements of a buffer of about this size that splits evenly."""
+    return max(1, round(size / _ITEM / ranks)) * ranks

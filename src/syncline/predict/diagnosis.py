@@ -1,0 +1,168 @@
+"""What limits the scaling, in words, and what would change it: every remedy is simulated before it is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+
+from syncline.exchange import EXCHANGES
+from syncline.measure.network import Network
+from syncline.measure.profile import Profile
+from syncline.predict.prediction import Losses, Prediction, predict
+from syncline.predict.schedule import Schedule
+
+_WORTH = 0.02
+"""A remedy that saves less of a step than this is not one."""
+_FINE = 0.05
+"""Below this loss nothing limits the scaling."""
+BUCKETS_MB = (0.25, 1.0, 4.0, 10.0, 25.0, 50.0, 100.0, 400.0)
+
+CAUSES = {
+    "startups": "start-ups of collectives",
+    "host": "the hosts' links",
+    "rack": "the links between racks",
+    "local": "the links inside the hosts",
+    "tail": "the last bucket, which is sent when backward has ended",
+    "straggler": "waiting for slower ranks",
+    "overhead": "copies, hooks and the exchange's own work",
+    "buffers": "broadcasting buffers before forward",
+    "software": "processors and protocols that do not fill the links",
+}
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something to change, and what a step would then take."""
+
+    name: str
+    what: str
+    prediction: Prediction
+    lossy: bool = False
+    hardware: bool = False
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    prediction: Prediction
+    culprit: str | None
+    """A key of `CAUSES`; None where hardly anything is lost."""
+    why: str
+    remedies: tuple[Remedy, ...]
+    """The best first; only those that save something."""
+
+
+def lost_to(losses: Losses) -> dict[str, float]:
+    """Seconds by cause, the largest first; causes that cost nothing are left out."""
+    found = {
+        "startups": losses.startups_s,
+        "tail": losses.tail_s,
+        "straggler": losses.straggler_s,
+        "overhead": losses.overhead_s,
+        "buffers": losses.buffers_s,
+        "software": losses.software_s,
+        **losses.links_s,
+    }
+    return {name: found[name] for name in sorted(found, key=lambda name: -found[name]) if found[name] > 1e-7}
+
+
+def diagnose(profile: Profile, network: Network, schedule: Schedule) -> Diagnosis:
+    prediction = predict(profile, network, schedule)
+    lost = lost_to(prediction.losses)
+    total_s = prediction.iteration_s - prediction.compute_s
+    if not lost or total_s < _FINE * prediction.compute_s:
+        return Diagnosis(prediction, None, "hardly anything is lost: leave it alone", ())
+    # A tail is its link's doing where that link is also what everything before it waited for.
+    culprit = next(iter(lost))
+    if (
+        culprit == "tail"
+        and (busiest := _busiest(prediction)) is not None
+        and lost.get(busiest, 0.0) > 0.5 * lost["tail"]
+    ):
+        culprit = busiest
+    remedies = sorted(_remedies(profile, network, schedule), key=lambda remedy: remedy.prediction.iteration_s)
+    worth_s = (1 - _WORTH) * prediction.iteration_s
+    useful = [remedy for remedy in remedies if remedy.prediction.iteration_s < worth_s]
+    return Diagnosis(prediction, culprit, _why(culprit, profile, network, prediction), tuple(useful))
+
+
+def _busiest(prediction: Prediction) -> str | None:
+    links_s = prediction.losses.links_s
+    return max(links_s, key=lambda name: links_s[name]) if links_s else None
+
+
+def _why(culprit: str, profile: Profile, network: Network, prediction: Prediction) -> str:
+    buckets = prediction.schedule.buckets
+    sizes = sorted(sum(profile.gradients[place].bytes for place in places) for places in buckets)
+    if culprit == "startups":
+        startup_ms = network.collective("all_reduce").startup_s * 1e3
+        return (
+            f"{len(buckets)} collectives of {_size(sizes[len(sizes) // 2])} in the middle, and starting one takes "
+            f"{startup_ms:.3g} ms however little it carries"
+        )
+    if culprit in ("host", "rack", "local"):
+        link = network.link(culprit)
+        rate = "" if link is None else f" at {link.bytes_per_s * 8 / 1e6:,.0f} Mbit/s each"
+        return f"{_size(prediction.sent_bytes)} per rank and step, over links{rate}: longer than backward takes"
+    if culprit == "tail":
+        last = sum(profile.gradients[place].bytes for place in buckets[-1])
+        return (
+            f"the last of {len(buckets)} buckets holds {_size(last)}, and nothing is left to compute while it travels"
+        )
+    if culprit == "straggler":
+        slowest = profile.slowest
+        typical_s = profile.forward_s + profile.backward_s + profile.update_s
+        if slowest is not None and slowest.step_s > 1.05 * typical_s:
+            return f"rank {slowest.rank} computes {slowest.step_s * 1e3:.1f} ms, a typical one {typical_s * 1e3:.1f} ms"
+        return f"in each step some rank is late, by {profile.jitter_s * 1e3:.1f} ms in the middle"
+    if culprit == "overhead":
+        return f"{_size(profile.gradient_bytes)} are copied and worked on in {len(buckets)} buckets"
+    if culprit == "buffers":
+        return f"{_size(sum(one.bytes for one in profile.buffers))} of buffers are sent before every forward"
+    return "collectives take this long on links of any speed: more processor, or fewer bytes"
+
+
+def _remedies(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
+    yield from _other_buckets(profile, network, schedule)
+    if schedule.lanes == 1:
+        options = [Schedule.of(profile, _lossless(schedule), lanes=n, bucket_mb=schedule.bucket_mb) for n in (2, 4)]
+        best = min(
+            (predict(profile, network, option) for option in options), key=lambda prediction: prediction.iteration_s
+        )
+        yield Remedy("lanes", f"{best.schedule.lanes} lanes: several buckets at once", best)
+    if schedule.exchange.lossless:
+        for name in (name for name, make in EXCHANGES.items() if not make().lossless):
+            other = predict(profile, network, Schedule.of(profile, name, bucket_mb=schedule.bucket_mb))
+            yield Remedy(name, f"{name} on the wire", other, lossy=True)
+    for link in network.links:
+        if link.name != "local":
+            for times in (2.5, 10):
+                rate_bps = round((link.nominal_bps or link.bytes_per_s * 8) * times)
+                faster = predict(profile, network.with_rate(rate_bps, link.name), schedule)
+                where = "the hosts' links" if link.name == "host" else "the links between racks"
+                yield Remedy(f"{link.name} × {times:g}", f"{where} {times:g} times as fast", faster, hardware=True)
+    if profile.ranks or profile.jitter_s:
+        even = predict(msgspec.structs.replace(profile, ranks=(), jitter_s=0.0), network, schedule)
+        yield Remedy("even ranks", "all ranks as fast as a typical one", even)
+
+
+def _other_buckets(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
+    tried = [
+        predict(profile, network, Schedule.of(profile, schedule.name, lanes=schedule.lanes, bucket_mb=bucket_mb))
+        for bucket_mb in BUCKETS_MB
+        if bucket_mb != schedule.bucket_mb
+    ]
+    best = min(tried, key=lambda prediction: prediction.iteration_s)
+    yield Remedy("buckets", f"buckets of {best.schedule.bucket_mb:g} MB (bucket_cap_mb)", best)
+
+
+def _lossless(schedule: Schedule) -> str:
+    return "dense" if schedule.name == "ddp" else schedule.name
+
+
+def _size(nbytes: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.3g} {unit}"
+    return f"{nbytes:.0f} B"

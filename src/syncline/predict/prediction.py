@@ -1,0 +1,312 @@
+"""What one training step takes on a cluster, and what it loses to what.
+
+The step, in the order in which things happen on the slowest rank: DDP broadcasts its buffers; forward; backward, on
+whose thread gradients are copied into buckets and full buckets are handed to their lanes; the lanes' timeline; copies
+back, bucket by bucket; the optimizer.
+
+What a step loses is told by taking causes away one after the other and asking for the time again, so the parts add up
+to the whole: buffers; copies, hooks and selection; start-ups; each kind of link, the one that the others wait for last;
+software that does not fill a link; ranks that are slower than others. Of what the busiest link costs, the part that the
+last bucket takes alone is told apart as the tail: nothing can hide it but a smaller last bucket.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+import torch
+
+from syncline.exchange import Phase, Topology
+from syncline.measure.network import WORLD, Network
+from syncline.measure.profile import Gradient, Overheads, Profile
+from syncline.predict.schedule import Schedule
+from syncline.predict.timeline import Bucket, Capacity, Collective, Timeline, Work, simulate
+
+_NO_OVERHEADS = Overheads(copy_in_s_per_byte=0.0, copy_out_s_per_byte=0.0, hook_s=0.0, work={})
+
+
+class Losses(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Seconds of one step beyond its computation on a typical rank. They add up to all that is lost."""
+
+    startups_s: float
+    links_s: dict[str, float]
+    """To links that are busy, by kind: `host`, `rack`, `local`."""
+    tail_s: float
+    """To the last bucket, which is ready only when backward ends."""
+    straggler_s: float
+    """To waiting for slower ranks."""
+    overhead_s: float
+    """To copies into and out of buckets, hooks, and an exchange's own computation."""
+    buffers_s: float
+    """To broadcasting buffers before forward."""
+    software_s: float
+    """To what collectives cost on links of any speed: processors, and protocols that do not fill a link."""
+
+    @property
+    def total_s(self) -> float:
+        single = (self.startups_s, self.tail_s, self.straggler_s, self.overhead_s, self.buffers_s, self.software_s)
+        return sum(single) + sum(self.links_s.values())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One step of one schedule on one cluster."""
+
+    schedule: Schedule
+    hosts: int
+    ranks: int
+    iteration_s: float
+    low_s: float
+    high_s: float
+    """Where the network's figures are at the ends of their confidence intervals."""
+    compute_s: float
+    """The same step on a typical rank alone."""
+    sent_bytes: int
+    """By the busiest rank."""
+    losses: Losses
+    timeline: Timeline
+    """Seconds count from the start of backward."""
+    backward_s: float
+
+    @property
+    def scaling(self) -> float:
+        """1 where nothing is lost."""
+        return self.compute_s / self.iteration_s if self.iteration_s else 1.0
+
+    @property
+    def exposed_s(self) -> float:
+        """How long the lanes were still at work when backward had ended."""
+        return max(0.0, max(self.timeline.end_s.values(), default=0.0) - self.backward_s)
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is predicted, and which causes of loss are there."""
+
+    profile: Profile
+    network: Network
+    schedule: Schedule
+    paced: bool
+    overheads: bool = True
+    straggler: bool = True
+    buffers: bool = True
+
+
+def predict(profile: Profile, network: Network, schedule: Schedule, *, paced: bool = False) -> Prediction:
+    """`paced`: gradients come at their offsets whatever the thread did in between, as those of a replayed profile."""
+    case = _Case(profile, network, schedule, paced)
+    iteration_s, timeline = _iteration(case)
+    spread_s = (0.0, 0.0)
+    typical_s = profile.forward_s + profile.backward_s + profile.update_s
+    if profile.spread is not None:
+        spread_s = (min(0.0, profile.spread.low_s - typical_s), max(0.0, profile.spread.high_s - typical_s))
+    low_s, _ = _iteration(dataclasses.replace(case, network=network.bound(high=False)))
+    high_s, _ = _iteration(dataclasses.replace(case, network=network.bound(high=True)))
+    return Prediction(
+        schedule=schedule,
+        hosts=network.hosts,
+        ranks=network.ranks,
+        iteration_s=iteration_s,
+        low_s=max(typical_s + spread_s[0], min(low_s, iteration_s) + spread_s[0]),
+        high_s=max(high_s, iteration_s) + spread_s[1],
+        compute_s=typical_s,
+        sent_bytes=sum(phase.sent_bytes for phases in _phases(case) for phase in phases),
+        losses=_losses(case, iteration_s, typical_s),
+        timeline=timeline,
+        backward_s=_pace(case)[1],
+    )
+
+
+def solo_s(network: Network, kind: str, elements: int, itemsize: int) -> float:
+    """One collective alone, from a standing start."""
+    if network.ranks < 2:
+        return 0.0
+    phase = Phase.of(kind, elements, itemsize, Topology.flat(network.ranks, network.backend))
+    timeline = simulate([Bucket("alone", 0.0, 0, (_flow(network, phase),))], _capacities(network))
+    return timeline.end_s["alone"]
+
+
+def _losses(case: _Case, iteration_s: float, typical_s: float) -> Losses:
+    """Each cause taken away in turn, on top of those before it."""
+    ladder: list[tuple[str, _Case]] = []
+    current = case
+    if case.buffers and case.profile.buffers:
+        current = dataclasses.replace(current, buffers=False)
+        ladder.append(("buffers", current))
+    current = dataclasses.replace(current, overheads=False)
+    ladder.append(("overhead", current))
+    current = dataclasses.replace(current, network=current.network.without(startups=True))
+    ladder.append(("startups", current))
+    tail_s = _tail_s(current)
+    busiest_last = _by_busy_time(case)
+    for name in busiest_last:
+        current = dataclasses.replace(current, network=current.network.without(link=name))
+        ladder.append((name, current))
+    current = dataclasses.replace(current, network=current.network.without(software=True))
+    ladder.append(("software", current))
+    current = dataclasses.replace(current, straggler=False)
+    ladder.append(("straggler", current))
+    times = [iteration_s, *(_iteration(step)[0] for _, step in ladder)]
+    times[-1] = typical_s
+    lost = {
+        name: max(0.0, before - after)
+        for (name, _), (before, after) in zip(ladder, itertools.pairwise(times), strict=True)
+    }
+    links_s = {name: lost[name] for name in busiest_last}
+    if busiest_last:
+        busiest = busiest_last[-1]
+        tail_s = min(tail_s, links_s[busiest])
+        links_s[busiest] -= tail_s
+    return Losses(
+        startups_s=lost["startups"],
+        links_s=links_s,
+        tail_s=tail_s if links_s else 0.0,
+        straggler_s=lost["straggler"],
+        overhead_s=lost["overhead"],
+        buffers_s=lost.get("buffers", 0.0),
+        software_s=lost["software"],
+    )
+
+
+def _by_busy_time(case: _Case) -> list[str]:
+    """The kinds of links, from the one that is least busy to the one that the others wait for."""
+    busy_s = {link.name: 0.0 for link in case.network.links}
+    for phase in itertools.chain.from_iterable(_phases(case)):
+        for name, nbytes in case.network.loads(phase.kind, phase.elements, phase.itemsize, phase.level).items():
+            busy_s[name] += nbytes / _rate(case.network, name)
+    return sorted(busy_s, key=lambda name: busy_s[name])
+
+
+def _rate(network: Network, name: str) -> float:
+    link = network.link(name)
+    return link.bytes_per_s if link is not None else math.inf
+
+
+def _tail_s(case: _Case) -> float:
+    """What the bucket that is ready last would take alone."""
+    phases = _phases(case)
+    if not phases or case.network.ranks < 2:
+        return 0.0
+    flows = tuple(_flow(case.network, phase) for phase in phases[-1])
+    return simulate([Bucket("last", 0.0, 0, flows)], _capacities(case.network)).end_s["last"]
+
+
+def _iteration(case: _Case) -> tuple[float, Timeline]:
+    profile, network, schedule = case.profile, case.network, case.schedule
+    forward_s, backward_s, update_s = _pace(case)
+    overheads = (profile.overheads if case.overheads else None) or _NO_OVERHEADS
+    ready_s, thread_s = _ready(case, overheads, backward_s)
+    work = overheads.work.get(schedule.exchange_name)
+    buckets = []
+    for index, phases in enumerate(_phases(case)):
+        nbytes = sum(profile.gradients[place].bytes for place in schedule.buckets[index])
+        own_s = work.fixed_s + work.s_per_byte * nbytes if work is not None else 0.0
+        stages = _stages(network, phases, own_s)
+        buckets.append(Bucket(str(index), ready_s[index], index % schedule.lanes, stages))
+    in_flight = 1 if schedule.exchange.waits else network.in_flight
+    timeline = simulate(buckets, _capacities(network), in_flight, network.slowdown)
+    end_s = thread_s
+    for index, places in enumerate(schedule.buckets):
+        nbytes = sum(profile.gradients[place].bytes for place in places)
+        end_s = max(end_s, timeline.end_s[str(index)]) + overheads.copy_out_s_per_byte * nbytes
+    waiting_s = profile.jitter_s if case.straggler and network.ranks > 1 else 0.0
+    return _buffers_s(case) + forward_s + end_s + update_s + waiting_s, timeline
+
+
+def _pace(case: _Case) -> tuple[float, float, float]:
+    """Forward, backward and update of the rank that all wait for."""
+    profile = case.profile
+    slowest = profile.slowest if case.straggler and case.network.ranks > 1 else None
+    if slowest is None:
+        return profile.forward_s, profile.backward_s, profile.update_s
+    return slowest.forward_s, slowest.backward_s, slowest.update_s
+
+
+def _ready(case: _Case, overheads: Overheads, backward_s: float) -> tuple[list[float], float]:
+    """When each bucket is handed to its lane, and when the thread that runs backward is through."""
+    profile, schedule = case.profile, case.schedule
+    stretch = backward_s / profile.backward_s if profile.backward_s > 0 else 1.0
+    bucket_of = {place: index for index, places in enumerate(schedule.buckets) for place in places}
+    missing = [len(places) for places in schedule.buckets]
+    ready_s = [0.0] * len(missing)
+    alone = case.network.ranks < 2
+    late_s = now_s = 0.0
+    for place, gradient in enumerate(profile.gradients):
+        due_s = gradient.ready_s * stretch
+        extra_s = 0.0 if alone else overheads.copy_in_s_per_byte * gradient.bytes
+        missing[bucket_of[place]] -= 1
+        if not missing[bucket_of[place]] and not alone:
+            extra_s += overheads.hook_s
+        late_s = (max(0.0, now_s - due_s) if case.paced else late_s) + extra_s
+        now_s = due_s + late_s
+        ready_s[bucket_of[place]] = now_s
+    # Buckets are launched in their order, whichever is full first.
+    ready_s = list(itertools.accumulate(ready_s, max))
+    return ready_s, max(now_s, backward_s + (0.0 if case.paced else late_s))
+
+
+def _phases(case: _Case) -> list[tuple[Phase, ...]]:
+    """By bucket: what its exchange puts on the wire."""
+    if case.network.ranks < 2:
+        return [() for _ in case.schedule.buckets]
+    topology = Topology.flat(case.network.ranks, case.network.backend)
+    phases = []
+    for places in case.schedule.buckets:
+        dtype = _dtype(case.profile.gradients[places[0]])
+        numel = sum(case.profile.gradients[place].bytes for place in places) // dtype.itemsize
+        phases.append(case.schedule.exchange.cost(numel, dtype, topology).phases)
+    return phases
+
+
+def _dtype(gradient: Gradient) -> torch.dtype:
+    """As DDP puts it into a bucket: complex numbers as pairs of real ones."""
+    real = {"complex64": "float32", "complex128": "float64"}.get(gradient.dtype, gradient.dtype)
+    dtype: torch.dtype = getattr(torch, real)
+    return dtype
+
+
+def _stages(network: Network, phases: tuple[Phase, ...], own_s: float) -> tuple[Work | Collective, ...]:
+    """An exchange's own work stands before, between and after its collectives, in equal parts."""
+    if not phases:
+        return ()
+    flows = [_flow(network, phase) for phase in phases]
+    if not own_s:
+        return tuple(flows)
+    part = Work(own_s / (len(flows) + 1))
+    return (part, *(stage for flow in flows for stage in (flow, part)))
+
+
+def _flow(network: Network, phase: Phase) -> Collective:
+    """The network's two lines, for this many bytes: see `measure.network`."""
+    fitted = network.collective(phase.kind, phase.level)
+    least_s = fitted.startup_s + fitted.own_s_per_byte * phase.sent_bytes
+    serial_s = fitted.serial_s
+    if serial_s > fitted.startup_s:  # another protocol from the breakpoint on, with a dearer start and cheaper bytes
+        before = fitted.breakpoint_bytes is not None and phase.sent_bytes < fitted.breakpoint_bytes
+        serial_s, least_s = (fitted.startup_s, least_s) if before else (serial_s, serial_s)
+    loads = network.loads(phase.kind, phase.elements, phase.itemsize, phase.level)
+    return Collective(
+        kind=phase.kind,
+        level=phase.level,
+        serial_s=serial_s,
+        spread_s=max(0.0, least_s - serial_s),
+        load_bytes={name: nbytes * fitted.load for name, nbytes in loads.items()},
+    )
+
+
+def _capacities(network: Network) -> Mapping[str, Capacity]:
+    return {link.name: Capacity(link.bytes_per_s, link.burst_bytes) for link in network.links}
+
+
+def _buffers_s(case: _Case) -> float:
+    if not case.buffers or case.network.ranks < 2:
+        return 0.0
+    return sum(solo_s(case.network, "broadcast", one.bytes, 1) for one in case.profile.buffers)
+
+
+__all__ = ["WORLD", "Losses", "Prediction", "predict", "solo_s"]

@@ -1,0 +1,94 @@
+"""Which gradients travel together, on which lane, through which exchange."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from syncline.errors import UsageError
+from syncline.exchange import EXCHANGES, Dense, Exchange
+from syncline.measure.profile import Gradient, Profile
+
+MIB = 1024 * 1024
+DDP_FIRST_BYTES = MIB
+DDP_BUCKET_BYTES = 25 * MIB
+MAX_LANES = 16
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Buckets in the order in which they are launched; each holds places in the profile's list of gradients."""
+
+    name: str
+    buckets: tuple[tuple[int, ...], ...]
+    exchange: Exchange = field(default_factory=Dense)
+    exchange_name: str = "dense"
+    lanes: int = 1
+    bucket_mb: float | None = None
+
+    @classmethod
+    def of(cls, profile: Profile, name: str = "ddp", *, lanes: int = 1, bucket_mb: float | None = None) -> Schedule:
+        """`ddp`, or an exchange by its name, on DDP's buckets."""
+        if name != "ddp" and name not in EXCHANGES:
+            raise UsageError(f"no exchange is called {name!r}; known: ddp, {', '.join(EXCHANGES)}")
+        if not 1 <= lanes <= MAX_LANES:
+            raise UsageError(f"lanes is {lanes}: there may be 1 to {MAX_LANES}")
+        if name == "ddp" and lanes != 1:
+            raise UsageError("plain DDP has one lane; for several, name an exchange: dense,lanes=4")
+        if bucket_mb is not None and not 0 < bucket_mb < 1e6:
+            raise UsageError(f"bucket_mb is {bucket_mb:g}: a bucket needs a positive size, in MB")
+        exchange = "dense" if name == "ddp" else name
+        return cls(
+            name=name,
+            buckets=ddp_buckets(profile.gradients, bucket_mb),
+            exchange=EXCHANGES[exchange](),
+            exchange_name=exchange,
+            lanes=lanes,
+            bucket_mb=bucket_mb,
+        )
+
+    @classmethod
+    def parse(cls, profile: Profile, text: str) -> Schedule:
+        """`ddp`, `dense,lanes=4`, `bf16,bucket_mb=5`."""
+        name, *options = text.split(",")
+        given: dict[str, float] = {}
+        for option in options:
+            match = re.fullmatch(r"(lanes|bucket_mb)=(\d+(?:\.\d+)?)", option.strip())
+            if match is None:
+                raise UsageError(f"plan {text!r}: write it like ddp, dense,lanes=4 or bf16,bucket_mb=5")
+            given[match[1]] = float(match[2])
+        lanes = given.get("lanes", 1.0)
+        if lanes != int(lanes):
+            raise UsageError(f"plan {text!r}: lanes is a whole number")
+        return cls.of(profile, name.strip(), lanes=int(lanes), bucket_mb=given.get("bucket_mb"))
+
+    def describe(self) -> str:
+        parts = [self.name]
+        if self.lanes > 1:
+            parts.append(f"lanes={self.lanes}")
+        if self.bucket_mb is not None:
+            parts.append(f"bucket_mb={self.bucket_mb:g}")
+        return ",".join(parts)
+
+
+def ddp_buckets(gradients: Sequence[Gradient], bucket_mb: float | None = None) -> tuple[tuple[int, ...], ...]:
+    """As DDP fills them after its first step: in ready order, one type each, closed when they reach the cap.
+
+    By default the first bucket of each type is small, so that something travels early.
+    """
+    cap = DDP_BUCKET_BYTES if bucket_mb is None else int(bucket_mb * MIB)
+    first = DDP_FIRST_BYTES if bucket_mb is None else cap
+    open_buckets: dict[str, list[int]] = {}
+    filled: dict[str, int] = {}
+    begun: set[str] = set()
+    closed: list[tuple[int, ...]] = []
+    for place, gradient in enumerate(gradients):
+        kind = gradient.dtype
+        open_buckets.setdefault(kind, []).append(place)
+        filled[kind] = filled.get(kind, 0) + gradient.bytes
+        if filled[kind] >= (cap if kind in begun else first):
+            closed.append(tuple(open_buckets.pop(kind)))
+            filled[kind] = 0
+            begun.add(kind)
+    return (*closed, *(tuple(places) for places in open_buckets.values()))
