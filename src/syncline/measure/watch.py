@@ -174,7 +174,10 @@ class BackwardWatch:
             return "the model's forward was not called while it was watched: watch the object that the script calls"
         if self._waiting:
             return "the optimizer made no step with the gradients that were seen: is it the one that trains the model?"
-        return "no backward from the model's output was seen: its output must hold tensors that backward starts from"
+        return (
+            "no backward from the model's output was seen: its output must hold tensors that backward starts from, "
+            "without compiled autograd"
+        )
 
     def _forward_began(self) -> None:
         if not torch.is_grad_enabled() or not self._hooks:
