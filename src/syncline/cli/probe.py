@@ -33,7 +33,7 @@ def probe_command(
     trunk_rate: options.TrunkRate = None,
     rank_order: options.RankOrder = "host",
     device: options.Device = "cpu",
-    budget: Annotated[float, typer.Option(metavar="SECONDS", help="About how long to measure.")] = 45.0,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="About how long to measure.")] = 50.0,
     every: Annotated[bool, typer.Option("--every", help="Show the sweep of every collective.")] = False,
 ) -> None:
     """Measure a cluster's links with the collectives that training uses: this one under torchrun, or an emulated one.
@@ -124,15 +124,15 @@ def _ranges(group: list[int]) -> str:
 
 def _show_sweep(entry: Collective) -> None:
     screen.out.print(f"{entry.kind} among {entry.ranks} ranks ({entry.level})")
-    table = screen.table("size", "sent", "time", "quartiles", "algbw", "busbw", "fit", "repeats")
+    table = screen.table("size", "sent", "time, ms", "quartiles", "algbw", "busbw", "fit", "samples")
     for point in entry.points:
         table.add_row(
-            screen.size(point.bytes),
-            screen.size(point.sent_bytes),
-            f"{point.median_s * 1e3:.2f} ms",
+            screen.brief(point.bytes),
+            screen.brief(point.sent_bytes),
+            f"{point.median_s * 1e3:.2f}",
             f"{point.low_s * 1e3:.2f}–{point.high_s * 1e3:.2f}",
-            f"{point.bytes / point.median_s / 1e6:.1f} MB/s",
-            f"{point.sent_bytes / point.median_s / 1e6:.1f} MB/s",
+            f"{point.bytes / point.median_s / 1e6:.1f}",
+            f"{point.sent_bytes / point.median_s / 1e6:.1f}",
             f"{point.fitted_s / point.median_s - 1:+.0%}",
             str(point.repeats),
         )
@@ -156,8 +156,8 @@ def _show_fits(network: Network) -> None:
         )
     screen.out.print(table)
     screen.out.print(
-        "size: of the buffer; sent: by the busiest rank; algbw, busbw: size and sent over time; of a link: how much of "
-        "its rate this collective can use",
+        "size: of the buffer; sent: by the busiest rank; algbw, busbw: size and sent over time, MB/s; of a link: how "
+        "much of its rate this collective can use",
         style="dim",
     )
 

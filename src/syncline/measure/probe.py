@@ -1,9 +1,10 @@
 """Measures a cluster's links with the collectives that exchanges use, on all ranks at once.
 
 Every figure comes from collectives at the real number of ranks, never from a sum of point-to-point rates: what
-processors cost is then in it. A sample is one collective from a standing start: ranks meet, the links rest, ranks meet
-again, and the time runs from when the last rank starts to when the last one ends. Sizes and kinds take turns, so that a
-disturbance hits all alike. How often each size is repeated follows from a pilot and the time that there is.
+processors cost is then in it. A sample is one collective from a standing start: rank 0 names a moment a little ahead,
+links rest until then, all ranks start, and the time runs from when the last one starts to when the last one ends.
+Sizes and kinds take turns, so that a disturbance hits all alike. How often each size is repeated follows from a pilot
+and the time that there is.
 
 All ranks call `probe` together. Control messages go over a gloo group of their own, also where NCCL is measured.
 """
@@ -34,16 +35,22 @@ from syncline.measure.fit import Fit, fit
 from syncline.measure.network import WORLD, Collective, Link, Network, Overlap, Point, Startup
 from syncline.measure.steps import describe_hardware
 
-REST_S = 0.02
+REST_S = 0.015
 """How long links rest before a sample: shapers regain their credit meanwhile."""
 STREAMS = (2, 4)
 _ITEM = 4
 _SIZES = (1e3, 4e3, 16e3, 64e3, 128e3, 256e3, 512e3, 1e6, 2e6, 4e6, 16e6, 32e6)
 _FAST_SIZES = (128e6, 512e6)
+_ALL_REDUCE_WEIGHT = 3.0
+"""It is what most exchanges use, and what links and start-ups are known from."""
 _FAST_S = 0.1
 """Links that carry 32 MB in less are swept with larger sizes, too."""
 _TINY = 4_000
 _SMALL = (4_000, 16_000)
+_USUALLY_IN_FLIGHT = {"gloo": 2, "nccl": 1}
+"""gloo gives a group two threads; NCCL works on one stream."""
+_SURPRISE = 0.2
+"""How much nearer (as a logarithm) another number must be to be believed: the possibilities lie close together."""
 
 Progress = Callable[[float, float], None]
 Issue = Callable[[], Sequence[Work]]
@@ -58,6 +65,8 @@ class _Entry:
     key: Key
     issue: Issue
     taking_part: bool = True
+    weight: float = 1.0
+    """Of the time that there is."""
 
 
 @dataclass(frozen=True)
@@ -127,11 +136,11 @@ class _Prober:
             self._sweep(levels, 0.6 * self._budget_s)
             self._measure_overlap(0.15 * self._budget_s)
             startups = self._measure_startups(0.05 * self._budget_s)
-            burst_s = self._measure_burst(0.08 * self._budget_s)
-            matrix = self._measure_matrix(0.08 * self._budget_s, burst_s * self._rate())
+            burst_bytes = self._measure_burst(0.08 * self._budget_s)
+            matrix = self._measure_matrix(0.08 * self._budget_s, burst_bytes)
             data = b""
             if dist.get_rank() == 0:
-                data = msgspec.json.encode(self._fitted(levels, startups, burst_s, matrix))
+                data = msgspec.json.encode(self._fitted(levels, startups, burst_bytes, matrix))
             return msgspec.json.decode(gather_bytes(self._control, data)[0], type=Network)
         finally:
             for group in self._groups:
@@ -187,23 +196,35 @@ class _Prober:
         """One sample of each, in this order → seconds by place."""
         marks = torch.full((len(entries), 2), -torch.inf, dtype=torch.float64)
         for place, entry in enumerate(entries):
-            dist.barrier(group=self._control)
-            time.sleep(REST_S)
-            dist.barrier(group=self._control)
+            self._meet()
             if entry.taking_part:
-                marks[place, 0] = time.monotonic() - self._clock_lead_s
-                for work in entry.issue():
-                    work.wait()
-                if self._device.type == "cuda":
-                    torch.cuda.synchronize()
-                marks[place, 1] = time.monotonic() - self._clock_lead_s
+                marks[place] = self._timed(entry.issue)
         last = marks.clone()
         dist.all_reduce(last, op=dist.ReduceOp.MAX, group=self._control)
         if self._on_progress is not None:
             self._on_progress(min(time.monotonic() - self._start_s, self._budget_s), self._budget_s)
         return {place: max(1e-7, float(end - start)) for place, (start, end) in enumerate(last)}
 
-    def _repeat(self, entries: Sequence[_Entry], budget_s: float, most: int = 25) -> None:
+    def _meet(self) -> None:
+        """Returns on all ranks at the same moment, after the links have rested. Everyone has to be done before."""
+        dist.barrier(group=self._control)
+        moment = torch.tensor([self._now() + REST_S], dtype=torch.float64)
+        dist.broadcast(moment, 0, group=self._control)
+        while (left_s := float(moment) - self._now()) > 0:
+            time.sleep(left_s)
+
+    def _now(self) -> float:
+        return time.monotonic() - self._clock_lead_s
+
+    def _timed(self, issue: Issue) -> Tensor:
+        start = self._now()
+        for work in issue():
+            work.wait()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return torch.tensor([start, self._now()], dtype=torch.float64)
+
+    def _repeat(self, entries: Sequence[_Entry], budget_s: float, most: int = 40) -> None:
         """As many turns as the budget allows: cheap entries often, dear ones at least once. A first sample is not kept
         where there are many: it touches memory that later ones find warm."""
         began = time.monotonic()
@@ -213,7 +234,7 @@ class _Prober:
             self._samples.add(fresh[place].key, seconds)
         spent_s = self._agreed(time.monotonic() - began)
         costs = [self._samples.seconds[entry.key][0] + self._meeting_s for entry in entries]
-        counts = _share_out(budget_s - spent_s, costs, most)
+        counts = _share_out(budget_s - spent_s, costs, [entry.weight for entry in entries], most)
         for entry, count in zip(entries, counts, strict=True):
             if count > 3:
                 self._samples.seconds[entry.key].clear()
@@ -278,7 +299,9 @@ class _Prober:
             numel = _whole(size, level.ranks)
             if before[0] and before[1] * size / before[0] > (longest_s if size in sizes else _FAST_S * 4):
                 break
-            entry = _Entry((level.name, kind, numel), self._issue(level.comm, kind, numel), level.comm is not None)
+            issue = self._issue(level.comm, kind, numel)
+            weight = _ALL_REDUCE_WEIGHT if kind == "all_reduce" else 1.0
+            entry = _Entry((level.name, kind, numel), issue, level.comm is not None, weight)
             if size >= 1e6:
                 before = (size, self._take([entry])[0])
                 self._samples.add(entry.key, before[1])
@@ -326,7 +349,7 @@ class _Prober:
         return counts
 
     def _measure_burst(self, budget_s: float) -> float:
-        """Seconds of its rate that a rested link gives away: one message, by size, from a host to another."""
+        """What a rested link lets pass at once: from one message, by size, from a host to another."""
         if max(self._hosts) == 0:
             return 0.0
         sender, receiver = self._hosts.index(0), self._hosts.index(1)
@@ -340,7 +363,7 @@ class _Prober:
         lines = fit({size: self._samples.seconds["message", size] for size in sizes}).lines
         if lines.breakpoint is None or lines.late_s_per_byte <= lines.s_per_byte:
             return 0.0
-        return max(0.0, lines.intercept_s - lines.late_intercept_s)
+        return max(0.0, lines.intercept_s - lines.late_intercept_s) / lines.late_s_per_byte
 
     def _measure_matrix(self, budget_s: float, burst_bytes: float) -> list[list[float]]:
         """Bytes per second from host to host, while every host sends to one other; a burst's credit does not count."""
@@ -348,7 +371,7 @@ class _Prober:
         if hosts < 2:
             return []
         leaders = [self._hosts.index(host) for host in range(hosts)]
-        size = int(max(128e3, min(64e6, self._rate() * 0.02)) + burst_bytes)
+        size = int(max(256e3, min(64e6, self._rate() * 0.02)) + 6 * burst_bytes)
         rates = [[0.0] * hosts for _ in range(hosts)]
         for repeat in range(max(1, min(3, int(budget_s / (hosts * (0.03 + 2 * REST_S)))))):
             for shift in range(1, hosts):
@@ -362,19 +385,11 @@ class _Prober:
 
     def _arrivals(self, pairs: Sequence[tuple[int, int]], size: int) -> dict[int, float]:
         """Seconds by receiving rank, from when the last rank started."""
-        dist.barrier(group=self._control)
-        time.sleep(REST_S)
-        message = self._message(pairs, size)
-        dist.barrier(group=self._control)
-        marks = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64)
         rank = dist.get_rank()
-        marks[rank, 0] = time.monotonic() - self._clock_lead_s
-        if any(rank in pair for pair in pairs):
-            for work in message():
-                work.wait()
-            if self._device.type == "cuda":
-                torch.cuda.synchronize()
-        marks[rank, 1] = time.monotonic() - self._clock_lead_s
+        message = self._message(pairs, size) if any(rank in pair for pair in pairs) else tuple
+        marks = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64)
+        self._meet()
+        marks[rank] = self._timed(message)
         dist.all_reduce(marks, group=self._control)
         start = float(marks[:, 0].max())
         return {receiver: max(1e-7, float(marks[receiver, 1]) - start) for _, receiver in pairs}
@@ -400,7 +415,7 @@ class _Prober:
     # --- what it comes to, on rank 0 ----------------------------------------------------------------------------
 
     def _fitted(
-        self, levels: Sequence[_Level], startups: tuple[int, ...], burst_s: float, matrix: list[list[float]]
+        self, levels: Sequence[_Level], startups: tuple[int, ...], burst_bytes: float, matrix: list[list[float]]
     ) -> Network:
         hosts = max(self._hosts) + 1
         rack_of_host = topology.racks(matrix) if hosts > 2 else (0,) * hosts
@@ -431,7 +446,7 @@ class _Prober:
             how=f"probed with torch {torch.__version__}, {sum(map(len, self._samples.seconds.values()))} samples",
             date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         )
-        links = _links(empty, fits, burst_s)
+        links = _links(empty, fits, burst_bytes)
         network = msgspec.structs.replace(empty, links=links)
         collectives = [
             self._collective(network, level, kind, fits[level.name, kind])
@@ -523,7 +538,12 @@ class _Prober:
         slower = {entry.streams: entry.slowdown for entry in self._overlap()}
         expected = {1: 4.0, 2: 2 * slower[2], 4: slower[4]}
         took = self._times_longer("in flight", 4)
-        return min(expected, key=lambda count: (abs(math.log(expected[count] / took)), count))
+        usual = _USUALLY_IN_FLIGHT.get(self._backend, 1)
+
+        def surprise(count: int) -> float:
+            return abs(math.log(expected[count] / took)) + (0.0 if count == usual else _SURPRISE)
+
+        return min(expected, key=surprise)
 
     def _times_longer(self, what: str, count: int) -> float:
         """Than one alone."""
@@ -535,7 +555,7 @@ class _Prober:
         return float(np.exp(np.mean(np.log(ratios))))
 
 
-def _links(network: Network, fits: dict[tuple[str, str], Fit], burst_s: float) -> tuple[Link, ...]:
+def _links(network: Network, fits: dict[tuple[str, str], Fit], burst_bytes: float) -> tuple[Link, ...]:
     """Rates from the all-reduce, which keeps links busiest; where racks hide the hosts' own rate, from the matrix."""
     links = []
     if ("local", "all_reduce") in fits:
@@ -547,7 +567,7 @@ def _links(network: Network, fits: dict[tuple[str, str], Fit], burst_s: float) -
         return (_link("local", whole, 1.0, 0.0),)
     crossing = wire.uplink_bytes("all_reduce", numel, _ITEM, network.host_of_rank, network.backend) / sent
     if network.racks == 1:
-        return (*links, _link("host", whole, crossing, burst_s))
+        return (*links, _link("host", whole, crossing, burst_bytes))
     matrix, rack = network.matrix_bytes_per_s, network.rack_of_host
     inside = [matrix[a][b] for a in range(network.hosts) for b in range(network.hosts) if a != b and rack[a] == rack[b]]
     shift_sums = [
@@ -567,21 +587,21 @@ def _links(network: Network, fits: dict[tuple[str, str], Fit], burst_s: float) -
         bytes_per_s=host_rate,
         low_bytes_per_s=min(inside),
         high_bytes_per_s=max(inside),
-        burst_bytes=burst_s * host_rate,
+        burst_bytes=burst_bytes,
     )
     if trunk_crossing / trunk_rate > crossing / host_rate:  # the all-reduce waits for the trunk: it knows it best
-        return (*links, host, _link("rack", whole, trunk_crossing, burst_s))
+        return (*links, host, _link("rack", whole, trunk_crossing, burst_bytes))
     trunk = Link(
         name="rack",
         bytes_per_s=trunk_rate,
         low_bytes_per_s=0.9 * trunk_rate,
         high_bytes_per_s=1.1 * trunk_rate,
-        burst_bytes=burst_s * trunk_rate,
+        burst_bytes=burst_bytes,
     )
     return (*links, host, trunk)
 
 
-def _link(name: str, found: Fit, crossing: float, burst_s: float) -> Link:
+def _link(name: str, found: Fit, crossing: float, burst_bytes: float) -> Link:
     slope = found.late_s_per_byte
     rate = crossing / slope.value
     return Link(
@@ -589,7 +609,7 @@ def _link(name: str, found: Fit, crossing: float, burst_s: float) -> Link:
         bytes_per_s=rate,
         low_bytes_per_s=crossing / slope.high,
         high_bytes_per_s=crossing / max(slope.low, 1e-15),
-        burst_bytes=burst_s * rate,
+        burst_bytes=burst_bytes,
     )
 
 
@@ -602,14 +622,15 @@ def _pairs(levels: Sequence[_Level], kinds: Sequence[str]) -> list[tuple[_Level,
     return [(level, kind) for level in levels for kind in kinds]
 
 
-def _share_out(budget_s: float, costs: Sequence[float], most: int) -> list[int]:
-    """How often each may be repeated, so that all get about the same time and what some do not use goes to others."""
+def _share_out(budget_s: float, costs: Sequence[float], weights: Sequence[float], most: int) -> list[int]:
+    """How often each may be repeated: time by weight, and what some do not use goes to the others."""
     counts = [0] * len(costs)
-    left_s = budget_s
-    for open_places, place in enumerate(sorted(range(len(costs)), key=lambda place: costs[place])):
-        share_s = max(0.0, left_s) / (len(costs) - open_places)
+    left_s, left_weight = budget_s, sum(weights)
+    for place in sorted(range(len(costs)), key=lambda place: costs[place] / weights[place]):
+        share_s = max(0.0, left_s) * weights[place] / left_weight
         counts[place] = min(most, int(share_s / costs[place]))
         left_s -= counts[place] * costs[place]
+        left_weight -= weights[place]
     return counts
 
 

@@ -24,7 +24,7 @@ CAUSES = {
     "host": "the hosts' links",
     "rack": "the links between racks",
     "local": "the links inside the hosts",
-    "tail": "the last bucket, which is sent when backward has ended",
+    "tail": "buckets that are full, and sent, too late",
     "straggler": "waiting for slower ranks",
     "overhead": "copies, hooks and the exchange's own work",
     "buffers": "broadcasting buffers before forward",
@@ -73,23 +73,11 @@ def diagnose(profile: Profile, network: Network, schedule: Schedule) -> Diagnosi
     total_s = prediction.iteration_s - prediction.compute_s
     if not lost or total_s < _FINE * prediction.compute_s:
         return Diagnosis(prediction, None, "hardly anything is lost: leave it alone", ())
-    # A tail is its link's doing where that link is also what everything before it waited for.
     culprit = next(iter(lost))
-    if (
-        culprit == "tail"
-        and (busiest := _busiest(prediction)) is not None
-        and lost.get(busiest, 0.0) > 0.5 * lost["tail"]
-    ):
-        culprit = busiest
     remedies = sorted(_remedies(profile, network, schedule), key=lambda remedy: remedy.prediction.iteration_s)
     worth_s = (1 - _WORTH) * prediction.iteration_s
     useful = [remedy for remedy in remedies if remedy.prediction.iteration_s < worth_s]
     return Diagnosis(prediction, culprit, _why(culprit, profile, network, prediction), tuple(useful))
-
-
-def _busiest(prediction: Prediction) -> str | None:
-    links_s = prediction.losses.links_s
-    return max(links_s, key=lambda name: links_s[name]) if links_s else None
 
 
 def _why(culprit: str, profile: Profile, network: Network, prediction: Prediction) -> str:

@@ -5,9 +5,9 @@ whose thread gradients are copied into buckets and full buckets are handed to th
 back, bucket by bucket; the optimizer.
 
 What a step loses is told by taking causes away one after the other and asking for the time again, so the parts add up
-to the whole: buffers; copies, hooks and selection; start-ups; each kind of link, the one that the others wait for last;
-software that does not fill a link; ranks that are slower than others. Of what the busiest link costs, the part that the
-last bucket takes alone is told apart as the tail: nothing can hide it but a smaller last bucket.
+to the whole: buffers; copies, hooks and selection; start-ups; the tail, which would not be there if every gradient
+travelled as soon as it is ready; each kind of link, the one that the others wait for last; software that does not fill
+a link; ranks that are slower than others.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Losses(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     links_s: dict[str, float]
     """To links that are busy, by kind: `host`, `rack`, `local`."""
     tail_s: float
-    """To the last bucket, which is ready only when backward ends."""
+    """To gradients that wait for their bucket to fill, and so travel after backward has ended."""
     straggler_s: float
     """To waiting for slower ranks."""
     overhead_s: float
@@ -142,7 +142,8 @@ def _losses(case: _Case, iteration_s: float, typical_s: float) -> Losses:
     ladder.append(("overhead", current))
     current = dataclasses.replace(current, network=current.network.without(startups=True))
     ladder.append(("startups", current))
-    tail_s = _tail_s(current)
+    current = dataclasses.replace(current, schedule=_one_by_one(current.schedule))
+    ladder.append(("tail", current))
     busiest_last = _by_busy_time(case)
     for name in busiest_last:
         current = dataclasses.replace(current, network=current.network.without(link=name))
@@ -157,15 +158,10 @@ def _losses(case: _Case, iteration_s: float, typical_s: float) -> Losses:
         name: max(0.0, before - after)
         for (name, _), (before, after) in zip(ladder, itertools.pairwise(times), strict=True)
     }
-    links_s = {name: lost[name] for name in busiest_last}
-    if busiest_last:
-        busiest = busiest_last[-1]
-        tail_s = min(tail_s, links_s[busiest])
-        links_s[busiest] -= tail_s
     return Losses(
         startups_s=lost["startups"],
-        links_s=links_s,
-        tail_s=tail_s if links_s else 0.0,
+        links_s={name: lost[name] for name in busiest_last},
+        tail_s=lost["tail"],
         straggler_s=lost["straggler"],
         overhead_s=lost["overhead"],
         buffers_s=lost.get("buffers", 0.0),
@@ -187,13 +183,10 @@ def _rate(network: Network, name: str) -> float:
     return link.bytes_per_s if link is not None else math.inf
 
 
-def _tail_s(case: _Case) -> float:
-    """What the bucket that is ready last would take alone."""
-    phases = _phases(case)
-    if not phases or case.network.ranks < 2:
-        return 0.0
-    flows = tuple(_flow(case.network, phase) for phase in phases[-1])
-    return simulate([Bucket("last", 0.0, 0, flows)], _capacities(case.network)).end_s["last"]
+def _one_by_one(schedule: Schedule) -> Schedule:
+    """Every gradient in a bucket of its own."""
+    places = sorted(place for places in schedule.buckets for place in places)
+    return dataclasses.replace(schedule, buckets=tuple((place,) for place in places))
 
 
 def _iteration(case: _Case) -> tuple[float, Timeline]:
