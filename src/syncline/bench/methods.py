@@ -9,14 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.engine import Handle, attach
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES
+from syncline.exchange import EXCHANGES, Cost, Phase, Topology
 from syncline.exchange.wire import sent_bytes
+from syncline.predict.schedule import Costed
 
 
 @dataclass
@@ -28,6 +30,9 @@ class Prepared:
     handle: Handle | None = None
     setting: str = ""
     """What was chosen for a method that has variants, such as a rank."""
+    cost: Costed | None = None
+    """What a baseline puts on the wire; Syncline's exchanges know it themselves."""
+    one_bucket: bool = False
 
     def sent_bytes(self) -> int | None:
         """Payload that the busiest rank sent in the last step; None where nobody counted."""
@@ -56,11 +61,13 @@ class Wrapping:
 
     device: torch.device
     bucket_mb: float | None = None
+    group: dist.ProcessGroup | None = None
+    """None for all ranks."""
 
     def ddp(self, net: nn.Module, bucket_mb: float | None = None) -> DDP:
         cap = bucket_mb if bucket_mb is not None else self.bucket_mb
         ids = [self.device.index] if self.device.type == "cuda" else None
-        return DDP(net, device_ids=ids) if cap is None else DDP(net, device_ids=ids, bucket_cap_mb=cap)
+        return DDP(net, device_ids=ids, process_group=self.group, bucket_cap_mb=cap)
 
 
 Preparation = Callable[[nn.Module, Wrapping], Prepared]
@@ -76,8 +83,43 @@ def _ddp(net: nn.Module, wrapping: Wrapping) -> Prepared:
 
 def _fp16_hook(net: nn.Module, wrapping: Wrapping) -> Prepared:
     ddp = wrapping.ddp(net)
-    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    return Prepared("fp16-hook", ddp)
+    ddp.register_comm_hook(wrapping.group, default_hooks.fp16_compress_hook)
+    return Prepared("fp16-hook", ddp, cost=_HalfRing())
+
+
+@dataclass(frozen=True)
+class _HalfRing:
+    """PyTorch's fp16 hook: one all-reduce, of half the bytes."""
+
+    lossless: bool = False
+    waits: bool = False
+
+    def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
+        return Cost((Phase.of("all_reduce", numel, 2, topology),))
+
+
+@dataclass(frozen=True)
+class _PowerSGD:
+    """PyTorch's PowerSGD hook: what it leaves alone, then all left factors, then all right ones."""
+
+    rank: int
+    shapes: tuple[tuple[int, ...], ...]
+    lossless: bool = False
+    waits: bool = True
+
+    def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
+        alone, left, right = 0, 0, 0
+        for shape in self.shapes:
+            rows = shape[0] if shape else 1
+            elements = torch.Size(shape).numel()
+            columns = elements // max(rows, 1)
+            rank = min(rows, columns, self.rank)
+            if (rows + columns) * rank * 2 < elements:  # its default: it compresses what then is less than half
+                left, right = left + rows * rank, right + columns * rank
+            else:
+                alone += elements
+        itemsize = dtype.itemsize
+        return Cost(tuple(Phase.of("all_reduce", n, itemsize, topology) for n in (alone, left, right)))
 
 
 def _exchange(method: str) -> Preparation:
@@ -93,10 +135,12 @@ def _powersgd(rank: int, batched: bool) -> Preparation:
         # One bucket: PyTorch's hook fails on gloo with several.
         ddp = wrapping.ddp(net, bucket_mb=1000)
         state = powerSGD_hook.PowerSGDState(
-            None, matrix_approximation_rank=rank, start_powerSGD_iter=2, batch_tensors_with_same_shape=batched
+            wrapping.group, matrix_approximation_rank=rank, start_powerSGD_iter=2, batch_tensors_with_same_shape=batched
         )
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-        return Prepared("powersgd", ddp, setting=f"rank {rank}{' batched' if batched else ''}")
+        shapes = tuple(tuple(p.shape) for p in net.parameters() if p.requires_grad)
+        setting = f"rank {rank}{' batched' if batched else ''}"
+        return Prepared("powersgd", ddp, setting=setting, cost=_PowerSGD(rank, shapes), one_bucket=True)
 
     return prepare
 

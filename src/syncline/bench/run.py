@@ -11,16 +11,22 @@ import torch
 from torch import nn
 
 from syncline._version import __version__
+from syncline.bench.forecast import Forecast, alone_s, groups_of_one, profile_workload
 from syncline.bench.methods import METHODS, Prepared, Wrapping, check_methods
 from syncline.bench.result import BenchResult, Cluster, Model, Row
 from syncline.bench.rounds import Contender, Turns, combine, reported_to, take_turns
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.cluster.isolation import why_not_shaped
 from syncline.errors import UsageError
+from syncline.exchange import wire
+from syncline.measure.network import Network
+from syncline.measure.probe import probe
 from syncline.measure.profile import Profile
 from syncline.models import zoo
 from syncline.models.replay import ReplayModel
 
+PROBE_S = 12.0
+"""Enough for the collectives that a bench uses; `syncline probe` takes its time for better ones."""
 WARMUP = 4
 """Rounds before the first that counts: DDP rebuilds its buckets after one, PowerSGD starts to compress after two."""
 
@@ -35,7 +41,7 @@ class Workload:
 
     def build(self, rank: int) -> nn.Module:
         if self.profile is not None:
-            return ReplayModel(self.profile, seed=rank)
+            return ReplayModel(self.profile, seed=rank, rank=rank)
         torch.manual_seed(0)
         return zoo.build_model(self.name)
 
@@ -55,17 +61,24 @@ def run_bench(
     rounds: int,
     bucket_mb: float | None = None,
     timeout_s: float = 1800.0,
+    network: Network | None = None,
+    probe_s: float = PROBE_S,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> BenchResult:
-    """Measures `methods` on the emulated cluster, in one run."""
+    """Measures `methods` on the emulated cluster, in one run, after predicting each: from `network`, or from links
+    that are probed for about `probe_s`; without either where that is 0."""
     check_methods(list(methods))
     if rounds < 1:
         raise UsageError(f"steps is {rounds}: a bench needs at least one")
+    if network is not None and network.ranks != spec.world_size:
+        raise UsageError(
+            f"the network is one of {network.ranks} ranks, and the bench has {spec.world_size}: probe again"
+        )
 
     shaped = why_not_shaped() is None
     answers = launch(
         spec,
-        lambda rank: _measure(rank, workload, methods, rounds, bucket_mb),
+        lambda rank: _measure(rank, workload, methods, rounds, bucket_mb, network, probe_s),
         deadline_s=timeout_s,
         on_event=reported_to(on_progress),
         shaped=shaped,
@@ -86,13 +99,20 @@ def run_bench(
 
 
 def _measure(
-    rank: Rank, workload: Workload, methods: Sequence[str], rounds: int, bucket_mb: float | None
+    rank: Rank,
+    workload: Workload,
+    methods: Sequence[str],
+    rounds: int,
+    bucket_mb: float | None,
+    network: Network | None,
+    probe_s: float,
 ) -> dict[str, Any]:
     """On one rank."""
     if rank.spec.device == "cuda":
         torch.cuda.set_device(rank.device)
     rank.init_process_group()
     wrapping = Wrapping(rank.device, bucket_mb)
+    predicted_s = _predict(rank, workload, methods, wrapping, network, probe_s)
     prepared: dict[str, Prepared] = {}
     contenders = []
     for method in methods:
@@ -109,6 +129,7 @@ def _measure(
             "setting": one.setting,
             "sent": one.sent_bytes(),
             "predicted": one.predicted_sent_bytes(rank.world_size),
+            "predicted_s": predicted_s.get(name),
         }
         for name, one in prepared.items()
     }
@@ -119,6 +140,45 @@ def _measure(
         "parameters": sum(p.numel() for p in parameters),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
     }
+
+
+def _predict(
+    rank: Rank,
+    workload: Workload,
+    methods: Sequence[str],
+    wrapping: Wrapping,
+    network: Network | None,
+    probe_s: float,
+) -> dict[str, float | None]:
+    """By method and setting: seconds per step, foreseen before anything is measured."""
+    if rank.world_size < 2 or (network is None and not probe_s):
+        return {}
+    if network is None:
+        lossy = [name for name in methods if name in ("bf16", "fp16")]
+        kinds = wire.KINDS if lossy else ("all_reduce", "broadcast")
+        network = probe(budget_s=probe_s, kinds=kinds)
+
+    def fresh() -> nn.Module:
+        return workload.build(rank.rank).to(rank.device)
+
+    net = fresh()
+    loss_of = workload.loss_of(net, rank.rank, rank.device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    profile = profile_workload(net, lambda _: loss_of(), optimizer, workload.name)
+    forecast = Forecast(profile, network, workload.profile is not None, wrapping.bucket_mb)
+    alone = Wrapping(wrapping.device, wrapping.bucket_mb, groups_of_one())
+    found = {}
+    for method in methods:
+        for prepare in METHODS[method][1]:
+            one = prepare(fresh(), alone)
+            hook_s = None
+            if one.cost is not None:
+                took_s = alone_s(prepare, fresh(), alone, lambda model: _training_step(model, workload, rank))
+                hook_s = forecast.hook_s(took_s)
+            found[f"{method} {one.setting}".strip()] = forecast.predicted_s(one, hook_s)
+            if one.handle is not None:
+                one.handle.detach()
+    return found
 
 
 def _training_step(model: nn.Module, workload: Workload, rank: Rank) -> Callable[[], None]:
@@ -145,7 +205,7 @@ def _row(method: str, turns: dict[str, Turns], about: list[dict[str, Any]], shap
         step_ms_low=times.low * 1000,
         step_ms_high=times.high * 1000,
         sent_bytes=_largest(answer[best]["sent"] for answer in about),
-        predicted_ms=None,
+        predicted_ms=None if (expected := about[0][best]["predicted_s"]) is None else expected * 1000,
         predicted_sent_bytes=_largest(answer[best]["predicted"] for answer in about),
         wire_bytes=round(turns[best].wire_bytes) if shaped else None,
         vs_ddp=ratio.median if ratio else None,

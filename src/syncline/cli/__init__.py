@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from syncline._version import __version__
-from syncline.cli import bench, cluster, demo, profile
+from syncline.cli import bench, cluster, demo, predict, probe, profile
 
 app = typer.Typer(
     name="syncline",
@@ -36,6 +36,8 @@ def _syncline(
 app.command("demo")(demo.demo)
 app.command("bench")(bench.bench)
 app.command("profile")(profile.profile)
+app.command("probe")(probe.probe_command)
+app.command("predict")(predict.predict_command)
 app.add_typer(cluster.app, name="cluster")
 
 

@@ -9,11 +9,12 @@ import typer
 
 from syncline.bench.methods import METHODS, check_methods
 from syncline.bench.result import BenchResult
-from syncline.bench.run import Workload, run_bench
+from syncline.bench.run import PROBE_S, Workload, run_bench
 from syncline.cli import options, screen
 from syncline.cluster import ClusterSpec
 from syncline.errors import UsageError
 from syncline.files import write_json
+from syncline.measure.network import Network
 from syncline.measure.profile import load_profile
 from syncline.models.zoo import MODELS, build_model
 
@@ -35,6 +36,12 @@ def bench(
     steps: Annotated[int, typer.Option(min=1, help="Rounds in which every method takes a step.")] = 30,
     batch: Annotated[int, typer.Option(min=1, help="Samples per rank and step.")] = 16,
     bucket_mb: Annotated[float | None, typer.Option(help="DDP's bucket size, for every method.")] = None,
+    network: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="For predictions: what syncline probe wrote.")
+    ] = None,
+    probe: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Without --network: how long to probe; 0: no predictions.")
+    ] = PROBE_S,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The longest that the run may take.")] = 1800,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result for machines.")] = None,
 ) -> None:
@@ -51,11 +58,22 @@ def bench(
             raise UsageError(f"--bucket-mb {bucket_mb:g}: a bucket needs a positive size, in MB")
         if not 0 < timeout < 1e9:
             raise UsageError(f"--timeout {timeout:g}: a run needs a positive number of seconds")
+        if not (probe == 0 or 1 <= probe <= 3600):
+            raise UsageError(f"--probe {probe:g}: probing takes 1 to 3600 seconds; 0 for no predictions")
+        known = None if network is None else Network.load(network)
         screen.check_writable(json)
         screen.say_if_not_shaped()
         with screen.progress(f"{workload.name}, {spec.describe()}") as on_progress:
             result = run_bench(
-                spec, workload, names, rounds=steps, bucket_mb=bucket_mb, timeout_s=timeout, on_progress=on_progress
+                spec,
+                workload,
+                names,
+                rounds=steps,
+                bucket_mb=bucket_mb,
+                timeout_s=timeout,
+                network=known,
+                probe_s=probe,
+                on_progress=on_progress,
             )
         try:
             if json is not None:
@@ -83,12 +101,13 @@ def _show(spec: ClusterSpec, result: BenchResult) -> None:
     model = result.model
     what = f"{model.name} ({model.parameters:,} parameters, {screen.size(model.gradient_bytes)} of gradients)"
     screen.out.print(f"{what}, {screen.links(spec, result.cluster.emulated)}, {result.rounds} rounds")
-    table = screen.table("method", "ms/step", "quartiles", "× ddp", "sent", "predicted", "wire")
+    table = screen.table("method", "ms/step", "quartiles", "predicted", "× ddp", "sent", "foreseen", "wire")
     for row in result.rows:
         table.add_row(
             row.method,
             f"{row.step_ms:.1f}",
             f"{row.step_ms_low:.1f}–{row.step_ms_high:.1f}",
+            "–" if row.predicted_ms is None else f"{row.predicted_ms:.1f}",
             "" if row.vs_ddp is None else f"{row.vs_ddp:.2f}",
             screen.size(row.sent_bytes),
             screen.size(row.predicted_sent_bytes),
@@ -98,8 +117,9 @@ def _show(spec: ClusterSpec, result: BenchResult) -> None:
     for row in result.rows:
         screen.out.print(f"{row.method}: {METHODS[row.method][0]}{row.setting and f'; {row.setting}'}", style="dim")
     screen.out.print(
-        "× ddp: median of the rounds' ratios of step times; sent, predicted: payload per step of the busiest rank, as "
-        "counted and as foreseen; "
+        "predicted: before the first step was taken, from the workload's profile and the links; × ddp: median of the "
+        "rounds' ratios of step times; sent, foreseen: payload per step of the busiest rank, as counted and as "
+        "predicted; "
         "wire: what its host's interface counted, headers included",
         style="dim",
     )

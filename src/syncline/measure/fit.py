@@ -1,8 +1,9 @@
 """Fits of what a collective costs: robust, never negative, in two pieces where one line does not fit.
 
-Every size counts with its *relative* error, or the largest would decide alone; sizes that stick out count less with
-each pass (Huber's weights), because on a shared machine some always do. Slopes and intercepts below zero have no
-meaning, so they cannot come out.
+Every size counts with its *relative* error, or the largest would decide alone, and the more the better its repetitions
+agree: tiny messages scatter on busy processors, large ones hardly do. Sizes that stick out count less with each pass
+(Huber's weights), because on a shared machine some always do. Slopes and intercepts below zero have no meaning, so they
+cannot come out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,10 @@ _HUBER = 1.345
 _BETTER = 0.6
 """A second piece must leave less than this share of the squared error, or it describes noise."""
 _RESAMPLES = 200
+_PRECISION = 0.02
+"""The relative error that every median has at least, however well its repetitions agree."""
+_UNKNOWN_PRECISION = 0.05
+"""Of a size that was measured once."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +69,14 @@ def fit(samples: Samples) -> Fit:
     """Of medians, with intervals from repetitions drawn again and again."""
     sizes = np.array(sorted(samples), dtype=float)
     medians = np.array([statistics.median(samples[int(size)]) for size in sizes])
-    lines = fit_lines(sizes, medians)
+    precision = np.array([_precision(samples[int(size)]) for size in sizes])
+    lines = fit_lines(sizes, medians, precision)
     draw = np.random.default_rng(0)
     starts, slopes = [], []
     repeats = [np.asarray(samples[int(size)], dtype=float) for size in sizes]
     for _ in range(_RESAMPLES):
         again = np.array([np.median(draw.choice(times, len(times))) for times in repeats])
-        one = _fitted(sizes, again, lines.breakpoint)
+        one, _ = _fitted(sizes, again, precision, lines.breakpoint)
         starts.append(one.intercept_s)
         slopes.append(one.late_s_per_byte)
     return Fit(
@@ -80,20 +86,22 @@ def fit(samples: Samples) -> Fit:
     )
 
 
-def fit_lines(sizes: Floats, seconds: Floats) -> Lines:
-    """One line, or two where that is much better and both have sizes enough."""
-    best = one = _fitted(sizes, seconds, None)
+def fit_lines(sizes: Floats, seconds: Floats, precision: Floats | None = None) -> Lines:
+    """One line, or two where that is much better and both have sizes enough. `precision`: relative, of each size."""
+    precision = np.full_like(sizes, _PRECISION) if precision is None else precision
+    one, one_misfit = best, misfit = _fitted(sizes, seconds, precision, None)
     if len(sizes) < 5:
         return one
     for left, right in itertools.pairwise(sizes[1:-1]):
         for share in (0.0, 1 / 3, 2 / 3):
-            two = _fitted(sizes, seconds, float(left ** (1 - share) * right**share))
-            if two.residual < best.residual:
-                best = two
-    return best if best.residual**2 < _BETTER * one.residual**2 else one
+            two, two_misfit = _fitted(sizes, seconds, precision, float(left ** (1 - share) * right**share))
+            if two_misfit < misfit:
+                best, misfit = two, two_misfit
+    return best if misfit < _BETTER * one_misfit else one
 
 
-def _fitted(sizes: Floats, seconds: Floats, breakpoint: float | None) -> Lines:
+def _fitted(sizes: Floats, seconds: Floats, precision: Floats, breakpoint: float | None) -> tuple[Lines, float]:
+    """The lines, and the sum of squared errors, each in units of its size's precision."""
     columns = [np.ones_like(sizes), sizes]
     if breakpoint is not None:
         columns = [np.ones_like(sizes), np.minimum(sizes, breakpoint), np.maximum(sizes - breakpoint, 0.0)]
@@ -102,17 +110,27 @@ def _fitted(sizes: Floats, seconds: Floats, breakpoint: float | None) -> Lines:
     trust = np.ones_like(sizes)
     parts, errors = np.zeros(len(columns)), np.ones_like(sizes)
     for _ in range(_PASSES):
-        root = np.sqrt(trust)
+        root = np.sqrt(trust) / precision
         solution, _residual = nnls(basis / scale * root[:, None], root)
         parts = solution / scale
         errors = basis @ parts - 1.0
-        typical = max(1.4826 * float(np.median(np.abs(errors))), 1e-9)
-        trust = np.minimum(1.0, _HUBER * typical / np.maximum(np.abs(errors), 1e-12))
+        surprise = np.abs(errors) / precision
+        typical = max(1.4826 * float(np.median(surprise)), 1.0)
+        trust = np.minimum(1.0, _HUBER * typical / np.maximum(surprise, 1e-12))
     residual = float(np.sqrt(np.mean(np.minimum(errors**2, 1.0))))
+    misfit = float(np.sum(np.minimum((errors / precision) ** 2, 100.0)))
     if breakpoint is None:
-        return Lines(float(parts[0]), float(parts[1]), float(parts[0]), float(parts[1]), None, residual)
+        return Lines(float(parts[0]), float(parts[1]), float(parts[0]), float(parts[1]), None, residual), misfit
     intercept, slope, late = (float(part) for part in parts)
-    return Lines(intercept, slope, intercept + (slope - late) * breakpoint, late, breakpoint, residual)
+    return Lines(intercept, slope, intercept + (slope - late) * breakpoint, late, breakpoint, residual), misfit
+
+
+def _precision(times: Sequence[float]) -> float:
+    """About the relative error of these repetitions' median."""
+    if len(times) < 2:
+        return _UNKNOWN_PRECISION
+    low, median, high = np.quantile(times, [0.25, 0.5, 0.75])
+    return float(max(_PRECISION, 1.25 * (high - low) / 1.35 / median / len(times) ** 0.5))
 
 
 def _interval(value: float, resampled: Sequence[float], floor: float) -> Interval:

@@ -396,13 +396,14 @@ class _Prober:
 
     def _message(self, pairs: Sequence[tuple[int, int]], size: int) -> Issue:
         rank, numel = dist.get_rank(), max(1, size // _ITEM)
+        everyone = self._streams[0]
+        assert everyone is not None  # noqa: S101 - every rank is in it
+        group = everyone.group  # NCCL opens connections lazily, and wants all ranks for that: here they are open
 
         def start() -> Sequence[Work]:
-            operations = [
-                dist.P2POp(dist.isend, self._buffer(numel, 0), to) if rank == by else None for by, to in pairs
-            ] + [dist.P2POp(dist.irecv, self._buffer(numel, 1), by) if rank == to else None for by, to in pairs]
-            issued = dist.batch_isend_irecv([operation for operation in operations if operation is not None])
-            return cast(Sequence[Work], issued)
+            operations = [dist.P2POp(dist.isend, self._buffer(numel, 0), to, group) for by, to in pairs if rank == by]
+            operations += [dist.P2POp(dist.irecv, self._buffer(numel, 1), by, group) for by, to in pairs if rank == to]
+            return cast(Sequence[Work], dist.batch_isend_irecv(operations))
 
         return start
 

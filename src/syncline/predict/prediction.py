@@ -233,8 +233,8 @@ def _ready(case: _Case, overheads: Overheads, backward_s: float) -> tuple[list[f
         due_s = gradient.ready_s * stretch
         extra_s = 0.0 if alone else overheads.copy_in_s_per_byte * gradient.bytes
         missing[bucket_of[place]] -= 1
-        if not missing[bucket_of[place]] and not alone:
-            extra_s += overheads.hook_s
+        if not missing[bucket_of[place]] and not alone and profile.device != "cuda":
+            extra_s += overheads.hook_s  # on CUDA the host is ahead of the device, and hooks cost it nothing
         late_s = (max(0.0, now_s - due_s) if case.paced else late_s) + extra_s
         now_s = due_s + late_s
         ready_s[bucket_of[place]] = now_s

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
 
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES, Dense, Exchange
+from syncline.exchange import EXCHANGES, Cost, Dense, Topology
 from syncline.measure.profile import Gradient, Profile
 
 MIB = 1024 * 1024
@@ -16,13 +19,25 @@ DDP_BUCKET_BYTES = 25 * MIB
 MAX_LANES = 16
 
 
+class Costed(Protocol):
+    """What a prediction asks of an exchange. Every `Exchange` is one."""
+
+    @property
+    def lossless(self) -> bool: ...
+
+    @property
+    def waits(self) -> bool: ...
+
+    def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost: ...
+
+
 @dataclass(frozen=True)
 class Schedule:
     """Buckets in the order in which they are launched; each holds places in the profile's list of gradients."""
 
     name: str
     buckets: tuple[tuple[int, ...], ...]
-    exchange: Exchange = field(default_factory=Dense)
+    exchange: Costed = field(default_factory=Dense)
     exchange_name: str = "dense"
     lanes: int = 1
     bucket_mb: float | None = None

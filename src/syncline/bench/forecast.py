@@ -1,0 +1,99 @@
+"""What the bench expects of every method, before it measures the first one.
+
+All ranks profile the workload at the same time without communication, and probe the links unless a network is given.
+Syncline's exchanges then state their own cost. Of PyTorch's hooks, what they compute is measured by running them among
+one rank alone, where nothing travels; what they send is known.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from syncline.bench.methods import Preparation, Prepared, Wrapping
+from syncline.measure.backward import measure_backward
+from syncline.measure.network import Network
+from syncline.measure.overhead import measure_overheads
+from syncline.measure.profile import Overheads, Profile, Work
+from syncline.predict import Schedule, ddp_buckets, predict
+
+_STEPS, _WARMUP = 8, 3
+_ALONE_STEPS, _ALONE_WARMUP = 4, 3
+
+Step = Callable[[], None]
+MakeStep = Callable[[nn.Module], Step]
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The figures that predictions are made of; the same on all ranks."""
+
+    profile: Profile
+    network: Network
+    paced: bool
+    """The workload is a replay: it keeps its pace whatever DDP does meanwhile."""
+    bucket_mb: float | None
+
+    def predicted_s(self, prepared: Prepared, hook_s: float | None = None) -> float | None:
+        """`hook_s`: what one step of PyTorch's hook computes, from `alone_s`."""
+        if prepared.method == "nosync":
+            slowest = self.profile.slowest
+            step_s = slowest.step_s if slowest is not None else _step_s(self.profile)
+            return step_s + self.profile.jitter_s
+        if prepared.cost is None:
+            schedule = Schedule.of(self.profile, prepared.method, bucket_mb=self.bucket_mb)
+            return predict(self.profile, self.network, schedule, paced=self.paced).iteration_s
+        everything = (tuple(range(len(self.profile.gradients))),)
+        buckets = everything if prepared.one_bucket else ddp_buckets(self.profile.gradients, self.bucket_mb)
+        schedule = Schedule(prepared.method, buckets, prepared.cost, prepared.method)
+        work = Work(fixed_s=0.0, s_per_byte=(hook_s or 0.0) / self.profile.gradient_bytes)
+        overheads = Overheads(copy_in_s_per_byte=0.0, copy_out_s_per_byte=0.0, hook_s=0.0, work={prepared.method: work})
+        profile = msgspec.structs.replace(self.profile, overheads=overheads)
+        return predict(profile, self.network, schedule, paced=self.paced).iteration_s
+
+    def hook_s(self, alone_s: float) -> float:
+        return max(0.0, alone_s - _step_s(self.profile))
+
+
+def profile_workload(
+    net: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor], optimizer: torch.optim.Optimizer, name: str
+) -> Profile:
+    """Collective: all ranks at once, without communication."""
+    profile = measure_backward(net, loss_of, steps=_STEPS, warmup=_WARMUP, optimizer=optimizer, model_name=name)
+    device = next(net.parameters()).device
+    overheads = measure_overheads(device, ranks=dist.get_world_size(), group=dist.group.WORLD)
+    return msgspec.structs.replace(profile, overheads=overheads)
+
+
+def groups_of_one() -> dist.ProcessGroup:
+    """Collective: this rank's own group, among nobody."""
+    made = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return cast(dist.ProcessGroup, made[dist.get_rank()])
+
+
+def alone_s(prepare: Preparation, net: nn.Module, wrapping: Wrapping, make_step: MakeStep) -> float:
+    """A step of this method among one rank, while all ranks do the same: the median, over ranks as well."""
+    step = make_step(prepare(net, wrapping).model)
+    times = []
+    for number in range(_ALONE_WARMUP + _ALONE_STEPS):
+        start = time.perf_counter()
+        step()
+        if wrapping.device.type == "cuda":
+            torch.cuda.synchronize()
+        if number >= _ALONE_WARMUP:
+            times.append(time.perf_counter() - start)
+    mean = torch.tensor([statistics.median(times)], device=wrapping.device)
+    dist.all_reduce(mean)
+    return float(mean) / dist.get_world_size()
+
+
+def _step_s(profile: Profile) -> float:
+    return profile.forward_s + profile.backward_s + profile.update_s
