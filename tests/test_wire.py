@@ -147,6 +147,10 @@ def test_uplink_bytes_by_hand(kind: str, unit_of_rank: tuple[int, ...], chunks: 
     assert wire.uplink_bytes(kind, 1000, 4, unit_of_rank) == chunks * 250 * 4
 
 
+def test_two_ranks_reduce_with_half_each_way_and_half_to_the_root() -> None:
+    assert wire.uplink_bytes("reduce", 1000, 4, (0, 1)) == (1 + 1) * 500 * 4
+
+
 @pytest.mark.parametrize(
     ("unit_of_rank", "crossings"), [((0, 0, 1, 1), 1), ((0, 1, 0, 1), 2), ((0, 1, 0, 2), 2), ((0, 1, 2, 3), 1)]
 )

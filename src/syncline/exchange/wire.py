@@ -82,30 +82,40 @@ def uplink_bytes(kind: str, elements: int, itemsize: int, unit_of_rank: Sequence
 
     `unit_of_rank` says in which unit (host, rack) each rank sits; every unit has one uplink. Root is rank 0.
     """
+    messages = uplink_messages(kind, unit_of_rank, backend)
+    return messages * message_bytes(kind, elements, itemsize, len(unit_of_rank), backend)
+
+
+def message_bytes(kind: str, elements: int, itemsize: int, ranks: int, backend: str = "gloo") -> int:
+    """One message of a collective: everything along trees and chains, a chunk around rings and to each of all."""
+    whole = kind == "broadcast" or (kind == "reduce" and backend == "nccl")
+    return (elements if whole else _chunk(elements, ranks)) * itemsize
+
+
+def uplink_messages(kind: str, unit_of_rank: Sequence[int], backend: str = "gloo") -> int:
+    """How many messages pass the busiest uplink, whatever their size: what takes a look at every rank."""
     ranks = len(unit_of_rank)
-    chunk = _chunk(elements, ranks) * itemsize
-    whole = elements * itemsize
     ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
     if kind == "all_to_all":
         members = Counter(unit_of_rank)
-        return max(count * (ranks - count) for count in members.values()) * chunk
+        return max(count * (ranks - count) for count in members.values())
     if kind in ("all_reduce", "all_gather"):
         times = 2 * (ranks - 1) if kind == "all_reduce" else ranks - 1
-        return _busiest({times: ring}, unit_of_rank) * chunk
+        return _busiest([(times, ring)], unit_of_rank)
     if backend == "nccl":
-        return _busiest({1: ring[:-1]}, unit_of_rank) * whole
+        return _busiest([(1, ring[:-1])], unit_of_rank)
     if kind == "broadcast":
         tree = [(rank - (1 << (rank.bit_length() - 1)), rank) for rank in range(1, ranks)]
-        return _busiest({1: tree}, unit_of_rank) * whole
+        return _busiest([(1, tree)], unit_of_rank)
     to_root = [(rank, 0) for rank in range(1, ranks)]
-    return _busiest({ranks - 1: ring, 1: to_root}, unit_of_rank) * chunk
+    return _busiest([(ranks - 1, ring), (1, to_root)], unit_of_rank)
 
 
-def _busiest(messages: dict[int, list[tuple[int, int]]], unit_of_rank: Sequence[int]) -> int:
-    """How many messages, each from a rank to a rank and sent so many times, pass the busiest uplink, out or in."""
+def _busiest(messages: Sequence[tuple[int, list[tuple[int, int]]]], unit_of_rank: Sequence[int]) -> int:
+    """How many messages, each sent so many times from a rank to a rank, pass the busiest uplink, out or in."""
     out: Counter[int] = Counter()
     into: Counter[int] = Counter()
-    for times, edges in messages.items():
+    for times, edges in messages:
         for sender, receiver in edges:
             if unit_of_rank[sender] != unit_of_rank[receiver]:
                 out[unit_of_rank[sender]] += times

@@ -14,6 +14,7 @@ Nothing here needs torch: a network that was probed on a cluster can be studied 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -142,7 +143,7 @@ class Startup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         _check(self, "seconds")
 
 
-class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """A cluster as its collectives see it. One that contradicts itself cannot be constructed."""
 
     schema: int = 1
@@ -217,16 +218,29 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """
         if level not in (WORLD, "hosts", "local"):
             raise UsageError(f"the links that level {level} crosses are not known")
-        host_of_rank = range(self.hosts) if level == "hosts" else self.host_of_rank
-        found = {}
         if level == "local" or self.hosts == 1:
             ranks = self.ranks if level == WORLD else max(map(self.host_of_rank.count, range(self.hosts)))
-            found["local"] = wire.sent_bytes(kind, elements, itemsize, ranks, self.backend)
+            found = {"local": wire.sent_bytes(kind, elements, itemsize, ranks, self.backend)}
         else:
-            rack_of_rank = [self.rack_of_host[host] for host in host_of_rank]
-            found["host"] = wire.uplink_bytes(kind, elements, itemsize, host_of_rank, self.backend)
-            found["rack"] = wire.uplink_bytes(kind, elements, itemsize, rack_of_rank, self.backend)
+            ranks = self.hosts if level == "hosts" else self.ranks
+            message = wire.message_bytes(kind, elements, itemsize, ranks, self.backend)
+            found = {name: count * message for name, count in self._uplink_messages(kind, level).items()}
         return {name: nbytes for name, nbytes in found.items() if nbytes and self.link(name) is not None}
+
+    def _uplink_messages(self, kind: str, level: str) -> dict[str, int]:
+        if (kind, level) not in self._known_messages:
+            host_of_rank = range(self.hosts) if level == "hosts" else self.host_of_rank
+            rack_of_rank = [self.rack_of_host[host] for host in host_of_rank]
+            self._known_messages[kind, level] = {
+                "host": wire.uplink_messages(kind, host_of_rank, self.backend),
+                "rack": wire.uplink_messages(kind, rack_of_rank, self.backend),
+            }
+        return self._known_messages[kind, level]
+
+    @functools.cached_property
+    def _known_messages(self) -> dict[tuple[str, str], dict[str, int]]:
+        """Counted once for all sizes: among thousands of ranks that takes longer than everything else."""
+        return {}
 
     def with_hosts(self, hosts: int, *, same_machine: bool = False) -> Network:
         """As many hosts of the same kind: as many ranks on each as most have, racks as full as they are now.
