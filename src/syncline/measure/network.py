@@ -14,6 +14,7 @@ Nothing here needs torch: a network that was probed on a cluster can be studied 
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import math
@@ -29,8 +30,12 @@ from syncline.files import read_json, write_json
 WORLD = "world"
 LINKS = ("local", "host", "rack")
 """From the inside out: memory that a host's ranks share, a host's uplink, a rack's."""
+LEVELS = (WORLD, "hosts", "local")
+"""All ranks, one of each host, those of a host."""
 ETHERNET_EFFICIENCY = 1448 / 1538
 """Payload of a full frame, over all that it occupies on a wire."""
+_MOST = 10**18
+"""Of anything: a larger number is a slip of the hand, and what is computed from it need not fit a float."""
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -52,9 +57,10 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             raise ValueError(f"name: {self.name} is not a link; known: {', '.join(LINKS)}")
         for field in ("bytes_per_s", "low_bytes_per_s", "high_bytes_per_s"):
             _check(self, field, positive=True)
+        _check_interval(self, "low_bytes_per_s", "bytes_per_s", "high_bytes_per_s")
         _check(self, "burst_bytes")
-        if self.nominal_bps is not None and self.nominal_bps < 1:
-            raise ValueError(f"nominal_bps: must be positive, or null where unknown, not {self.nominal_bps}")
+        if self.nominal_bps is not None:
+            _check_whole(self, "nominal_bps", least=1)
 
     def at(self, rate_bps: int) -> Link:
         """The same link, sold as another rate: what it loses to headers stays the same share."""
@@ -83,7 +89,9 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     repeats: int
 
     def __post_init__(self) -> None:
-        for field in ("bytes", "sent_bytes", "low_s", "median_s", "high_s", "fitted_s", "repeats"):
+        for field in ("bytes", "sent_bytes", "repeats"):
+            _check_whole(self, field, least=0)
+        for field in ("low_s", "median_s", "high_s", "fitted_s"):
             _check(self, field)
 
 
@@ -111,11 +119,15 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     def __post_init__(self) -> None:
         if self.kind not in wire.KINDS:
             raise ValueError(f"kind: {self.kind} is not a collective; known: {', '.join(wire.KINDS)}")
-        if self.ranks < 2:
-            raise ValueError(f"ranks: must be at least 2, not {self.ranks}")
+        if self.level not in LEVELS:
+            raise ValueError(f"level: {self.level} is not a level; known: {', '.join(LEVELS)}")
+        _check_whole(self, "ranks", least=2)
         for field in ("startup_s", "startup_low_s", "startup_high_s", "own_s_per_byte", "serial_s", "residual"):
             _check(self, field)
+        _check_interval(self, "startup_low_s", "startup_s", "startup_high_s")
         _check(self, "load", positive=True)
+        if self.breakpoint_bytes is not None:
+            _check_whole(self, "breakpoint_bytes", least=0)
 
 
 class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -125,8 +137,7 @@ class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     slowdown: float
 
     def __post_init__(self) -> None:
-        if self.streams < 1:
-            raise ValueError(f"streams: must be at least 1, not {self.streams}")
+        _check_whole(self, "streams", least=1)
         if not (math.isfinite(self.slowdown) and 1 <= self.slowdown <= self.streams):
             raise ValueError(f"slowdown: must be between 1 and streams ({self.streams}), not {self.slowdown}")
 
@@ -138,8 +149,7 @@ class Startup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     seconds: float
 
     def __post_init__(self) -> None:
-        if self.ranks < 2:
-            raise ValueError(f"ranks: must be at least 2, not {self.ranks}")
+        _check_whole(self, "ranks", least=2)
         _check(self, "seconds")
 
 
@@ -211,18 +221,23 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             points=(),
         )
 
+    def ranks_at(self, level: str) -> int:
+        """How many meet there; on the fullest host, where hosts differ."""
+        if level not in LEVELS:
+            raise UsageError(f"level {level} is not known; known: {', '.join(LEVELS)}")
+        if level == "local":
+            return max(collections.Counter(self.host_of_rank).values())
+        return self.hosts if level == "hosts" else self.ranks
+
     def loads(self, kind: str, elements: int, itemsize: int, level: str = WORLD) -> dict[str, int]:
         """Bytes through the busiest link of each kind that one collective crosses, by the link's name.
 
         `level`: the whole `world`, one rank of each host (`hosts`), or the ranks of a host (`local`).
         """
-        if level not in (WORLD, "hosts", "local"):
-            raise UsageError(f"the links that level {level} crosses are not known")
+        ranks = self.ranks_at(level)
         if level == "local" or self.hosts == 1:
-            ranks = self.ranks if level == WORLD else max(map(self.host_of_rank.count, range(self.hosts)))
             found = {"local": wire.sent_bytes(kind, elements, itemsize, ranks, self.backend)}
         else:
-            ranks = self.hosts if level == "hosts" else self.ranks
             message = wire.message_bytes(kind, elements, itemsize, ranks, self.backend)
             found = {name: count * message for name, count in self._uplink_messages(kind, level).items()}
         return {name: nbytes for name, nbytes in found.items() if nbytes and self.link(name) is not None}
@@ -251,18 +266,23 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             return self
         if hosts < 1:
             raise UsageError(f"hosts is {hosts}: there must be at least 1")
-        counts = [self.host_of_rank.count(host) for host in range(self.hosts)]
-        per_host = max(set(counts), key=counts.count)
+        if self.hosts == 1:
+            raise UsageError("the network has one host, so nothing is known of links between hosts: probe at least two")
+        counts = collections.Counter(self.host_of_rank)
+        per_host = collections.Counter(counts.values()).most_common(1)[0][0]
         per_rack = max(1, math.ceil(self.hosts / self.racks))
         racks = tuple(host // per_rack if self.racks > 1 else 0 for host in range(hosts))
         scrambled = self.host_of_rank != tuple(sorted(self.host_of_rank))
         one_by_one = tuple(host for host in range(hosts) for _ in range(per_host))
         placement = tuple(host for _ in range(per_host) for host in range(hosts)) if scrambled else one_by_one
         links = self.links
-        if hosts == 1 and self.link("local") is None:
-            links = (*links, msgspec.structs.replace(self.links[0], name="local"))
+        if hosts == 1 and links and self.link("local") is None:
+            links = (*links, msgspec.structs.replace(links[0], name="local"))
+        ranks_at = {WORLD: len(placement), "hosts": hosts, "local": per_host}
         moved = tuple(
-            self._with_ranks(entry, len(placement), same_machine) for entry in self.collectives if len(placement) > 1
+            self._with_ranks(entry, ranks_at[entry.level], same_machine)
+            for entry in self.collectives
+            if ranks_at[entry.level] > 1
         )
         return msgspec.structs.replace(
             self,
@@ -412,8 +432,26 @@ def assumed_network(hosts: int, per_host: int, rate_bps: int, backend: str = "nc
 
 def _check(struct: msgspec.Struct, field: str, positive: bool = False) -> None:
     value = getattr(struct, field)
-    if not (math.isfinite(value) and (value > 0 if positive else value >= 0)):
+    if not (value > 0 if positive else value >= 0):
         raise ValueError(f"{field}: must be {'a positive number' if positive else 'a number from 0 up'}, not {value}")
+    if value > _MOST:
+        raise ValueError(f"{field}: is too large to be meant")
+
+
+def _check_whole(struct: msgspec.Struct, field: str, least: int) -> None:
+    value = getattr(struct, field)
+    if value < least:
+        raise ValueError(f"{field}: must be at least {least}, not {value}")
+    if value > _MOST:
+        raise ValueError(f"{field}: is too large to be meant")
+
+
+def _check_interval(struct: msgspec.Struct, low: str, middle: str, high: str) -> None:
+    bottom, value, top = (getattr(struct, field) for field in (low, middle, high))
+    if bottom > value:
+        raise ValueError(f"{low}: is {bottom}, above {middle} ({value})")
+    if top < value:
+        raise ValueError(f"{high}: is {top}, below {middle} ({value})")
 
 
 def _check_placement(network: Network) -> None:
@@ -430,8 +468,7 @@ def _check_placement(network: Network) -> None:
 
 
 def _check_parts(network: Network) -> None:
-    if network.in_flight < 1:
-        raise ValueError(f"in_flight: must be at least 1, not {network.in_flight}")
+    _check_whole(network, "in_flight", least=1)
     for field, keys in (
         ("links", [link.name for link in network.links]),
         ("collectives", [f"{entry.kind} at level {entry.level}" for entry in network.collectives]),
@@ -441,8 +478,10 @@ def _check_parts(network: Network) -> None:
         if repeated := next(_repeated(keys), None):
             raise ValueError(f"{field}: {repeated} appears twice")
     for index, entry in enumerate(network.collectives):
-        if entry.level == WORLD and entry.ranks != network.ranks:
-            raise ValueError(f"collectives[{index}].ranks: is {entry.ranks}, but the network has {network.ranks}")
+        if entry.ranks != (ranks := network.ranks_at(entry.level)):
+            raise ValueError(
+                f"collectives[{index}].ranks: is {entry.ranks}, but the network has {ranks} at level {entry.level}"
+            )
     rows = network.matrix_bytes_per_s
     if rows and (len(rows) != network.hosts or any(len(row) != network.hosts for row in rows)):
         raise ValueError(f"matrix_bytes_per_s: must have a row and a column for each of the {network.hosts} hosts")

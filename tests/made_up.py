@@ -1,0 +1,113 @@
+"""Models and clusters that nobody measured: what tests of predictions are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from syncline.exchange import wire
+from syncline.measure.network import WORLD, Collective, Link, Network, Overlap, Point, Startup
+from syncline.measure.profile import Gradient, Profile
+
+MBIT = 1e6 / 8
+
+
+def profile(
+    sizes: Sequence[int] = (100_000,) * 10, *, forward_s: float = 0.02, backward_s: float = 0.04, update_s: float = 0.0
+) -> Profile:
+    """Gradients of so many float32 elements each, ready one after the other while backward runs."""
+    return Profile(
+        model="made up",
+        gradients=tuple(
+            Gradient(
+                name=f"layer{place}",
+                shape=(elements,),
+                dtype="float32",
+                bytes=4 * elements,
+                ready_s=backward_s * (place + 1) / len(sizes),
+            )
+            for place, elements in enumerate(sizes)
+        ),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        update_s=update_s,
+        device="cpu",
+        where="nowhere",
+        how="by hand",
+        steps=3,
+        batch=None,
+    )
+
+
+def link(name: str, mbit: float, burst_bytes: float = 0.0) -> Link:
+    rate = mbit * MBIT
+    return Link(
+        name=name,
+        bytes_per_s=rate,
+        low_bytes_per_s=0.9 * rate,
+        high_bytes_per_s=1.1 * rate,
+        burst_bytes=burst_bytes,
+    )
+
+
+def collective(
+    kind: str, ranks: int, startup_s: float, level: str = WORLD, points: tuple[Point, ...] = ()
+) -> Collective:
+    return Collective(
+        level=level,
+        kind=kind,
+        ranks=ranks,
+        startup_s=startup_s,
+        startup_low_s=0.8 * startup_s,
+        startup_high_s=1.2 * startup_s,
+        own_s_per_byte=1e-10,
+        serial_s=0.5 * startup_s,
+        points=points,
+    )
+
+
+def network(
+    host_of_rank: Sequence[int] = (0, 1, 2, 3),
+    *,
+    rack_of_host: Sequence[int] | None = None,
+    mbit: float = 1000.0,
+    trunk_mbit: float | None = None,
+    startup_s: float = 1e-3,
+    in_flight: int = 1,
+) -> Network:
+    """Every kind of collective with the same start-up; a trunk where racks are given."""
+    hosts = max(host_of_rank) + 1
+    links = [link("host", mbit)] + ([link("rack", trunk_mbit)] if trunk_mbit is not None else [])
+    return Network(
+        backend="gloo",
+        device="cpu",
+        host_of_rank=tuple(host_of_rank),
+        rack_of_host=tuple(rack_of_host or (0,) * hosts),
+        links=tuple(links),
+        collectives=tuple(collective(kind, len(host_of_rank), startup_s) for kind in wire.KINDS),
+        in_flight=in_flight,
+    )
+
+
+POINT = Point(bytes=4000, sent_bytes=6000, low_s=0.001, median_s=0.0012, high_s=0.0015, fitted_s=0.0011, repeats=5)
+RICH_NETWORK = Network(
+    backend="gloo",
+    device="cpu",
+    host_of_rank=(0, 0, 1, 2),
+    rack_of_host=(0, 0, 1),
+    links=(link("local", 8000.0), link("host", 1000.0, burst_bytes=80_000.0), link("rack", 500.0)),
+    collectives=(
+        collective("all_reduce", 4, 0.002, points=(POINT,)),
+        collective("broadcast", 4, 0.001),
+        collective("all_reduce", 2, 0.0002, level="local"),
+        collective("all_reduce", 3, 0.0015, level="hosts"),
+    ),
+    in_flight=2,
+    overlap=(Overlap(streams=2, slowdown=1.25), Overlap(streams=4, slowdown=2.5)),
+    startups=(Startup(ranks=2, seconds=0.0005), Startup(ranks=3, seconds=0.0012)),
+    matrix_bytes_per_s=((0.0, 1e8, 5e7), (1e8, 0.0, 5e7), (5e7, 5e7, 0.0)),
+    one_machine=True,
+    where="nowhere",
+    how="by hand",
+    date="2025-01-01T00:00:00+00:00",
+)
+"""With everything that a network may leave out."""
