@@ -152,10 +152,11 @@ def _losses(case: _Case, iteration_s: float, typical_s: float) -> Losses:
     ladder.append(("software", current))
     current = dataclasses.replace(current, straggler=False)
     ladder.append(("straggler", current))
-    times = [iteration_s, *(_iteration(step)[0] for _, step in ladder)]
-    times[-1] = typical_s
+    # Without a cause a step can be longer: gradients one by one are padded one by one. It then was no loss.
+    times = list(itertools.accumulate([iteration_s, *(_iteration(step)[0] for _, step in ladder)], min))
+    times = [*(max(typical_s, time_s) for time_s in times[:-1]), typical_s]
     lost = {
-        name: max(0.0, before - after)
+        name: before - after
         for (name, _), (before, after) in zip(ladder, itertools.pairwise(times), strict=True)
     }
     return Losses(
@@ -192,7 +193,7 @@ def _one_by_one(schedule: Schedule) -> Schedule:
 def _iteration(case: _Case) -> tuple[float, Timeline]:
     profile, network, schedule = case.profile, case.network, case.schedule
     forward_s, backward_s, update_s = _pace(case)
-    overheads = (profile.overheads if case.overheads else None) or _NO_OVERHEADS
+    overheads = (profile.overheads if case.overheads and network.ranks > 1 else None) or _NO_OVERHEADS
     ready_s, thread_s = _ready(case, overheads, backward_s)
     work = overheads.work.get(schedule.exchange_name)
     buckets = []
@@ -215,7 +216,8 @@ def _pace(case: _Case) -> tuple[float, float, float]:
     """Forward, backward and update of the rank that all wait for."""
     profile = case.profile
     slowest = profile.slowest if case.straggler and case.network.ranks > 1 else None
-    if slowest is None:
+    typical_s = profile.forward_s + profile.backward_s + profile.update_s
+    if slowest is None or slowest.step_s <= typical_s:  # medians of parts may add up to more than any rank's step
         return profile.forward_s, profile.backward_s, profile.update_s
     return slowest.forward_s, slowest.backward_s, slowest.update_s
 
@@ -227,13 +229,12 @@ def _ready(case: _Case, overheads: Overheads, backward_s: float) -> tuple[list[f
     bucket_of = {place: index for index, places in enumerate(schedule.buckets) for place in places}
     missing = [len(places) for places in schedule.buckets]
     ready_s = [0.0] * len(missing)
-    alone = case.network.ranks < 2
     late_s = now_s = 0.0
     for place, gradient in enumerate(profile.gradients):
         due_s = gradient.ready_s * stretch
-        extra_s = 0.0 if alone else overheads.copy_in_s_per_byte * gradient.bytes
+        extra_s = overheads.copy_in_s_per_byte * gradient.bytes
         missing[bucket_of[place]] -= 1
-        if not missing[bucket_of[place]] and not alone and profile.device != "cuda":
+        if not missing[bucket_of[place]] and profile.device != "cuda":
             extra_s += overheads.hook_s  # on CUDA the host is ahead of the device, and hooks cost it nothing
         late_s = (max(0.0, now_s - due_s) if case.paced else late_s) + extra_s
         now_s = due_s + late_s
