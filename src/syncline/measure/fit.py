@@ -65,12 +65,15 @@ class Fit:
     late_s_per_byte: Interval
 
 
-def fit(samples: Samples) -> Fit:
-    """Of medians, with intervals from repetitions drawn again and again."""
+def fit(samples: Samples, *, bursts: bool = False) -> Fit:
+    """Of medians, with intervals from repetitions drawn again and again.
+
+    `bursts`: the links are known to let some bytes pass at once, so that two lines are more likely than one.
+    """
     sizes = np.array(sorted(samples), dtype=float)
     medians = np.array([statistics.median(samples[int(size)]) for size in sizes])
     precision = np.array([_precision(samples[int(size)]) for size in sizes])
-    lines = fit_lines(sizes, medians, precision)
+    lines = fit_lines(sizes, medians, precision, better=1.0 if bursts else _BETTER)
     draw = np.random.default_rng(0)
     starts, slopes = [], []
     repeats = [np.asarray(samples[int(size)], dtype=float) for size in sizes]
@@ -86,8 +89,11 @@ def fit(samples: Samples) -> Fit:
     )
 
 
-def fit_lines(sizes: Floats, seconds: Floats, precision: Floats | None = None) -> Lines:
-    """One line, or two where that is much better and both have sizes enough. `precision`: relative, of each size."""
+def fit_lines(sizes: Floats, seconds: Floats, precision: Floats | None = None, better: float = _BETTER) -> Lines:
+    """One line, or two where that leaves less than `better` of the squared error and both have sizes enough.
+
+    `precision` is relative, of each size.
+    """
     precision = np.full_like(sizes, _PRECISION) if precision is None else precision
     one, one_misfit = best, misfit = _fitted(sizes, seconds, precision, None)
     if len(sizes) < 5:
@@ -97,7 +103,7 @@ def fit_lines(sizes: Floats, seconds: Floats, precision: Floats | None = None) -
             two, two_misfit = _fitted(sizes, seconds, precision, float(left ** (1 - share) * right**share))
             if two_misfit < misfit:
                 best, misfit = two, two_misfit
-    return best if misfit < _BETTER * one_misfit else one
+    return best if misfit < better * one_misfit else one
 
 
 def _fitted(sizes: Floats, seconds: Floats, precision: Floats, breakpoint: float | None) -> tuple[Lines, float]:

@@ -131,15 +131,20 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How much longer start-ups take when several collectives run at once, each on connections of its own."""
+    """What several collectives at once, each on connections of its own, do to each other."""
 
     streams: int
     slowdown: float
+    """How much longer their start-ups take."""
+    crowding: float = 1.0
+    """How much longer a full link takes for their bytes than for the same bytes one after the other."""
 
     def __post_init__(self) -> None:
         _check_whole(self, "streams", least=1)
         if not (math.isfinite(self.slowdown) and 1 <= self.slowdown <= self.streams):
             raise ValueError(f"slowdown: must be between 1 and streams ({self.streams}), not {self.slowdown}")
+        if not (math.isfinite(self.crowding) and self.crowding >= 1):
+            raise ValueError(f"crowding: must be at least 1, not {self.crowding}")
 
 
 class Startup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -383,12 +388,22 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def slowdown(self, streams: int) -> float:
         """Of start-ups while so many collectives run at once: between what was measured, and no better beyond it."""
         known = [(1, 1.0), *sorted((entry.streams, entry.slowdown) for entry in self.overlap)]
-        for (few, at_few), (many, at_many) in itertools.pairwise(known):
-            if few <= streams <= many and many > few:
-                share = math.log(streams / few) / math.log(many / few)
-                return float(at_few ** (1 - share) * at_many**share)
         most, at_most = known[-1]
-        return max(1.0, at_most * streams / most)
+        return _between(known, streams) if streams <= most else max(1.0, at_most * streams / most)
+
+    def crowding(self, streams: int) -> float:
+        """Of a full link's bytes while so many collectives share it; beyond what was measured, as for the most."""
+        known = [(1, 1.0), *sorted((entry.streams, entry.crowding) for entry in self.overlap)]
+        return _between(known, min(streams, known[-1][0]))
+
+
+def _between(known: list[tuple[int, float]], streams: int) -> float:
+    """Along the measured points, straight where both axes count in powers."""
+    for (few, at_few), (many, at_many) in itertools.pairwise(known):
+        if few <= streams <= many and many > few:
+            share = math.log(streams / few) / math.log(many / few)
+            return float(at_few ** (1 - share) * at_many**share)
+    return known[-1][1]
 
 
 def assumed_network(hosts: int, per_host: int, rate_bps: int, backend: str = "nccl") -> Network:

@@ -47,8 +47,10 @@ _FAST_S = 0.1
 """Links that carry 32 MB in less are swept with larger sizes, too."""
 _TINY = 4_000
 _SMALL = (4_000, 16_000)
-_USUALLY_IN_FLIGHT = {"gloo": 2, "nccl": 1}
-"""gloo gives a group two threads; NCCL works on one stream."""
+_USUALLY_IN_FLIGHT = 2
+"""gloo gives a group two threads."""
+_CROWDED = 1.05
+"""Less is noise."""
 _SURPRISE = 0.2
 """How much nearer (as a logarithm) another number must be to be believed: the possibilities lie close together."""
 
@@ -317,7 +319,7 @@ class _Prober:
                 numel = _whole(size, dist.get_world_size())
                 one = self._issue(self._streams[0], kind, numel)
                 entries.append(_Entry(("streams", kind, numel, 1), one))
-                for streams in STREAMS if size in _SMALL else (2,):
+                for streams in STREAMS if kind == "all_reduce" else (2,):
                     calls = [self._issue(self._streams[i], kind, numel, i) for i in range(streams)]
                     entries.append(_Entry(("streams", kind, numel, streams), _together(calls)))
                 if size in _SMALL:
@@ -426,7 +428,8 @@ class _Prober:
                     wire.sent_bytes(kind, int(key[2]), _ITEM, level.ranks, self._backend): times
                     for key, times in self._samples.seconds.items()
                     if key[:2] == (level.name, kind)
-                }
+                },
+                bursts=burst_bytes > 0,
             )
             for level in levels
             for kind in self._kinds
@@ -439,7 +442,7 @@ class _Prober:
             links=(),
             collectives=(),
             in_flight=self._in_flight(),
-            overlap=self._overlap(),
+            overlap=self._overlap(fits[WORLD, "all_reduce"]),
             startups=tuple(Startup(ranks=n, seconds=self._samples.median("startup", n)) for n in startups),
             matrix_bytes_per_s=tuple(tuple(row) for row in matrix),
             one_machine=len(self._boots) == 1 and hosts > 1,
@@ -528,21 +531,42 @@ class _Prober:
     def _large_numel(self) -> int:
         return _whole(self._large(), dist.get_world_size())
 
-    def _overlap(self) -> tuple[Overlap, ...]:
+    def _overlap(self, found: Fit) -> tuple[Overlap, ...]:
         return tuple(
-            Overlap(streams=streams, slowdown=min(float(streams), max(1.0, self._times_longer("streams", streams))))
+            Overlap(streams=streams, slowdown=self._slowdown(streams), crowding=self._crowding(streams, found))
             for streams in STREAMS
         )
 
+    def _slowdown(self, streams: int) -> float:
+        return min(float(streams), max(1.0, self._times_longer("streams", streams)))
+
+    def _crowding(self, streams: int, found: Fit) -> float:
+        """What the second and further large all-reduces add, over what their bytes alone would. More streams do not
+        crowd less: the least of what so many and more of them show."""
+        numel = self._large_numel()
+        sent = wire.sent_bytes("all_reduce", numel, _ITEM, dist.get_world_size(), self._backend)
+        alone_s = self._samples.median("streams", "all_reduce", numel, 1)
+        seen = [
+            (self._samples.median("streams", "all_reduce", numel, count) - alone_s)
+            / max(1e-9, (count - 1) * found.lines.late_s_per_byte * sent)
+            for count in STREAMS
+            if count >= streams
+        ]
+        return min(seen) if min(seen) > _CROWDED else 1.0
+
     def _in_flight(self) -> int:
-        """Of the possibilities, the one whose time is nearest to what four tiny ones took on one group."""
-        slower = {entry.streams: entry.slowdown for entry in self._overlap()}
+        """Of the possibilities, the one whose time is nearest to what four tiny ones took on one group.
+
+        NCCL's are kernels on one stream: however short the queue makes their start-ups, they follow each other.
+        """
+        if self._backend == "nccl":
+            return 1
+        slower = {streams: self._slowdown(streams) for streams in STREAMS}
         expected = {1: 4.0, 2: 2 * slower[2], 4: slower[4]}
         took = self._times_longer("in flight", 4)
-        usual = _USUALLY_IN_FLIGHT.get(self._backend, 1)
 
         def surprise(count: int) -> float:
-            return abs(math.log(expected[count] / took)) + (0.0 if count == usual else _SURPRISE)
+            return abs(math.log(expected[count] / took)) + (0.0 if count == _USUALLY_IN_FLIGHT else _SURPRISE)
 
         return min(expected, key=surprise)
 

@@ -203,7 +203,7 @@ def _iteration(case: _Case) -> tuple[float, Timeline]:
         stages = _stages(network, phases, own_s)
         buckets.append(Bucket(str(index), ready_s[index], index % schedule.lanes, stages))
     in_flight = 1 if schedule.exchange.waits else network.in_flight
-    timeline = simulate(buckets, _capacities(network), in_flight, network.slowdown)
+    timeline = simulate(buckets, _capacities(network), in_flight, network.slowdown, network.crowding)
     end_s = thread_s
     for index, places in enumerate(schedule.buckets):
         nbytes = sum(profile.gradients[place].bytes for place in places)

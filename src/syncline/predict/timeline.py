@@ -6,7 +6,8 @@ start-ups and processors allow, and never faster than its share of the links it 
 more of a full link than another who wants more, and what one cannot use goes to the others. A link that has rested has
 credit: so many bytes pass before its rate counts.
 
-Collectives that run at the same time slow each other's start-ups down; by how much was measured (`Network.overlap`).
+Collectives that run at the same time slow each other's start-ups down, and may get less out of a link together than one
+after the other; by how much was measured (`Network.overlap`).
 
 Only busiest links are simulated, one of each kind, so the time this takes does not depend on the number of ranks.
 """
@@ -127,9 +128,13 @@ def simulate(
     links: Mapping[str, Capacity],
     in_flight: int = 1,
     slowdown: Callable[[int], float] = lambda streams: 1.0,
+    crowding: Callable[[int], float] = lambda streams: 1.0,
 ) -> Timeline:
-    """Runs `buckets`, each lane in the order they are given, and tells when each stage started and ended."""
-    return _Simulation(buckets, links, in_flight, slowdown).run()
+    """Runs `buckets`, each lane in the order they are given, and tells when each stage started and ended.
+
+    `slowdown` and `crowding`: how much longer start-ups and bytes take while so many collectives run.
+    """
+    return _Simulation(buckets, links, in_flight, slowdown, crowding).run()
 
 
 class _Simulation:
@@ -139,12 +144,13 @@ class _Simulation:
         links: Mapping[str, Capacity],
         in_flight: int,
         slowdown: Callable[[int], float],
+        crowding: Callable[[int], float],
     ) -> None:
         self._queues: dict[int, list[Bucket]] = {}
         for bucket in reversed(buckets):
             self._queues.setdefault(bucket.lane, []).append(bucket)
         self._links = {name: _LinkState(capacity) for name, capacity in links.items()}
-        self._in_flight, self._slowdown = in_flight, slowdown
+        self._in_flight, self._slowdown, self._crowding = in_flight, slowdown, crowding
         self._now_s = 0.0
         self._active: list[_Active] = []
         self._spans: list[Span] = []
@@ -194,7 +200,8 @@ class _Simulation:
 
     def _share_links(self, flowing: list[tuple[_Active, Collective, float]]) -> None:
         """Max-min: raise everyone's part of the fullest link alike, and fix those who can take no more."""
-        left = {name: state.offered_bytes_per_s for name, state in self._links.items()}
+        crowding = self._crowding(max(1, len(flowing)))
+        left = {name: state.offered_bytes_per_s / crowding for name, state in self._links.items()}
         open_flows = list(flowing)
         while open_flows:
             # Each link offers equal parts to the flows that are still open; a flow takes its worst offer.
@@ -211,7 +218,7 @@ class _Simulation:
                         left[name] = max(0.0, left[name] - one.speed * load)
             open_flows = [flow for place, flow in enumerate(open_flows) if place not in fixed]
         for name, state in self._links.items():
-            state.used_bytes_per_s = sum(
+            state.used_bytes_per_s = crowding * sum(
                 one.speed * stage.load_bytes.get(name, 0.0) for one, stage, _ in flowing if math.isfinite(one.speed)
             )
 
