@@ -14,6 +14,10 @@ from syncline.errors import (
     UsageError,
 )
 from syncline.exchange import Dense, Exchange
+from syncline.measure.backward import measure_backward
+from syncline.measure.network import Network
+from syncline.measure.profile import Profile
+from syncline.measure.watch import watch_backward
 
 __all__ = [
     "BucketTiming",
@@ -23,9 +27,13 @@ __all__ = [
     "ExchangeError",
     "Handle",
     "MismatchError",
+    "Network",
+    "Profile",
     "Stats",
     "SynclineError",
     "UsageError",
     "__version__",
     "attach",
+    "measure_backward",
+    "watch_backward",
 ]

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import nnls
 
 Floats = NDArray[np.float64]
 Samples = Mapping[int, Sequence[float]]
@@ -108,6 +107,8 @@ def fit_lines(sizes: Floats, seconds: Floats, precision: Floats | None = None, b
 
 def _fitted(sizes: Floats, seconds: Floats, precision: Floats, breakpoint: float | None) -> tuple[Lines, float]:
     """The lines, and the sum of squared errors, each in units of its size's precision."""
+    from scipy.optimize import nnls  # here, because commands that do not fit need not wait for its import
+
     columns = [np.ones_like(sizes), sizes]
     if breakpoint is not None:
         columns = [np.ones_like(sizes), np.minimum(sizes, breakpoint), np.maximum(sizes - breakpoint, 0.0)]

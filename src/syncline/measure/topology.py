@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from scipy.cluster.hierarchy import fcluster, linkage
-from scipy.spatial.distance import squareform
 
 _SLOWER = 1.3
 """Hosts whose traffic is slower than this between groups than inside them are in different racks."""
@@ -34,6 +32,10 @@ def number(identities: Sequence[str]) -> tuple[int, ...]:
 
 def racks(matrix_bytes_per_s: Sequence[Sequence[float]]) -> tuple[int, ...]:
     """Groups of hosts that reach each other faster than the rest; all in one where there are no such groups."""
+    # Here, because half a second of importing is more than commands that do not probe should pay.
+    from scipy.cluster.hierarchy import fcluster, linkage
+    from scipy.spatial.distance import squareform
+
     rates = np.asarray(matrix_bytes_per_s, dtype=float)
     hosts = len(rates)
     if hosts < 3:
