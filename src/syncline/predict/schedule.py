@@ -69,9 +69,11 @@ class Schedule:
         name, *options = text.split(",")
         given: dict[str, float] = {}
         for option in options:
-            match = re.fullmatch(r"(lanes|bucket_mb)=(\d+(?:\.\d+)?)", option.strip())
+            match = re.fullmatch(r"(lanes|bucket_mb)=(\d{1,9}(?:\.\d{1,9})?)", option.strip())
             if match is None:
                 raise UsageError(f"plan {text!r}: write it like ddp, dense,lanes=4 or bf16,bucket_mb=5")
+            if match[1] in given:
+                raise UsageError(f"plan {text!r}: {match[1]} is given twice")
             given[match[1]] = float(match[2])
         lanes = given.get("lanes", 1.0)
         if lanes != int(lanes):
