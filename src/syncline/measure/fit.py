@@ -95,7 +95,7 @@ def fit_lines(sizes: Floats, seconds: Floats, precision: Floats | None = None, b
     """
     precision = np.full_like(sizes, _PRECISION) if precision is None else precision
     one, one_misfit = best, misfit = _fitted(sizes, seconds, precision, None)
-    if len(sizes) < 5:
+    if len(sizes) < 5 or one_misfit <= (len(sizes) if better < 1 else 1e-6):  # it fits as well as the sizes repeat
         return one
     for left, right in itertools.pairwise(sizes[1:-1]):
         for share in (0.0, 1 / 3, 2 / 3):
