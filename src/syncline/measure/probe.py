@@ -45,6 +45,8 @@ _ALL_REDUCE_WEIGHT = 3.0
 """It is what most exchanges use, and what links and start-ups are known from."""
 _FAST_S = 0.1
 """Links that carry 32 MB in less are swept with larger sizes, too."""
+_LEAST_S_PER_BYTE = 1e-15
+"""Where so few bytes were measured that they seem to cost nothing."""
 _TINY = 4_000
 _SMALL = (4_000, 16_000)
 _USUALLY_IN_FLIGHT = 2
@@ -101,6 +103,10 @@ def probe(*, budget_s: float = 45.0, kinds: Sequence[str] = wire.KINDS, on_progr
         raise UsageError("probe needs at least two ranks: there is no link to measure with one")
     if not budget_s > 0:
         raise UsageError(f"the budget is {budget_s:g} s: probing needs some time")
+    if unknown := [kind for kind in kinds if kind not in wire.KINDS]:
+        raise UsageError(f"no collective is called {unknown[0]}; known: {', '.join(wire.KINDS)}")
+    if "all_reduce" not in kinds:
+        raise UsageError("probe needs all_reduce among its kinds: it is what links and start-ups are known from")
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(120.0, 4 * budget_s)))
     try:
         return _Prober(control, budget_s, tuple(kinds), on_progress).network()
@@ -265,6 +271,9 @@ class _Prober:
         return self._buffers[place][:numel]
 
     def _issue(self, comm: GroupComm | None, kind: str, numel: int, place: int = 0) -> Issue:
+        if comm is not None:
+            numel -= numel % comm.size  # on the smaller of unequal hosts, parts are a little smaller
+
         def start() -> Sequence[Work]:
             if comm is None:
                 return ()
@@ -299,7 +308,7 @@ class _Prober:
         before = (0.0, 0.0)
         for size in (*sizes, *_FAST_SIZES):
             numel = _whole(size, level.ranks)
-            if before[0] and before[1] * size / before[0] > (longest_s if size in sizes else _FAST_S * 4):
+            if before[0] and before[1] * size / before[0] > (longest_s if size in sizes else min(longest_s, 4 * _FAST_S)):
                 break
             issue = self._issue(level.comm, kind, numel)
             weight = _ALL_REDUCE_WEIGHT if kind == "all_reduce" else 1.0
@@ -627,13 +636,15 @@ def _links(network: Network, fits: dict[tuple[str, str], Fit], burst_bytes: floa
 
 
 def _link(name: str, found: Fit, crossing: float, burst_bytes: float) -> Link:
-    slope = found.late_s_per_byte
-    rate = crossing / slope.value
+    slow, typical, fast = (
+        crossing / max(s_per_byte, _LEAST_S_PER_BYTE)
+        for s_per_byte in (found.late_s_per_byte.high, found.late_s_per_byte.value, found.late_s_per_byte.low)
+    )
     return Link(
         name=name,
-        bytes_per_s=rate,
-        low_bytes_per_s=crossing / slope.high,
-        high_bytes_per_s=crossing / max(slope.low, 1e-15),
+        bytes_per_s=typical,
+        low_bytes_per_s=slow,
+        high_bytes_per_s=fast,
         burst_bytes=burst_bytes,
     )
 
