@@ -55,6 +55,8 @@ def probe_command(
                     network = probe(budget_s=budget, on_progress=lambda done, of: on_progress(round(done), round(of)))
             else:
                 spec = options.cluster_spec(hosts, per_host, rate, racks, trunk_rate, rank_order, device)
+                if spec.world_size < 2:
+                    raise UsageError("probe needs at least two ranks: there is no link to measure with one")
                 screen.say_if_not_shaped()
                 network = probe_emulated(spec, budget, on_progress)
         if first:

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline.engine.comm import GroupComm, gather_bytes, group_device
-from syncline.errors import UsageError
+from syncline.errors import SynclineError, UsageError
 from syncline.exchange import Counter, Work, wire
 from syncline.measure import topology
 from syncline.measure.fit import Fit, fit
@@ -110,6 +110,11 @@ def probe(*, budget_s: float = 45.0, kinds: Sequence[str] = wire.KINDS, on_progr
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(120.0, 4 * budget_s)))
     try:
         return _Prober(control, budget_s, tuple(kinds), on_progress).network()
+    except RuntimeError as error:
+        if isinstance(error, SynclineError | torch.cuda.OutOfMemoryError):
+            raise
+        reason = str(error).splitlines()[0].partition(" This is typically")[0]
+        raise SynclineError(f"a collective failed while probing; has another rank ended? {reason}") from error
     finally:
         dist.destroy_process_group(control)
 
@@ -308,7 +313,8 @@ class _Prober:
         before = (0.0, 0.0)
         for size in (*sizes, *_FAST_SIZES):
             numel = _whole(size, level.ranks)
-            if before[0] and before[1] * size / before[0] > (longest_s if size in sizes else min(longest_s, 4 * _FAST_S)):
+            most_s = longest_s if size in sizes else min(longest_s, 4 * _FAST_S)
+            if before[0] and before[1] * size / before[0] > most_s:
                 break
             issue = self._issue(level.comm, kind, numel)
             weight = _ALL_REDUCE_WEIGHT if kind == "all_reduce" else 1.0

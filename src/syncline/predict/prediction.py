@@ -155,10 +155,7 @@ def _losses(case: _Case, iteration_s: float, typical_s: float) -> Losses:
     # Without a cause a step can be longer: gradients one by one are padded one by one. It then was no loss.
     times = list(itertools.accumulate([iteration_s, *(_iteration(step)[0] for _, step in ladder)], min))
     times = [*(max(typical_s, time_s) for time_s in times[:-1]), typical_s]
-    lost = {
-        name: before - after
-        for (name, _), (before, after) in zip(ladder, itertools.pairwise(times), strict=True)
-    }
+    lost = {name: before - after for (name, _), (before, after) in zip(ladder, itertools.pairwise(times), strict=True)}
     return Losses(
         startups_s=lost["startups"],
         links_s={name: lost[name] for name in busiest_last},
