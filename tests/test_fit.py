@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -91,9 +92,9 @@ def test_another_protocol_makes_two_pieces_the_other_way_round(seed: int) -> Non
 @pytest.mark.parametrize("truth", [line, bursting, switching])
 def test_the_pieces_meet(truth: Callable[[float], float]) -> None:
     lines = fit(samples(truth)).lines
-    if lines.breakpoint is not None:
-        early = lines.intercept_s + lines.s_per_byte * lines.breakpoint
-        assert lines.seconds(lines.breakpoint) == pytest.approx(early)
+    for before, after in itertools.pairwise(lines.pieces):
+        early = before.intercept_s + before.s_per_byte * after.from_bytes
+        assert lines.seconds(after.from_bytes) == pytest.approx(early)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from syncline.cluster import Rank
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, wire
 from syncline.measure.backward import measure_backward
-from syncline.measure.network import Collective, Link, Network, Overlap
+from syncline.measure.network import Collective, Link, Network, Overlap, Switch
 from syncline.measure.profile import (
     BUFFER_ITEM_BYTES,
     ITEM_BYTES,
@@ -303,10 +303,16 @@ def test_a_collective_alone_takes_the_longer_of_the_networks_two_lines(kind: str
     assert solo_s(network, kind, elements, 4) == pytest.approx(expected_s)
 
 
-def test_beyond_its_breakpoint_a_dearer_start_may_have_cheaper_bytes() -> None:
+def test_beyond_a_switch_a_dearer_start_may_have_cheaper_bytes() -> None:
     base = made_up.network(mbit=8000.0)
+    switch = Switch(from_bytes=1_000_000, startup_s=0.003, own_s_per_byte=0.0)
     switched = msgspec.structs.replace(
-        base.collectives[0], startup_s=0.001, serial_s=0.003, startup_high_s=0.003, breakpoint_bytes=1_000_000
+        base.collectives[0],
+        startup_s=0.001,
+        startup_high_s=0.003,
+        own_s_per_byte=0.0,
+        serial_s=0.003,
+        switches=(switch,),
     )
     network = msgspec.structs.replace(base, collectives=(switched,))
     below, above = (solo_s(network, "all_reduce", elements, 4) for elements in (100_000, 400_000))

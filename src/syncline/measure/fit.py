@@ -21,7 +21,7 @@ Samples = Mapping[int, Sequence[float]]
 """By bytes: the seconds that each repetition took."""
 
 CONFIDENCE = 0.9
-_PASSES = 8
+_PASSES = 6
 _HUBER = 1.345
 _BETTER = 0.6
 """A second piece must leave less than this share of the squared error, or it describes noise."""
@@ -33,21 +33,46 @@ _UNKNOWN_PRECISION = 0.05
 
 
 @dataclass(frozen=True)
-class Lines:
-    """Seconds over bytes: one line, or two that meet at `breakpoint`."""
+class Line:
+    """Seconds from so many bytes on."""
 
+    from_bytes: float
     intercept_s: float
     s_per_byte: float
-    late_intercept_s: float
-    late_s_per_byte: float
-    breakpoint: float | None
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Seconds over bytes: one line, or up to three that meet where the next begins."""
+
+    pieces: tuple[Line, ...]
     residual: float
     """Root mean square of relative errors."""
 
+    @property
+    def intercept_s(self) -> float:
+        return self.pieces[0].intercept_s
+
+    @property
+    def s_per_byte(self) -> float:
+        return self.pieces[0].s_per_byte
+
+    @property
+    def late_intercept_s(self) -> float:
+        return self.pieces[-1].intercept_s
+
+    @property
+    def late_s_per_byte(self) -> float:
+        return self.pieces[-1].s_per_byte
+
+    @property
+    def breakpoint(self) -> float | None:
+        """Where the last piece begins, if there are several."""
+        return self.pieces[-1].from_bytes if len(self.pieces) > 1 else None
+
     def seconds(self, nbytes: float) -> float:
-        if self.breakpoint is None or nbytes < self.breakpoint:
-            return self.intercept_s + self.s_per_byte * nbytes
-        return self.late_intercept_s + self.late_s_per_byte * nbytes
+        piece = next(piece for piece in reversed(self.pieces) if nbytes >= piece.from_bytes)
+        return piece.intercept_s + piece.s_per_byte * nbytes
 
 
 @dataclass(frozen=True)
@@ -73,12 +98,13 @@ def fit(samples: Samples, *, bursts: bool = False) -> Fit:
     medians = np.array([statistics.median(samples[int(size)]) for size in sizes])
     precision = np.array([_precision(samples[int(size)]) for size in sizes])
     lines = fit_lines(sizes, medians, precision, better=1.0 if bursts else _BETTER)
+    breaks = tuple(piece.from_bytes for piece in lines.pieces[1:])
     draw = np.random.default_rng(0)
     starts, slopes = [], []
     repeats = [np.asarray(samples[int(size)], dtype=float) for size in sizes]
     for _ in range(_RESAMPLES):
         again = np.array([np.median(draw.choice(times, len(times))) for times in repeats])
-        one, _ = _fitted(sizes, again, precision, lines.breakpoint)
+        one, _ = _fitted(sizes, again, precision, breaks)
         starts.append(one.intercept_s)
         slopes.append(one.late_s_per_byte)
     return Fit(
@@ -89,29 +115,63 @@ def fit(samples: Samples, *, bursts: bool = False) -> Fit:
 
 
 def fit_lines(sizes: Floats, seconds: Floats, precision: Floats | None = None, better: float = _BETTER) -> Lines:
-    """One line, or two where that leaves less than `better` of the squared error and both have sizes enough.
+    """As few lines as will do: a second must leave less than `better` of the squared error, a third less than `_BETTER`
+    of what two leave, and each needs sizes enough.
 
     `precision` is relative, of each size.
     """
     precision = np.full_like(sizes, _PRECISION) if precision is None else precision
-    one, one_misfit = best, misfit = _fitted(sizes, seconds, precision, None)
-    if len(sizes) < 5 or one_misfit <= (len(sizes) if better < 1 else 1e-6):  # it fits as well as the sizes repeat
-        return one
-    for left, right in itertools.pairwise(sizes[1:-1]):
-        for share in (0.0, 1 / 3, 2 / 3):
-            two, two_misfit = _fitted(sizes, seconds, precision, float(left ** (1 - share) * right**share))
-            if two_misfit < misfit:
-                best, misfit = two, two_misfit
-    return best if misfit < better * one_misfit else one
+    places = _between(sizes)
+    best, misfit = _fitted(sizes, seconds, precision, ())
+    good_enough = len(sizes) if better < 1 else 1e-6  # it fits as well as the sizes repeat
+    for pieces, enough, share in ((2, good_enough, better), (3, len(sizes), _BETTER)):
+        if len(sizes) < 2 * pieces + 1 or misfit <= enough:
+            break
+        coarse = [breaks for breaks in itertools.combinations(places, pieces - 1) if _populated(sizes, breaks)]
+        tried = [(_fitted(sizes, seconds, precision, breaks)[1], breaks) for breaks in coarse]
+        if not tried:
+            break
+        candidate, least = _refined(sizes, seconds, precision, min(tried)[1])
+        if least < share * misfit:  # if not, three may still do what two cannot
+            best, misfit = candidate, least
+    return best
 
 
-def _fitted(sizes: Floats, seconds: Floats, precision: Floats, breakpoint: float | None) -> tuple[Lines, float]:
+def _refined(sizes: Floats, seconds: Floats, precision: Floats, breaks: tuple[float, ...]) -> tuple[Lines, float]:
+    """The same pieces, which now may meet anywhere near."""
+    best = _fitted(sizes, seconds, precision, breaks)
+    for reach in (1.3, 1.08):
+        for place in range(len(breaks)):
+            for factor in (reach**-1, reach**-0.5, reach**0.5, reach):
+                moved = (*breaks[:place], breaks[place] * factor, *breaks[place + 1 :])
+                if sorted(moved) == list(moved) and _populated(sizes, moved):
+                    found = _fitted(sizes, seconds, precision, moved)
+                    if found[1] < best[1]:
+                        best = found
+            breaks = tuple(piece.from_bytes for piece in best[0].pieces[1:])
+    return best
+
+
+def _between(sizes: Floats) -> list[float]:
+    """Where lines may meet: at sizes and halfway, as they are spaced in powers."""
+    inner = sizes[1:-1]
+    halves = [float((left * right) ** 0.5) for left, right in itertools.pairwise(inner)]
+    return sorted([*map(float, inner[:-1]), *halves])
+
+
+def _populated(sizes: Floats, breaks: tuple[float, ...]) -> bool:
+    """Whether every piece has two sizes to lie on."""
+    counts = np.bincount(np.searchsorted(np.array(breaks), sizes, side="right"), minlength=len(breaks) + 1)
+    return bool(counts.min() >= 2)
+
+
+def _fitted(sizes: Floats, seconds: Floats, precision: Floats, breaks: tuple[float, ...]) -> tuple[Lines, float]:
     """The lines, and the sum of squared errors, each in units of its size's precision."""
     from scipy.optimize import nnls  # here, because commands that do not fit need not wait for its import
 
-    columns = [np.ones_like(sizes), sizes]
-    if breakpoint is not None:
-        columns = [np.ones_like(sizes), np.minimum(sizes, breakpoint), np.maximum(sizes - breakpoint, 0.0)]
+    edges = (0.0, *breaks, np.inf)
+    columns = [np.ones_like(sizes)]
+    columns += [np.clip(sizes - start, 0.0, end - start) for start, end in itertools.pairwise(edges)]
     basis = np.stack(columns, axis=1) / seconds[:, None]
     scale = np.maximum(np.abs(basis).max(axis=0), 1e-300)  # bytes and seconds are many orders of magnitude apart
     trust = np.ones_like(sizes)
@@ -124,12 +184,12 @@ def _fitted(sizes: Floats, seconds: Floats, precision: Floats, breakpoint: float
         surprise = np.abs(errors) / precision
         typical = max(1.4826 * float(np.median(surprise)), 1.0)
         trust = np.minimum(1.0, _HUBER * typical / np.maximum(surprise, 1e-12))
-    residual = float(np.sqrt(np.mean(np.minimum(errors**2, 1.0))))
     misfit = float(np.sum(np.minimum((errors / precision) ** 2, 100.0)))
-    if breakpoint is None:
-        return Lines(float(parts[0]), float(parts[1]), float(parts[0]), float(parts[1]), None, residual), misfit
-    intercept, slope, late = (float(part) for part in parts)
-    return Lines(intercept, slope, intercept + (slope - late) * breakpoint, late, breakpoint, residual), misfit
+    pieces = [Line(0.0, float(parts[0]), float(parts[1]))]
+    for start, slope in zip(breaks, parts[2:], strict=True):
+        before = pieces[-1]
+        pieces.append(Line(start, before.intercept_s + (before.s_per_byte - float(slope)) * start, float(slope)))
+    return Lines(tuple(pieces), float(np.sqrt(np.mean(np.minimum(errors**2, 1.0))))), misfit
 
 
 def _precision(times: Sequence[float]) -> float:

@@ -4,12 +4,12 @@ The model of one collective, alone, from a standing start, is two lines:
 
     seconds = max(startup_s + own_s_per_byte · sent,   serial_s + (uplink bytes · load − burst) / link rate)
 
-The first is what latency, software and processors allow however fast the links are; the second is the slowest link it
-crosses. Start-ups are spread over a collective's many messages, so they hide behind a link that is busy anyway: only
-`serial_s` of them never does. `sent` are the bytes of the busiest rank. Several collectives share a link max-min, and
-slow each other's start-ups down by `overlap`, which is measured, too.
+The first is what latency, software and processors allow however fast the links are, and may change where protocols
+switch; the second is the slowest link it crosses. Start-ups are spread over a collective's many messages, so they hide
+behind a link that is busy anyway: only `serial_s` of them never does. `sent` are the bytes of the busiest rank. Several
+collectives share a link max-min, and slow each other's start-ups down by `overlap`, which is measured, too.
 
-Nothing here needs torch: a network that was probed on a cluster can be studied on a laptop.
+Nothing here needs a cluster: a network that was probed on one can be studied on a laptop.
 """
 
 from __future__ import annotations
@@ -95,6 +95,18 @@ class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             _check(self, field)
 
 
+class Switch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """From so many sent bytes on, another protocol: dearer to start, cheaper per byte."""
+
+    from_bytes: int
+    startup_s: float
+    own_s_per_byte: float
+
+    def __post_init__(self) -> None:
+        for field in ("from_bytes", "startup_s", "own_s_per_byte"):
+            _check(self, field)
+
+
 class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one kind of collective costs among the ranks of one level."""
 
@@ -114,7 +126,33 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Root mean square of the fit's relative errors."""
     breakpoint_bytes: int | None = None
     """Sent bytes from which the link, not the start-up, decides; null where one line fits all sizes."""
+    switches: tuple[Switch, ...] = ()
+    """Where start-up and own time change; by `from_bytes`."""
     points: tuple[Point, ...] = ()
+
+    def least_s(self, sent_bytes: float) -> float:
+        """What it takes alone, on links of any speed."""
+        line: Collective | Switch = self
+        for switch in self.switches:
+            if sent_bytes >= switch.from_bytes:
+                line = switch
+        return line.startup_s + line.own_s_per_byte * sent_bytes
+
+    def scaled(self, low: float, expected: float, high: float) -> Collective:
+        """With start-ups that take so many times as long."""
+        return msgspec.structs.replace(
+            self,
+            startup_s=self.startup_s * expected,
+            startup_low_s=self.startup_low_s * low,
+            startup_high_s=self.startup_high_s * high,
+            serial_s=self.serial_s * expected,
+            switches=tuple(msgspec.structs.replace(one, startup_s=one.startup_s * expected) for one in self.switches),
+        )
+
+    def without_software(self) -> Collective:
+        """What if bytes cost nothing but their time on links."""
+        free = tuple(msgspec.structs.replace(one, own_s_per_byte=0.0) for one in self.switches)
+        return msgspec.structs.replace(self, own_s_per_byte=0.0, switches=free)
 
     def __post_init__(self) -> None:
         if self.kind not in wire.KINDS:
@@ -128,6 +166,8 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         _check(self, "load", positive=True)
         if self.breakpoint_bytes is not None:
             _check_whole(self, "breakpoint_bytes", least=0)
+        if any(before.from_bytes >= after.from_bytes for before, after in itertools.pairwise(self.switches)):
+            raise ValueError("switches: must stand in the order of from_bytes, each once")
 
 
 class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -217,12 +257,8 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise UsageError(f"the network has no figures for {kind} at level {level}: probe it again")
         factor = wire.hops(kind, base.ranks, self.backend) / wire.hops("all_reduce", base.ranks, self.backend)
         return msgspec.structs.replace(
-            base,
+            base.scaled(factor, factor, factor),
             kind=kind,
-            startup_s=base.startup_s * factor,
-            startup_low_s=base.startup_low_s * factor,
-            startup_high_s=base.startup_high_s * factor,
-            serial_s=base.serial_s * factor,
             points=(),
         )
 
@@ -317,10 +353,9 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """What if start-ups, software, or one kind of link cost nothing: for telling what a step loses to them."""
         collectives, links = self.collectives, self.links
         if startups:
-            free = {"startup_s": 0.0, "startup_low_s": 0.0, "startup_high_s": 0.0, "serial_s": 0.0}
-            collectives = tuple(msgspec.structs.replace(entry, **free) for entry in collectives)
+            collectives = tuple(entry.scaled(0.0, 0.0, 0.0) for entry in collectives)
         if software:
-            collectives = tuple(msgspec.structs.replace(entry, own_s_per_byte=0.0) for entry in collectives)
+            collectives = tuple(entry.without_software() for entry in collectives)
         if link is not None:
             links = tuple(one for one in links if one.name != link)
         return msgspec.structs.replace(self, collectives=collectives, links=links)
@@ -330,11 +365,9 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return msgspec.structs.replace(
             self,
             collectives=tuple(
-                msgspec.structs.replace(
-                    entry,
-                    startup_s=(end := entry.startup_high_s if high else entry.startup_low_s),
-                    serial_s=min(entry.serial_s, end),
-                )
+                entry.scaled(*[(entry.startup_high_s if high else entry.startup_low_s) / entry.startup_s] * 3)
+                if entry.startup_s
+                else entry
                 for entry in self.collectives
             ),
             links=tuple(
@@ -375,12 +408,8 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             return entry
         low, expected, high = self._startup_growth(entry.kind, entry.ranks, ranks, same_machine)
         return msgspec.structs.replace(
-            entry,
+            entry.scaled(low, expected, high),
             ranks=ranks,
-            startup_s=entry.startup_s * expected,
-            startup_low_s=entry.startup_low_s * low,
-            startup_high_s=entry.startup_high_s * high,
-            serial_s=entry.serial_s * expected,
             breakpoint_bytes=None,
             points=(),
         )

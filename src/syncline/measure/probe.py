@@ -12,6 +12,7 @@ All ranks call `probe` together. Control messages go over a gloo group of their 
 from __future__ import annotations
 
 import datetime
+import itertools
 import math
 import random
 import statistics
@@ -31,8 +32,8 @@ from syncline.engine.comm import GroupComm, gather_bytes, group_device
 from syncline.errors import SynclineError, UsageError
 from syncline.exchange import Counter, Work, wire
 from syncline.measure import topology
-from syncline.measure.fit import Fit, fit
-from syncline.measure.network import WORLD, Collective, Link, Network, Overlap, Point, Startup
+from syncline.measure.fit import Fit, Lines, fit
+from syncline.measure.network import WORLD, Collective, Link, Network, Overlap, Point, Startup, Switch
 from syncline.measure.steps import describe_hardware
 
 REST_S = 0.015
@@ -487,14 +488,13 @@ class _Prober:
         # Where two at once get more through than one, one is held back by something other than the link.
         capped = late < 0.9 * lines.late_s_per_byte
         load = max(1.0, (late if capped else lines.late_s_per_byte) / link_s_per_byte)
-        own, serial_s = 0.0, lines.intercept_s
+        own, serial_s, switches = 0.0, lines.intercept_s, tuple[Switch, ...]()
         if capped:
             own = lines.late_s_per_byte
         elif lines.breakpoint is not None:
             own = lines.s_per_byte
-            late_start_s = lines.late_intercept_s + link.burst_bytes / link.bytes_per_s
-            concave = lines.late_s_per_byte < lines.s_per_byte
-            serial_s = lines.late_intercept_s if concave else min(max(0.0, late_start_s), lines.intercept_s)
+            serial_s = max(0.0, lines.late_intercept_s + link.burst_bytes / link.bytes_per_s)
+            switches = _switches(lines, serial_s)
         return Collective(
             level=level.name,
             kind=kind,
@@ -507,6 +507,7 @@ class _Prober:
             load=load,
             residual=lines.residual,
             breakpoint_bytes=None if lines.breakpoint is None else round(lines.breakpoint),
+            switches=switches,
             points=self._points(level, kind, found),
         )
 
@@ -639,6 +640,19 @@ def _links(network: Network, fits: dict[tuple[str, str], Fit], burst_bytes: floa
         burst_bytes=burst_bytes,
     )
     return (*links, host, trunk)
+
+
+def _switches(lines: Lines, serial_s: float) -> tuple[Switch, ...]:
+    """What changes between the first line and the last, which is the link's own."""
+    switches = []
+    for piece, after in itertools.pairwise(lines.pieces[1:]):
+        own = piece.s_per_byte if piece.intercept_s >= 0 else lines.seconds(after.from_bytes) / after.from_bytes
+        start = Switch(from_bytes=round(piece.from_bytes), startup_s=max(0.0, piece.intercept_s), own_s_per_byte=own)
+        switches.append(start)
+    last, before = lines.pieces[-1], lines.pieces[-2]
+    if last.s_per_byte < before.s_per_byte:  # the links' line is below what the smaller sizes' would come to
+        switches.append(Switch(from_bytes=round(last.from_bytes), startup_s=serial_s, own_s_per_byte=0.0))
+    return tuple(switches)
 
 
 def _link(name: str, found: Fit, crossing: float, burst_bytes: float) -> Link:

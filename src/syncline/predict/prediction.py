@@ -275,17 +275,14 @@ def _stages(network: Network, phases: tuple[Phase, ...], own_s: float) -> tuple[
 def _flow(network: Network, phase: Phase) -> Collective:
     """The network's two lines, for this many bytes: see `measure.network`."""
     fitted = network.collective(phase.kind, phase.level)
-    least_s = fitted.startup_s + fitted.own_s_per_byte * phase.sent_bytes
-    serial_s = fitted.serial_s
-    if serial_s > fitted.startup_s:  # another protocol from the breakpoint on, with a dearer start and cheaper bytes
-        before = fitted.breakpoint_bytes is not None and phase.sent_bytes < fitted.breakpoint_bytes
-        serial_s, least_s = (fitted.startup_s, least_s) if before else (serial_s, serial_s)
+    least_s = fitted.least_s(phase.sent_bytes)
+    serial_s = min(fitted.serial_s, least_s)
     loads = network.loads(phase.kind, phase.elements, phase.itemsize, phase.level)
     return Collective(
         kind=phase.kind,
         level=phase.level,
         serial_s=serial_s,
-        spread_s=max(0.0, least_s - serial_s),
+        spread_s=least_s - serial_s,
         load_bytes={name: nbytes * fitted.load for name, nbytes in loads.items()},
     )
 
