@@ -22,6 +22,7 @@ from syncline.bench.run import Workload, run_bench
 from syncline.cluster import ClusterSpec, why_not_shaped
 from syncline.errors import UsageError
 from syncline.files import read_json, write_json
+from syncline.measure.network import assumed_network
 from syncline.measure.profile import load_profile
 
 needs_links = pytest.mark.skipif(why_not_shaped() is not None, reason=str(why_not_shaped()))
@@ -29,7 +30,8 @@ needs_links = pytest.mark.skipif(why_not_shaped() is not None, reason=str(why_no
 
 @pytest.fixture(scope="module")
 def result() -> BenchResult:
-    return run_bench(ClusterSpec(hosts=3, rate_bps=1_000_000_000), Workload("mlp", 4), list(METHODS), rounds=3)
+    spec = ClusterSpec(hosts=3, rate_bps=1_000_000_000)
+    return run_bench(spec, Workload("mlp", 4), list(METHODS), rounds=3, probe_s=3.0)
 
 
 def test_there_is_a_row_for_every_method_in_the_order_asked(result: BenchResult) -> None:
@@ -41,6 +43,20 @@ def test_there_is_a_row_for_every_method_in_the_order_asked(result: BenchResult)
 def test_counted_bytes_are_predicted_bytes(result: BenchResult) -> None:
     for row in result.rows:
         assert row.sent_bytes == row.predicted_sent_bytes, row.method
+
+
+def test_every_method_is_predicted_and_none_below_its_computation(result: BenchResult) -> None:
+    predicted = {row.method: row.predicted_ms for row in result.rows}
+    floor = predicted.pop("nosync")
+    assert floor is not None and floor > 0
+    for method, milliseconds in predicted.items():
+        assert milliseconds is not None and milliseconds > 0.9 * floor, method
+
+
+def test_a_network_of_another_size_is_refused_before_anything_runs() -> None:
+    network = assumed_network(4, 1, 1_000_000_000, "gloo")
+    with pytest.raises(UsageError, match="the network is one of 4 ranks, and the bench has 2"):
+        run_bench(ClusterSpec(hosts=2), Workload("mlp", 4), ["ddp"], rounds=1, network=network)
 
 
 @needs_links
@@ -72,7 +88,8 @@ def test_the_file_has_the_documented_keys_and_is_read_back(result: BenchResult, 
 
 def test_a_replayed_profile_takes_at_least_its_recorded_time() -> None:
     profile = load_profile("cnn-cpu")
-    result = run_bench(ClusterSpec(hosts=2), Workload("cnn", 1, profile), ["nosync", "dense"], rounds=2)
+    result = run_bench(ClusterSpec(hosts=2), Workload("cnn", 1, profile), ["nosync", "dense"], rounds=2, probe_s=0)
+    assert [row.predicted_ms for row in result.rows] == [None, None]
     assert result.model.gradient_bytes == profile.gradient_bytes
     for row in result.rows:
         assert row.step_ms >= (profile.forward_s + profile.backward_s) * 1000
