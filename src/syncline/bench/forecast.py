@@ -46,8 +46,8 @@ class Forecast:
         """`hook_s`: what one step of PyTorch's hook computes, from `alone_s`."""
         if prepared.method == "nosync":
             slowest = self.profile.slowest
-            step_s = slowest.step_s if slowest is not None else _step_s(self.profile)
-            return step_s + self.profile.jitter_s
+            always_s = 0.0 if slowest is None else slowest.step_s - _step_s(self.profile)
+            return _step_s(self.profile) + max(always_s, self.profile.jitter_s)
         if prepared.cost is None:
             schedule = Schedule.of(self.profile, prepared.method, bucket_mb=self.bucket_mb)
             return predict(self.profile, self.network, schedule, paced=self.paced).iteration_s

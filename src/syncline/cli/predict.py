@@ -18,6 +18,7 @@ from syncline.predict import Losses, Prediction, Schedule, predict
 from syncline.predict.diagnosis import CAUSES, Diagnosis, Remedy, diagnose, lost_to
 
 MAX_HOSTS = 65_536
+MAX_RANKS = 1 << 20
 _DEFAULT_HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -81,9 +82,15 @@ def predict_command(
         screen.check_writable(json)
         time_scale, size_scale = options.scales(scale)
         model = load_profile(profile).scaled(time=time_scale, bytes=size_scale)
-        counts = _host_counts(hosts, network)
+        measured = None if network is None else _load(network, trunk_rate)
+        counts = _host_counts(hosts, measured)
         rates = [None] if rate is None else [parse_rate(one) for one in rate.split(",")]
-        cluster = _cluster(network, counts[0], per_host, rates[0], trunk_rate)
+        if measured is None:
+            cluster = _assumed(counts, per_host, rates[0], trunk_rate)
+        elif per_host is not None:
+            raise UsageError("--per-host is for links that are assumed: a --network knows its ranks")
+        else:
+            cluster = measured
         schedules = [Schedule.parse(model, text) for text in plan or ["ddp"]]
         here = _moved(cluster, counts[0], rates[0])
         found = diagnose(model, here, schedules[0])
@@ -98,10 +105,11 @@ def predict_command(
         _show(model, here, found, rows)
 
 
-def _host_counts(text: str | None, network: Path | None) -> list[int]:
+def _host_counts(text: str | None, network: Network | None) -> list[int]:
     if text is None:
-        measured = Network.load(network).hosts if network is not None else 4
-        return [measured, *(count for count in _DEFAULT_HOSTS if count != measured)]
+        measured = network.hosts if network is not None else 4
+        others = _DEFAULT_HOSTS if measured > 1 else ()  # one host says nothing of the links between several
+        return [measured, *(count for count in others if count != measured)]
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
@@ -112,18 +120,18 @@ def _host_counts(text: str | None, network: Path | None) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
-def _cluster(
-    path: Path | None, hosts: int, per_host: int | None, rate_bps: int | None, trunk_rate: str | None
-) -> Network:
-    if path is None:
-        if rate_bps is None:
-            raise UsageError("without --network, say at least how fast the hosts' links are: --rate 10gbit")
-        if trunk_rate is not None:
-            raise UsageError("--trunk-rate needs a --network with racks in it")
-        return assumed_network(max(2, hosts), per_host or 1, rate_bps)
+def _assumed(counts: list[int], per_host: int | None, rate_bps: int | None, trunk_rate: str | None) -> Network:
+    if rate_bps is None:
+        raise UsageError("without --network, say at least how fast the hosts' links are: --rate 10gbit")
+    if trunk_rate is not None:
+        raise UsageError("--trunk-rate needs a --network with racks in it")
+    if per_host is not None and per_host * max(counts) > MAX_RANKS:
+        raise UsageError(f"--per-host {per_host}: on {max(counts)} hosts that is more than {MAX_RANKS} ranks")
+    return assumed_network(max(2, counts[0]), per_host or 1, rate_bps)
+
+
+def _load(path: Path, trunk_rate: str | None) -> Network:
     network = Network.load(path)
-    if per_host is not None:
-        raise UsageError("--per-host is for links that are assumed: a --network knows its ranks")
     if not network.collectives or not network.links:
         raise UsageError(f"{path}: holds no measured collectives: probe again")
     if trunk_rate is not None:
@@ -133,7 +141,7 @@ def _cluster(
 
 def _moved(network: Network, hosts: int, rate_bps: int | None) -> Network:
     moved = network.with_hosts(hosts)
-    return moved if rate_bps is None or moved.link("host") is None else moved.with_rate(rate_bps)
+    return moved if rate_bps is None else moved.with_rate(rate_bps)
 
 
 def _result(

@@ -198,7 +198,7 @@ def _show(profile: Profile, output: Path | None) -> None:
     for line in _beside_lines(profile):
         say(line, style="dim")
     if output is None:
-        say("--output FILE keeps this for predict and plan", style="dim")
+        say("--output FILE keeps this for syncline predict", style="dim")
 
 
 def _step_lines(profile: Profile) -> Iterator[str]:

@@ -102,7 +102,7 @@ def predict(profile: Profile, network: Network, schedule: Schedule, *, paced: bo
     case = _Case(profile, network, schedule, paced)
     iteration_s, timeline = _iteration(case)
     spread_s = (0.0, 0.0)
-    typical_s = profile.forward_s + profile.backward_s + profile.update_s
+    typical_s = _typical_s(profile)
     if profile.spread is not None:
         spread_s = (min(0.0, profile.spread.low_s - typical_s), max(0.0, profile.spread.high_s - typical_s))
     low_s, _ = _iteration(dataclasses.replace(case, network=network.bound(high=False)))
@@ -205,15 +205,25 @@ def _iteration(case: _Case) -> tuple[float, Timeline]:
     for index, places in enumerate(schedule.buckets):
         nbytes = sum(profile.gradients[place].bytes for place in places)
         end_s = max(end_s, timeline.end_s[str(index)]) + overheads.copy_out_s_per_byte * nbytes
-    waiting_s = profile.jitter_s if case.straggler and network.ranks > 1 else 0.0
+    waiting_s = _jitter_s(profile) if case.straggler and network.ranks > 1 else 0.0
     return _buffers_s(case) + forward_s + end_s + update_s + waiting_s, timeline
+
+
+def _jitter_s(profile: Profile) -> float:
+    """What each step waits for whoever is late in it, beyond the rank that always is."""
+    always_s = 0.0 if profile.slowest is None else profile.slowest.step_s - _typical_s(profile)
+    return max(0.0, profile.jitter_s - max(0.0, always_s))
+
+
+def _typical_s(profile: Profile) -> float:
+    return profile.forward_s + profile.backward_s + profile.update_s
 
 
 def _pace(case: _Case) -> tuple[float, float, float]:
     """Forward, backward and update of the rank that all wait for."""
     profile = case.profile
     slowest = profile.slowest if case.straggler and case.network.ranks > 1 else None
-    typical_s = profile.forward_s + profile.backward_s + profile.update_s
+    typical_s = _typical_s(profile)
     if slowest is None or slowest.step_s <= typical_s:  # medians of parts may add up to more than any rank's step
         return profile.forward_s, profile.backward_s, profile.update_s
     return slowest.forward_s, slowest.backward_s, slowest.update_s
