@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
 
 from syncline.exchange import wire
-from syncline.measure.network import WORLD, Collective, Link, Network, Overlap, Point, Startup
-from syncline.measure.profile import Gradient, Profile
+from syncline.measure.network import WORLD, Collective, Link, Network, Overlap, Point, Startup, Switch
+from syncline.measure.profile import Gradient, Profile, RankTimes
 
 MBIT = 1e6 / 8
 
@@ -97,12 +100,18 @@ RICH_NETWORK = Network(
     links=(link("local", 8000.0), link("host", 1000.0, burst_bytes=80_000.0), link("rack", 500.0)),
     collectives=(
         collective("all_reduce", 4, 0.002, points=(POINT,)),
-        collective("broadcast", 4, 0.001),
+        msgspec.structs.replace(
+            collective("broadcast", 4, 0.001),
+            switches=(
+                Switch(from_bytes=50_000, startup_s=0.002, own_s_per_byte=1e-11),
+                Switch(from_bytes=500_000, startup_s=0.004, own_s_per_byte=0.0),
+            ),
+        ),
         collective("all_reduce", 2, 0.0002, level="local"),
         collective("all_reduce", 3, 0.0015, level="hosts"),
     ),
     in_flight=2,
-    overlap=(Overlap(streams=2, slowdown=1.25), Overlap(streams=4, slowdown=2.5)),
+    overlap=(Overlap(streams=2, slowdown=1.25), Overlap(streams=4, slowdown=2.5, crowding=1.5)),
     startups=(Startup(ranks=2, seconds=0.0005), Startup(ranks=3, seconds=0.0012)),
     matrix_bytes_per_s=((0.0, 1e8, 5e7), (1e8, 0.0, 5e7), (5e7, 5e7, 0.0)),
     one_machine=True,
@@ -111,3 +120,47 @@ RICH_NETWORK = Network(
     date="2025-01-01T00:00:00+00:00",
 )
 """With everything that a network may leave out."""
+
+
+def with_slow_rank(rank: int, times: float) -> Profile:
+    """Four ranks, one of which takes so many times as long."""
+    even = profile([10_000] * 10)
+    paces = [times if place == rank else 1.0 for place in range(4)]
+    ranks = tuple(
+        RankTimes(
+            rank=place,
+            forward_s=pace * even.forward_s,
+            backward_s=pace * even.backward_s,
+            update_s=pace * even.update_s,
+        )
+        for place, pace in enumerate(paces)
+    )
+    return msgspec.structs.replace(even, ranks=ranks)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, a cluster and a plan that lose their time to one thing."""
+
+    profile: Profile
+    network: Network
+    plan: str
+    culprit: str
+    remedy: str
+    """The name of the best."""
+
+
+CASES = {
+    "400 tiny tensors, one by one": Case(
+        profile([500] * 400), network(startup_s=1e-3), "ddp,bucket_mb=0.001", "startups", "buckets"
+    ),
+    "a slow trunk between two racks": Case(
+        profile([100_000] * 10),
+        network(rack_of_host=(0, 0, 1, 1), mbit=10_000.0, trunk_mbit=200.0),
+        "ddp,bucket_mb=1",
+        "rack",
+        "rack × 10",
+    ),
+    "one slow rank": Case(with_slow_rank(2, 1.5), network(mbit=10_000.0), "ddp", "straggler", "even ranks"),
+    "slow links": Case(profile([100_000] * 10), network(mbit=100.0), "ddp,bucket_mb=1", "host", "host × 10"),
+}

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from made_up import RICH_NETWORK, collective, link, network
+from made_up import RICH_NETWORK, collective, network
+from made_up import link as made_link
 from syncline.errors import UsageError
 from syncline.exchange import wire
 from syncline.files import FileError
@@ -121,6 +122,13 @@ def test_a_network_that_was_used_is_saved_as_it_was(path: Path) -> None:
         (("collectives", 0, "points", 0, "median_s"), -1, r"collectives\[0\]\.points\[0\]\.median_s: must be a number"),
         (("overlap", 0, "slowdown"), 0.9, r"overlap\[0\]\.slowdown: must be between 1 and streams \(2\), not 0\.9"),
         (("overlap", 0, "slowdown"), 2.1, r"overlap\[0\]\.slowdown: must be between 1 and streams"),
+        (("overlap", 0, "crowding"), 0.9, r"overlap\[0\]\.crowding: must be at least 1, not 0\.9"),
+        (("collectives", 1, "switches", 0, "from_bytes"), -1, r"collectives\[1\]\.switches\[0\]\.from_bytes: must be"),
+        (
+            ("collectives", 1, "switches", 0, "from_bytes"),
+            500_000,
+            r"collectives\[1\]\.switches: must stand in the order",
+        ),
         (("overlap", 0, "streams"), 4, r"overlap: 4 streams appears twice"),
         (("overlap", 0, "streams"), 0, r"overlap\[0\]\.streams: must be at least 1"),
         (("startups", 0, "ranks"), 3, r"startups: 3 ranks appears twice"),
@@ -246,7 +254,7 @@ def test_loads_are_what_crosses_each_kind_of_link() -> None:
 
 
 def test_one_hosts_ranks_meet_inside_it() -> None:
-    one = msgspec.structs.replace(network((0, 0, 0)), links=(link("local", 9000.0),))
+    one = msgspec.structs.replace(network((0, 0, 0)), links=(made_link("local", 9000.0),))
     assert one.loads("all_reduce", 900, 4) == {"local": wire.sent_bytes("all_reduce", 900, 4, 3)}
 
 
@@ -315,7 +323,7 @@ def test_a_single_host_of_one_rank_has_no_collectives() -> None:
 
 
 def test_one_host_says_nothing_about_links_between_hosts() -> None:
-    inside = msgspec.structs.replace(network((0, 0)), links=(link("local", 9000.0),))
+    inside = msgspec.structs.replace(network((0, 0)), links=(made_link("local", 9000.0),))
     with pytest.raises(UsageError, match="nothing is known of links between hosts: probe at least two"):
         inside.with_hosts(2)
 
@@ -362,12 +370,29 @@ def test_slowdowns_lie_between_what_was_measured_and_go_on_in_proportion() -> No
     assert network().slowdown(3) == 3.0
 
 
-def test_bounds_are_the_ends_of_the_intervals() -> None:
-    worst, best = RICH_NETWORK.bound(high=True), RICH_NETWORK.bound(high=False)
-    for entry, low, high in zip(RICH_NETWORK.collectives, best.collectives, worst.collectives, strict=True):
-        assert (low.startup_s, high.startup_s) == (entry.startup_low_s, entry.startup_high_s)
-    for one, low, high in zip(RICH_NETWORK.links, best.links, worst.links, strict=True):
-        assert (low.bytes_per_s, high.bytes_per_s) == (one.high_bytes_per_s, one.low_bytes_per_s)
+def test_crowding_lies_between_what_was_measured_and_stays_there() -> None:
+    assert [RICH_NETWORK.crowding(streams) for streams in (1, 2, 4, 64)] == pytest.approx([1.0, 1.0, 1.5, 1.5])
+    assert 1.0 < RICH_NETWORK.crowding(3) < 1.5
+    assert network().crowding(3) == 1.0
+
+
+def test_protocols_change_what_a_collective_takes_from_their_sizes_on() -> None:
+    found = RICH_NETWORK.collective("broadcast")
+    assert found.least_s(49_999) == pytest.approx(0.001 + 1e-10 * 49_999)
+    assert found.least_s(50_000) == pytest.approx(0.002 + 1e-11 * 50_000)
+    assert found.least_s(10**9) == pytest.approx(0.004)
+
+
+@pytest.mark.parametrize("startup_s", [0.002, 0.0])
+def test_bounds_are_the_ends_of_the_intervals(startup_s: float) -> None:
+    first, *others = RICH_NETWORK.collectives
+    first = msgspec.structs.replace(first, startup_s=startup_s, startup_low_s=startup_s / 2, startup_high_s=0.003)
+    one = msgspec.structs.replace(RICH_NETWORK, collectives=(first, *others))
+    worst, best = one.bound(high=True), one.bound(high=False)
+    for entry, low, high in zip(one.collectives, best.collectives, worst.collectives, strict=True):
+        assert (low.startup_s, high.startup_s) == pytest.approx((entry.startup_low_s, entry.startup_high_s))
+    for link, fast, slow in zip(one.links, best.links, worst.links, strict=True):
+        assert (fast.bytes_per_s, slow.bytes_per_s) == (link.high_bytes_per_s, link.low_bytes_per_s)
 
 
 def test_assumed_links_say_that_they_are() -> None:

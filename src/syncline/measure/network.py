@@ -104,7 +104,8 @@ class Switch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     own_s_per_byte: float
 
     def __post_init__(self) -> None:
-        for field in ("from_bytes", "startup_s", "own_s_per_byte"):
+        _check_whole(self, "from_bytes", least=0)
+        for field in ("startup_s", "own_s_per_byte"):
             _check(self, field)
 
 
@@ -366,10 +367,11 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return msgspec.structs.replace(
             self,
             collectives=tuple(
-                entry.scaled(*[(entry.startup_high_s if high else entry.startup_low_s) / entry.startup_s] * 3)
+                entry.scaled(1.0, end / entry.startup_s, 1.0)
                 if entry.startup_s
-                else entry
+                else msgspec.structs.replace(entry, startup_s=end)
                 for entry in self.collectives
+                for end in (entry.startup_high_s if high else entry.startup_low_s,)
             ),
             links=tuple(
                 msgspec.structs.replace(one, bytes_per_s=one.low_bytes_per_s if high else one.high_bytes_per_s)

@@ -1,0 +1,124 @@
+"""What limits the scaling is named, and so is what would help, on cases staged to lose their time to one thing."""
+
+from __future__ import annotations
+
+import functools
+
+import msgspec
+import pytest
+
+import made_up
+from made_up import CASES, Case
+from syncline.measure.profile import Buffers, Overheads
+from syncline.predict import Losses, Schedule, predict
+from syncline.predict.diagnosis import CAUSES, Diagnosis, diagnose, lost_to
+
+
+@functools.cache
+def diagnosed(name: str) -> Diagnosis:
+    case = CASES[name]
+    return diagnose(case.profile, case.network, Schedule.parse(case.profile, case.plan))
+
+
+@pytest.fixture(scope="module", params=CASES)
+def staged(request: pytest.FixtureRequest) -> tuple[Case, Diagnosis]:
+    return CASES[request.param], diagnosed(request.param)
+
+
+def test_a_staged_cause_is_named(staged: tuple[Case, Diagnosis]) -> None:
+    case, found = staged
+    assert found.culprit == case.culprit
+    assert lost_to(found.prediction.losses)[case.culprit] > 0.5 * found.prediction.losses.total_s
+
+
+def test_the_best_remedy_is_against_the_cause(staged: tuple[Case, Diagnosis]) -> None:
+    case, found = staged
+    assert found.remedies[0].name == case.remedy
+
+
+def test_remedies_help_the_best_first(staged: tuple[Case, Diagnosis]) -> None:
+    _, found = staged
+    times = [remedy.prediction.iteration_s for remedy in found.remedies]
+    assert times == sorted(times)
+    assert times[-1] < 0.98 * found.prediction.iteration_s
+
+
+def test_a_remedy_is_worth_what_trying_it_predicts() -> None:
+    case = CASES["400 tiny tensors, one by one"]
+    best = diagnosed("400 tiny tensors, one by one").remedies[0]
+    tried = predict(case.profile, case.network, Schedule.of(case.profile, bucket_mb=best.prediction.schedule.bucket_mb))
+    assert tried.iteration_s == best.prediction.iteration_s
+    assert tried.schedule.bucket_mb is not None and tried.schedule.bucket_mb > 0.1
+    assert "bucket_cap_mb" in best.what
+
+
+def test_tiny_tensors_are_counted() -> None:
+    why = diagnosed("400 tiny tensors, one by one").why
+    assert "400 collectives of 2 kB" in why and "1 ms" in why
+
+
+def test_the_slow_rank_is_named() -> None:
+    assert diagnosed("one slow rank").why == "rank 2 computes 90.0 ms, a typical one 60.0 ms"
+
+
+def test_the_slow_links_rate_is_named() -> None:
+    assert "200 Mbit/s" in diagnosed("a slow trunk between two racks").why
+    assert "100 Mbit/s" in diagnosed("slow links").why
+
+
+def test_where_hardly_anything_is_lost_there_is_nothing_to_do() -> None:
+    profile = made_up.profile([10_000] * 10)
+    found = diagnose(profile, made_up.network(mbit=100_000.0, startup_s=1e-5), Schedule.of(profile))
+    assert (found.culprit, found.remedies) == (None, ())
+    assert "leave it alone" in found.why
+
+
+def test_one_rank_has_nothing_to_lose() -> None:
+    profile = made_up.profile()
+    assert diagnose(profile, made_up.network().with_hosts(1), Schedule.of(profile)).culprit is None
+
+
+def test_one_bucket_for_everything_is_sent_too_late() -> None:
+    profile = made_up.profile([100_000] * 10)
+    found = diagnose(profile, made_up.network(mbit=2000.0, startup_s=1e-5), Schedule.of(profile, bucket_mb=400))
+    assert found.culprit == "tail"
+    assert "the last of 1 buckets holds 4 MB" in found.why
+    assert found.remedies[0].name == "buckets"
+
+
+def test_jitter_is_told_from_one_slow_rank() -> None:
+    profile = msgspec.structs.replace(made_up.profile([10_000] * 10), jitter_s=0.03)
+    found = diagnose(profile, made_up.network(mbit=10_000.0), Schedule.of(profile))
+    assert found.culprit == "straggler"
+    assert found.why == "in each step some rank is late, by 30.0 ms in the middle"
+
+
+def test_buffers_and_copies_are_causes_too() -> None:
+    plain = made_up.profile([10_000] * 10)
+    network = made_up.network(mbit=1000.0)
+    buffers = msgspec.structs.replace(plain, buffers=(Buffers(dtype="float32", bytes=8_000_000),))
+    overheads = Overheads(copy_in_s_per_byte=1e-7, copy_out_s_per_byte=1e-7, hook_s=0.001, work={})
+    copies = msgspec.structs.replace(plain, overheads=overheads)
+    assert diagnose(buffers, network, Schedule.of(plain)).culprit == "buffers"
+    assert diagnose(copies, network, Schedule.of(plain)).culprit == "overhead"
+
+
+def test_software_that_cannot_fill_a_link_is_told_from_the_link() -> None:
+    profile = made_up.profile([100_000] * 10)
+    quick = made_up.network(mbit=100_000.0, startup_s=1e-5)
+    slow = tuple(msgspec.structs.replace(entry, own_s_per_byte=1e-7) for entry in quick.collectives)
+    found = diagnose(profile, msgspec.structs.replace(quick, collectives=slow), Schedule.of(profile))
+    assert found.culprit == "software"
+
+
+def test_lossy_and_bought_remedies_say_so() -> None:
+    found = diagnosed("slow links")
+    by_name = {remedy.name: remedy for remedy in found.remedies}
+    assert by_name["bf16"].lossy and not by_name["bf16"].hardware
+    assert by_name["host × 2.5"].hardware and not by_name["host × 2.5"].lossy
+
+
+def test_every_loss_has_words() -> None:
+    everything = {field: 1.0 for field in Losses.__struct_fields__ if field != "links_s"}
+    links = {"host": 1.0, "rack": 1.0, "local": 1.0}
+    assert set(lost_to(Losses(**everything, links_s=links))) == set(CAUSES)
