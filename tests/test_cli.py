@@ -20,7 +20,7 @@ def test_version() -> None:
     assert answer.stdout.strip() == f"syncline {__version__}"
 
 
-@pytest.mark.parametrize("command", [[], ["bench"], ["demo"], ["cluster"], ["cluster", "run"]])
+@pytest.mark.parametrize("command", [[], ["bench"], ["demo"], ["probe"], ["predict"], ["cluster"], ["cluster", "run"]])
 def test_help_fits_a_screen(command: list[str]) -> None:
     answer = runner.invoke(app, [*command, "--help"])
     assert answer.exit_code == 0

@@ -125,7 +125,10 @@ def networks(draw: st.DrawFn) -> Network:
                 own_s_per_byte=draw(costs),
                 serial_s=draw(seconds),
                 load=draw(st.floats(1.0, 3.0)),
-                breakpoint_bytes=draw(st.none() | st.integers(0, 10**6)),
+                switches=tuple(
+                    Switch(from_bytes=size, startup_s=draw(seconds), own_s_per_byte=draw(costs))
+                    for size in sorted(draw(st.sets(st.integers(0, 10**6), max_size=2)))
+                ),
             )
         )
     return Network(
@@ -137,7 +140,7 @@ def networks(draw: st.DrawFn) -> Network:
         collectives=tuple(collectives),
         in_flight=draw(st.integers(1, 4)),
         overlap=tuple(
-            Overlap(streams=streams, slowdown=draw(st.floats(1.0, float(streams))))
+            Overlap(streams=streams, slowdown=draw(st.floats(1.0, float(streams))), crowding=draw(st.floats(1.0, 3.0)))
             for streams in draw(st.sets(st.sampled_from([2, 4])))
         ),
     )
