@@ -33,7 +33,7 @@ def probe_command(
     trunk_rate: options.TrunkRate = None,
     rank_order: options.RankOrder = "host",
     device: options.Device = "cpu",
-    budget: Annotated[float, typer.Option(metavar="SECONDS", help="About how long to measure.")] = 50.0,
+    budget: Annotated[float, typer.Option(metavar="SECONDS", help="About how long to measure.")] = 55.0,
     every: Annotated[bool, typer.Option("--every", help="Show the sweep of every collective.")] = False,
 ) -> None:
     """Measure a cluster's links with the collectives that training uses: this one under torchrun, or an emulated one.

@@ -30,6 +30,8 @@ _PRECISION = 0.02
 """The relative error that every median has at least, however well its repetitions agree."""
 _UNKNOWN_PRECISION = 0.05
 """Of a size that was measured once."""
+_LAST_SWITCH_BYTES = 4e6
+"""Protocols switch for small messages. Where bytes get cheaper later, sizes before were disturbed."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +130,12 @@ def fit_lines(sizes: Floats, seconds: Floats, precision: Floats | None = None, b
         if len(sizes) < 2 * pieces + 1 or misfit <= enough:
             break
         coarse = [breaks for breaks in itertools.combinations(places, pieces - 1) if _populated(sizes, breaks)]
-        tried = [(_fitted(sizes, seconds, precision, breaks)[1], breaks) for breaks in coarse]
+        tried = [(*_fitted(sizes, seconds, precision, breaks), breaks) for breaks in coarse]
+        tried = [found for found in tried if _plausible(found[0])]
         if not tried:
-            break
-        candidate, least = _refined(sizes, seconds, precision, min(tried)[1])
-        if least < share * misfit:  # if not, three may still do what two cannot
+            continue
+        candidate, least = _refined(sizes, seconds, precision, min(tried, key=lambda found: found[1])[2])
+        if least < share * misfit and _plausible(candidate):  # if not, three may still do what two cannot
             best, misfit = candidate, least
     return best
 
@@ -150,6 +153,13 @@ def _refined(sizes: Floats, seconds: Floats, precision: Floats, breaks: tuple[fl
                         best = found
             breaks = tuple(piece.from_bytes for piece in best[0].pieces[1:])
     return best
+
+
+def _plausible(lines: Lines) -> bool:
+    return all(
+        after.s_per_byte >= before.s_per_byte or after.from_bytes <= _LAST_SWITCH_BYTES
+        for before, after in itertools.pairwise(lines.pieces)
+    )
 
 
 def _between(sizes: Floats) -> list[float]:

@@ -36,7 +36,7 @@ from syncline.measure.fit import Fit, Lines, fit
 from syncline.measure.network import WORLD, Collective, Link, Network, Overlap, Point, Startup, Switch
 from syncline.measure.steps import describe_hardware
 
-REST_S = 0.015
+REST_S = 0.012
 """How long links rest before a sample: shapers regain their credit meanwhile."""
 STREAMS = (2, 4)
 _ITEM = 4
@@ -44,6 +44,8 @@ _SIZES = (1e3, 4e3, 16e3, 64e3, 128e3, 256e3, 512e3, 1e6, 2e6, 4e6, 16e6, 32e6)
 _FAST_SIZES = (128e6, 512e6)
 _ALL_REDUCE_WEIGHT = 3.0
 """It is what most exchanges use, and what links and start-ups are known from."""
+_SCATTERED = 64e3
+"""Up to this size processors decide, and samples scatter: they need more of them."""
 _FAST_S = 0.1
 """Links that carry 32 MB in less are swept with larger sizes, too."""
 _LEAST_S_PER_BYTE = 1e-15
@@ -239,7 +241,7 @@ class _Prober:
             torch.cuda.synchronize()
         return torch.tensor([start, self._now()], dtype=torch.float64)
 
-    def _repeat(self, entries: Sequence[_Entry], budget_s: float, most: int = 40) -> None:
+    def _repeat(self, entries: Sequence[_Entry], budget_s: float, most: int = 60) -> None:
         """As many turns as the budget allows: cheap entries often, dear ones at least once. A first sample is not kept
         where there are many: it touches memory that later ones find warm."""
         began = time.monotonic()
@@ -306,7 +308,7 @@ class _Prober:
         entries = []
         for level in levels:
             for kind in self._kinds:
-                sizes = [size for size in _SIZES if kind == "all_reduce" or size not in (1e3, 128e3, 512e3, 2e6)]
+                sizes = [size for size in _SIZES if kind == "all_reduce" or size not in (1e3, 128e3, 512e3, 2e6, 16e6)]
                 entries += self._pilot(level, kind, sizes, longest_s)
         self._repeat(entries, budget_s - self._agreed(time.monotonic() - self._start_s))
 
@@ -319,7 +321,7 @@ class _Prober:
             if before[0] and before[1] * size / before[0] > most_s:
                 break
             issue = self._issue(level.comm, kind, numel)
-            weight = _ALL_REDUCE_WEIGHT if kind == "all_reduce" else 1.0
+            weight = (_ALL_REDUCE_WEIGHT if kind == "all_reduce" else 1.0) * (2.0 if size <= _SCATTERED else 1.0)
             entry = _Entry((level.name, kind, numel), issue, level.comm is not None, weight)
             if size >= 1e6:
                 before = (size, self._take([entry])[0])
