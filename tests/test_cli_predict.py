@@ -249,7 +249,7 @@ def test_a_bad_file_gets_one_line_that_names_it(files: tuple[str, ...], place: i
 
 
 @given(place=st.sampled_from([1, 3]), start=st.integers(0, 10**6), length=st.integers(0, 6), put=st.binary(max_size=6))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_damage_to_a_file_is_an_answer_or_one_line(
     files: tuple[str, ...], place: int, start: int, length: int, put: bytes
 ) -> None:

@@ -35,7 +35,7 @@ from syncline.measure.profile import (
 )
 from syncline.predict import Prediction, Schedule, ddp_buckets, predict, solo_s
 
-law = settings(max_examples=150, deadline=None)
+law = settings(max_examples=80, deadline=None)
 seconds = st.one_of(st.just(0.0), st.floats(1e-6, 0.5))
 costs = st.one_of(st.just(0.0), st.floats(1e-12, 1e-7))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from syncline.predict import timeline as timeline_module
 from syncline.predict.timeline import Bucket, Capacity, Collective, Timeline, Work, simulate
 
-law = settings(max_examples=100, deadline=None)
+law = settings(max_examples=60, deadline=None)
 PEAK = timeline_module._PEAK
 RATE = 1e6
 HOST = {"host": Capacity(RATE)}
