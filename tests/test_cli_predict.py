@@ -140,6 +140,12 @@ def test_one_rank_has_no_scaling(tmp_path: Path) -> None:
     assert (row.ranks, row.sent_bytes, row.scaling) == (1, 0, pytest.approx(1.0))
 
 
+def test_a_step_without_time_or_bytes_has_an_answer(tmp_path: Path) -> None:
+    made_up.profile([0], forward_s=0.0, backward_s=0.0).save(tmp_path / "profile.json")
+    answer = run("--profile", tmp_path / "profile.json", "--rate", "1gbit", "--hosts", "1,2")
+    assert answer.exit_code == 0, answer.output
+
+
 def test_the_profile_can_be_scaled(files: tuple[str, ...], tmp_path: Path) -> None:
     assert run(*files, "--scale", "10,1", "--hosts", "3", "--json", tmp_path / "r.json").exit_code == 0
     (row,) = read_json(tmp_path / "r.json", PredictResult).rows
@@ -272,6 +278,13 @@ def edited(path: str, value: Any, *keys: str | int) -> None:
         place = place[key]
     place[keys[-1]] = value
     Path(path).write_text(json.dumps(tree))
+
+
+def test_links_that_carry_next_to_nothing_have_an_answer(files: tuple[str, ...]) -> None:
+    for field in ("bytes_per_s", "low_bytes_per_s", "high_bytes_per_s"):
+        edited(files[3], 1e-3, "links", 1, field)
+    answer = run(*files, "--hosts", "3")
+    assert answer.exit_code == 0, answer.output
 
 
 @pytest.mark.parametrize("value", [0, 1, 10**15, 1e250])

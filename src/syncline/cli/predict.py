@@ -246,7 +246,7 @@ def _show_rows(rows: list[tuple[int | None, Prediction]]) -> None:
 
 def _show_losses(one: Prediction) -> None:
     table = screen.table("lost to", "per step", "of the step")
-    table.add_row("(computation)", screen.ms(one.compute_s * 1e3), f"{one.compute_s / one.iteration_s:.0%}")
+    table.add_row("(computation)", screen.ms(one.compute_s * 1e3), f"{one.scaling:.0%}")
     for name, seconds in lost_to(one.losses).items():
         table.add_row(CAUSES[name], screen.ms(seconds * 1e3), f"{seconds / one.iteration_s:.0%}")
     screen.out.print(table)

@@ -126,7 +126,7 @@ def _remedies(profile: Profile, network: Network, schedule: Schedule) -> Iterato
     for link in network.links:
         if link.name != "local":
             for times in (2.5, 10):
-                rate_bps = round((link.nominal_bps or link.bytes_per_s * 8) * times)
+                rate_bps = max(1, round((link.nominal_bps or link.bytes_per_s * 8) * times))
                 faster = predict(profile, network.with_rate(rate_bps, link.name), schedule)
                 where = "the hosts' links" if link.name == "host" else "the links between racks"
                 yield Remedy(f"{link.name} × {times:g}", f"{where} {times:g} times as fast", faster, hardware=True)
