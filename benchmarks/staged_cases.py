@@ -1,7 +1,7 @@
 """Three clusters with one thing wrong each: does the diagnosis name it, and does its remedy work as predicted?
 
-Too many tiny tensors, a slow trunk between racks, one slow rank. Each is probed and profiled as a user would, diagnosed,
-and only then measured, as it is and with what was wrong put right.
+Too many tiny tensors, a slow trunk between racks, one slow rank. Each is probed and profiled as a user would do it,
+diagnosed, and only then measured, as it is and with what was wrong put right.
 
     python benchmarks/staged_cases.py --json F
 """
@@ -153,7 +153,7 @@ def remedied_s(profile: Profile, network: Network, before: Case, after: Case) ->
     if before.cluster != after.cluster and after.cluster.trunk_rate_bps is not None:
         network = network.with_rate(after.cluster.trunk_rate_bps, "rack")
     if before.workload != after.workload:
-        profile = msgspec.structs.replace(profile, ranks=())
+        profile = msgspec.structs.replace(profile, ranks=(), jitter_s=0.0)
     return predict(profile, network, Schedule.parse(profile, after.plan), paced=True).iteration_s
 
 

@@ -76,15 +76,33 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
+def refuse_cluster_options(context: typer.Context) -> None:
+    """Under torchrun: the cluster is there, and an option that describes another would be ignored without a word."""
+    describing = ("hosts", "per_host", "rate", "racks", "trunk_rate", "rank_order")
+    for name in describing:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} describes an emulated cluster, and torchrun has started a real one: omit it")
+
+
+def local_device(name: str) -> torch.device:
+    """This process's own device; under torchrun each rank of a host has another GPU."""
+    if name not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name!r}: use cpu or cuda")
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no GPU here: use cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+
+
 @contextlib.contextmanager
 def torchrun_group(device: str) -> Iterator[None]:
     """The default process group of the ranks that torchrun has started."""
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"--device {device!r}: use cpu or cuda")
-    if device == "cuda":
-        if not torch.cuda.is_available():
-            raise UsageError("--device cuda: torch finds no GPU here: use cpu")
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    where = local_device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         yield

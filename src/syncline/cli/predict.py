@@ -18,6 +18,8 @@ from syncline.predict import Losses, Prediction, Schedule, predict
 from syncline.predict.diagnosis import CAUSES, Diagnosis, Remedy, diagnose, lost_to
 
 MAX_HOSTS = 65_536
+FASTEST_BPS = 10**13
+"""Nothing is shaped here: what is predicted may be faster than what can be emulated."""
 MAX_RANKS = 1 << 20
 _DEFAULT_HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
@@ -84,7 +86,7 @@ def predict_command(
         model = load_profile(profile).scaled(time=time_scale, bytes=size_scale)
         measured = None if network is None else _load(network, trunk_rate)
         counts = _host_counts(hosts, measured)
-        rates = [None] if rate is None else [parse_rate(one) for one in rate.split(",")]
+        rates = [None] if rate is None else [parse_rate(one, fastest_bps=FASTEST_BPS) for one in rate.split(",")]
         if measured is None:
             cluster = _assumed(counts, per_host, rates[0], trunk_rate)
         elif per_host is not None:
@@ -135,7 +137,7 @@ def _load(path: Path, trunk_rate: str | None) -> Network:
     if not network.collectives or not network.links:
         raise UsageError(f"{path}: holds no measured collectives: probe again")
     if trunk_rate is not None:
-        network = network.with_rate(parse_rate(trunk_rate), "rack")
+        network = network.with_rate(parse_rate(trunk_rate, fastest_bps=FASTEST_BPS), "rack")
     return network
 
 

@@ -17,6 +17,7 @@ from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
 from syncline.errors import UsageError
 from syncline.measure.network import WORLD, Collective, Network
 from syncline.measure.probe import probe
+from syncline.units import size_text
 
 _WIDEST_MATRIX = 16
 _MAX_BUDGET_S = 3600.0
@@ -35,6 +36,7 @@ def probe_command(
     device: options.Device = "cpu",
     budget: Annotated[float, typer.Option(metavar="SECONDS", help="About how long to measure.")] = 55.0,
     every: Annotated[bool, typer.Option("--every", help="Show the sweep of every collective.")] = False,
+    context: typer.Context = None,  # type: ignore[assignment]  # typer passes it
 ) -> None:
     """Measure a cluster's links with the collectives that training uses: this one under torchrun, or an emulated one.
 
@@ -51,6 +53,7 @@ def probe_command(
             screen.check_writable(output)
         with screen.progress("Probing") if first else nullcontext(_say_nothing) as on_progress:
             if under_torchrun:
+                options.refuse_cluster_options(context)
                 with options.torchrun_group(device):
                     network = probe(budget_s=budget, on_progress=lambda done, of: on_progress(round(done), round(of)))
             else:
@@ -129,8 +132,8 @@ def _show_sweep(entry: Collective) -> None:
     table = screen.table("size", "sent", "time, ms", "quartiles", "algbw", "busbw", "fit", "samples")
     for point in entry.points:
         table.add_row(
-            screen.brief(point.bytes),
-            screen.brief(point.sent_bytes),
+            size_text(point.bytes),
+            size_text(point.sent_bytes),
             f"{point.median_s * 1e3:.2f}",
             f"{point.low_s * 1e3:.2f}–{point.high_s * 1e3:.2f}",
             f"{point.bytes / point.median_s / 1e6:.1f}",

@@ -6,7 +6,7 @@ import importlib
 import math
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,7 +72,7 @@ def profile(
         if not 0 < timeout < 1e9:
             raise UsageError(f"--timeout {timeout:g}: a run needs a positive number of seconds")
         request = _Request(Target(target, device, batch, autocast), steps, warmup)
-        under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+        under_torchrun = options.under_torchrun()
         first = not under_torchrun or os.environ["RANK"] == "0"
         if first:
             screen.check_writable(output)
@@ -85,8 +85,8 @@ def profile(
             elif per_host != "1":
                 raise UsageError("--per-host is for emulated hosts: add --hosts")
             else:
-                with _torchrun_group(device) if under_torchrun else nullcontext():
-                    found = _measure(request, _device(device), on_progress)
+                with options.torchrun_group(device or "cpu") if under_torchrun else nullcontext():
+                    found = _measure(request, options.local_device(device or "cpu"), on_progress)
         if first:
             try:
                 if output is not None:
@@ -152,25 +152,6 @@ def _on_emulated_hosts(
         if "error" in answer and not answer["error"].startswith("rank "):
             raise SynclineError(f"rank {rank}: {answer['error']}")
     return msgspec.convert(answers[0]["profile"], Profile)
-
-
-@contextmanager
-def _torchrun_group(device: str | None) -> Iterator[None]:
-    if device == "cuda":
-        torch.cuda.set_device(_device(device))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _device(name: str | None) -> torch.device:
-    if name != "cuda":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no GPU here: use cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
 def _say_nothing(done: int, of: int) -> None:

@@ -83,14 +83,6 @@ def size(nbytes: float | None) -> str:
     return f"{nbytes:.0f} B"
 
 
-def brief(nbytes: float) -> str:
-    """To three digits, where columns are narrow."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"
-
-
 def speed(ratio: float | None) -> str:
     """A ratio of times, as people say it."""
     if ratio is None:

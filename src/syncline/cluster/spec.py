@@ -9,20 +9,26 @@ from syncline.errors import UsageError
 
 MAX_HOSTS = 250  # one /24 of addresses, one veth pair each
 
+MAX_RANKS = 1000  # each is a process with a pipe to the one that launched it
+
 MAX_RATE_BPS = 34_000_000_000  # the kernel's filter counts bytes per second in 32 bits
 
 _RATE = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kmg]?)(bit|bps|bit/s)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
-def parse_rate(text: str) -> int:
-    """`"200mbit"` → 200000000 bits per second. Units are decimal, as networks count."""
+def parse_rate(text: str, *, fastest_bps: int = MAX_RATE_BPS) -> int:
+    """`"200mbit"` → 200000000 bits per second. Units are decimal, as networks count.
+
+    `fastest_bps`: by default what a link can be shaped to.
+    """
     match = _RATE.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"rate {text!r} is not a rate: write it like 200mbit, 1gbit or 2.5gbit")
     rate_bps = round(float(match["number"]) * _UNITS[match["unit"].lower()])
-    if rate_bps > MAX_RATE_BPS:
-        raise UsageError(f"rate {text!r} is over {format_rate(MAX_RATE_BPS)}, the fastest that a link can be shaped to")
+    if rate_bps > fastest_bps:
+        limit = "the fastest that a link can be shaped to" if fastest_bps == MAX_RATE_BPS else "faster than any link"
+        raise UsageError(f"rate {text!r} is over {format_rate(fastest_bps)}, {limit}")
     if rate_bps < 100_000:
         raise UsageError(f"rate {text!r} is under 100kbit, the slowest link that is emulated")
     return rate_bps
@@ -70,6 +76,8 @@ class ClusterSpec:
             raise UsageError(f"per-host lists {len(self.per_host)} hosts, but there are {self.hosts}")
         if min(self.per_host) < 1:
             raise UsageError("per-host has a host without ranks: each needs at least one")
+        if self.world_size > MAX_RANKS:
+            raise UsageError(f"there would be {self.world_size} ranks: one machine emulates up to {MAX_RANKS}")
         if not 1 <= self.racks <= self.hosts:
             raise UsageError(f"racks is {self.racks}: there must be 1 to {self.hosts}, one host each at least")
         if self.racks > 1 and self.trunk_rate_bps is None:

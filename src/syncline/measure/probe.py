@@ -52,6 +52,7 @@ _LEAST_S_PER_BYTE = 1e-15
 """Where so few bytes were measured that they seem to cost nothing."""
 _TINY = 4_000
 _SMALL = (4_000, 16_000)
+_CHAIN = 8
 _USUALLY_IN_FLIGHT = 2
 """gloo gives a group two threads."""
 _FEW_HOSTS = 8
@@ -75,6 +76,8 @@ class _Entry:
     taking_part: bool = True
     weight: float = 1.0
     """Of the time that there is."""
+    chain: int = 1
+    """How many follow each other in one sample, which is then their mean."""
 
 
 @dataclass(frozen=True)
@@ -215,12 +218,15 @@ class _Prober:
         for place, entry in enumerate(entries):
             self._meet()
             if entry.taking_part:
-                marks[place] = self._timed(entry.issue)
+                marks[place] = self._timed(entry.issue, entry.chain)
         last = marks.clone()
         dist.all_reduce(last, op=dist.ReduceOp.MAX, group=self._control)
         if self._on_progress is not None:
             self._on_progress(min(time.monotonic() - self._start_s, self._budget_s), self._budget_s)
-        return {place: max(1e-7, float(end - start)) for place, (start, end) in enumerate(last)}
+        return {
+            place: max(1e-7, float(end - start)) / entry.chain
+            for place, (entry, (start, end)) in enumerate(zip(entries, last, strict=True))
+        }
 
     def _meet(self) -> None:
         """Returns on all ranks at the same moment, after the links have rested. Everyone has to be done before."""
@@ -233,10 +239,11 @@ class _Prober:
     def _now(self) -> float:
         return time.monotonic() - self._clock_lead_s
 
-    def _timed(self, issue: Issue) -> Tensor:
+    def _timed(self, issue: Issue, chain: int = 1) -> Tensor:
         start = self._now()
-        for work in issue():
-            work.wait()
+        for _ in range(chain):
+            for work in issue():
+                work.wait()
         if self._device.type == "cuda":
             torch.cuda.synchronize()
         return torch.tensor([start, self._now()], dtype=torch.float64)
@@ -250,7 +257,7 @@ class _Prober:
         for place, seconds in firsts.items():
             self._samples.add(fresh[place].key, seconds)
         spent_s = self._agreed(time.monotonic() - began)
-        costs = [self._samples.seconds[entry.key][0] + self._meeting_s for entry in entries]
+        costs = [entry.chain * self._samples.seconds[entry.key][0] + self._meeting_s for entry in entries]
         counts = _share_out(budget_s - spent_s, costs, [entry.weight for entry in entries], most)
         for entry, count in zip(entries, counts, strict=True):
             if count > 3:
@@ -322,7 +329,7 @@ class _Prober:
                 break
             issue = self._issue(level.comm, kind, numel)
             weight = (_ALL_REDUCE_WEIGHT if kind == "all_reduce" else 1.0) * (2.0 if size <= _SCATTERED else 1.0)
-            entry = _Entry((level.name, kind, numel), issue, level.comm is not None, weight)
+            entry = _Entry((level.name, kind, numel), issue, level.comm is not None, weight, self._chain(size))
             if size >= 1e6:
                 before = (size, self._take([entry])[0])
                 self._samples.add(entry.key, before[1])
@@ -337,14 +344,20 @@ class _Prober:
             for size in (*_SMALL, large) if kind == "all_reduce" else (large,):
                 numel = _whole(size, dist.get_world_size())
                 one = self._issue(self._streams[0], kind, numel)
-                entries.append(_Entry(("streams", kind, numel, 1), one))
+                chain = self._chain(size)
+                entries.append(_Entry(("streams", kind, numel, 1), one, chain=chain))
                 for streams in STREAMS if kind == "all_reduce" else (2,):
                     calls = [self._issue(self._streams[i], kind, numel, i) for i in range(streams)]
-                    entries.append(_Entry(("streams", kind, numel, streams), _together(calls)))
+                    entries.append(_Entry(("streams", kind, numel, streams), _together(calls), chain=chain))
                 if size in _SMALL:
                     calls = [self._issue(self._streams[0], kind, numel, i) for i in range(4)]
-                    entries.append(_Entry(("in flight", kind, numel, 4), _together(calls)))
+                    entries.append(_Entry(("in flight", kind, numel, 4), _together(calls), chain=chain))
         self._repeat(entries, budget_s)
+
+    def _chain(self, size: float) -> int:
+        """Tiny ones over sockets scatter by half, and the meeting before costs more than they do: so several at a time.
+        NCCL's do not scatter, and would overlap in their queue."""
+        return _CHAIN if self._backend == "gloo" and size <= max(_SMALL) else 1
 
     def _large(self) -> int:
         """A size that a link, not a start-up, decides: the smallest of the sweep that takes ten times a tiny one."""
@@ -364,7 +377,8 @@ class _Prober:
         for count in counts:
             comm = self._group(leaders[:count])
             numel = _whole(_TINY, count)
-            entries.append(_Entry(("startup", count), self._issue(comm, "all_reduce", numel), comm is not None))
+            issue = self._issue(comm, "all_reduce", numel)
+            entries.append(_Entry(("startup", count), issue, comm is not None, chain=self._chain(_TINY)))
         if entries:
             self._repeat(entries, budget_s)
         return counts

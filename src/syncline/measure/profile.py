@@ -258,6 +258,8 @@ def _check_gradient(gradient: Gradient, field: str) -> None:
         raise ValueError(f"{field}.name: {gradient.name!r} is not a parameter's name")
     if any(size < 0 for size in gradient.shape):
         raise ValueError(f"{field}.shape: has a negative size")
+    if math.prod(gradient.shape) >= 2**60:
+        raise ValueError(f"{field}.shape: has more elements than any memory")
     if gradient.dtype not in ITEM_BYTES:
         raise ValueError(f"{field}.dtype: {gradient.dtype} is unknown; known: {', '.join(ITEM_BYTES)}")
     expected_bytes = math.prod(gradient.shape) * ITEM_BYTES[gradient.dtype]

@@ -12,6 +12,7 @@ from syncline.measure.network import Network
 from syncline.measure.profile import Profile
 from syncline.predict.prediction import Losses, Prediction, predict
 from syncline.predict.schedule import Schedule
+from syncline.units import size_text
 
 _WORTH = 0.02
 """A remedy that saves less of a step than this is not one."""
@@ -86,18 +87,16 @@ def _why(culprit: str, profile: Profile, network: Network, prediction: Predictio
     if culprit == "startups":
         startup_ms = network.collective("all_reduce").startup_s * 1e3
         return (
-            f"{len(buckets)} collectives of {_size(sizes[len(sizes) // 2])} in the middle, and starting one takes "
+            f"{len(buckets)} collectives of {size_text(sizes[len(sizes) // 2])} in the middle, and starting one takes "
             f"{startup_ms:.3g} ms however little it carries"
         )
     if culprit in ("host", "rack", "local"):
         link = network.link(culprit)
         rate = "" if link is None else f" at {link.bytes_per_s * 8 / 1e6:,.0f} Mbit/s each"
-        return f"{_size(prediction.sent_bytes)} per rank and step, over links{rate}: longer than backward takes"
+        return f"{size_text(prediction.sent_bytes)} per rank and step, over links{rate}: longer than backward takes"
     if culprit == "tail":
         last = sum(profile.gradients[place].bytes for place in buckets[-1])
-        return (
-            f"the last of {len(buckets)} buckets holds {_size(last)}, and nothing is left to compute while it travels"
-        )
+        return f"the last of {len(buckets)} holds {size_text(last)}, and nothing is left to compute while it travels"
     if culprit == "straggler":
         slowest = profile.slowest
         typical_s = profile.forward_s + profile.backward_s + profile.update_s
@@ -105,9 +104,9 @@ def _why(culprit: str, profile: Profile, network: Network, prediction: Predictio
             return f"rank {slowest.rank} computes {slowest.step_s * 1e3:.1f} ms, a typical one {typical_s * 1e3:.1f} ms"
         return f"in each step some rank is late, by {profile.jitter_s * 1e3:.1f} ms in the middle"
     if culprit == "overhead":
-        return f"{_size(profile.gradient_bytes)} are copied and worked on in {len(buckets)} buckets"
+        return f"{size_text(profile.gradient_bytes)} are copied and worked on in {len(buckets)} buckets"
     if culprit == "buffers":
-        return f"{_size(sum(one.bytes for one in profile.buffers))} of buffers are sent before every forward"
+        return f"{size_text(sum(one.bytes for one in profile.buffers))} of buffers are sent before every forward"
     return "collectives take this long on links of any speed: more processor, or fewer bytes"
 
 
@@ -147,10 +146,3 @@ def _other_buckets(profile: Profile, network: Network, schedule: Schedule) -> It
 
 def _lossless(schedule: Schedule) -> str:
     return "dense" if schedule.name == "ddp" else schedule.name
-
-
-def _size(nbytes: float) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.3g} {unit}"
-    return f"{nbytes:.0f} B"
