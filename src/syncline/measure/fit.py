@@ -91,15 +91,16 @@ class Fit:
     late_s_per_byte: Interval
 
 
-def fit(samples: Samples, *, bursts: bool = False) -> Fit:
+def fit(samples: Samples, *, bursts: bool = False, switches: bool = True) -> Fit:
     """Of medians, with intervals from repetitions drawn again and again.
 
     `bursts`: the links are known to let some bytes pass at once, so that two lines are more likely than one.
+    `switches`: protocols may change with the size, so that bytes may get cheaper and three lines are possible.
     """
     sizes = np.array(sorted(samples), dtype=float)
     medians = np.array([statistics.median(samples[int(size)]) for size in sizes])
     precision = np.array([_precision(samples[int(size)]) for size in sizes])
-    lines = fit_lines(sizes, medians, precision, better=1.0 if bursts else _BETTER)
+    lines = fit_lines(sizes, medians, precision, better=1.0 if bursts else _BETTER, switches=switches)
     breaks = tuple(piece.from_bytes for piece in lines.pieces[1:])
     draw = np.random.default_rng(0)
     starts, slopes = [], []
@@ -116,7 +117,13 @@ def fit(samples: Samples, *, bursts: bool = False) -> Fit:
     )
 
 
-def fit_lines(sizes: Floats, seconds: Floats, precision: Floats | None = None, better: float = _BETTER) -> Lines:
+def fit_lines(
+    sizes: Floats,
+    seconds: Floats,
+    precision: Floats | None = None,
+    better: float = _BETTER,
+    switches: bool = True,
+) -> Lines:
     """As few lines as will do: a second must leave less than `better` of the squared error, a third less than `_BETTER`
     of what two leave, and each needs sizes enough.
 
@@ -127,15 +134,15 @@ def fit_lines(sizes: Floats, seconds: Floats, precision: Floats | None = None, b
     best, misfit = _fitted(sizes, seconds, precision, ())
     good_enough = len(sizes) if better < 1 else 1e-6  # it fits as well as the sizes repeat
     for pieces, enough, share in ((2, good_enough, better), (3, len(sizes), _BETTER)):
-        if len(sizes) < 2 * pieces + 1 or misfit <= enough:
+        if len(sizes) < 2 * pieces + 1 or misfit <= enough or (pieces == 3 and not switches):
             break
         coarse = [breaks for breaks in itertools.combinations(places, pieces - 1) if _populated(sizes, breaks)]
         tried = [(*_fitted(sizes, seconds, precision, breaks), breaks) for breaks in coarse]
-        tried = [found for found in tried if _plausible(found[0])]
+        tried = [found for found in tried if _plausible(found[0], switches)]
         if not tried:
             continue
         candidate, least = _refined(sizes, seconds, precision, min(tried, key=lambda found: found[1])[2])
-        if least < share * misfit and _plausible(candidate):  # if not, three may still do what two cannot
+        if least < share * misfit and _plausible(candidate, switches):  # if not, three may still do what two cannot
             best, misfit = candidate, least
     return best
 
@@ -155,9 +162,10 @@ def _refined(sizes: Floats, seconds: Floats, precision: Floats, breaks: tuple[fl
     return best
 
 
-def _plausible(lines: Lines) -> bool:
+def _plausible(lines: Lines, switches: bool) -> bool:
+    """Whether bytes get cheaper only where a protocol may switch."""
     return all(
-        after.s_per_byte >= before.s_per_byte or after.from_bytes <= _LAST_SWITCH_BYTES
+        after.s_per_byte >= before.s_per_byte or (switches and after.from_bytes <= _LAST_SWITCH_BYTES)
         for before, after in itertools.pairwise(lines.pieces)
     )
 

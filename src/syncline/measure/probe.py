@@ -58,7 +58,7 @@ _USUALLY_IN_FLIGHT = 2
 _FEW_HOSTS = 8
 _CROWDED = 1.05
 """Less is noise."""
-_SURPRISE = 0.2
+_SURPRISE = 0.35
 """How much nearer (as a logarithm) another number must be to be believed: the possibilities lie close together."""
 
 Progress = Callable[[float, float], None]
@@ -395,7 +395,8 @@ class _Prober:
             for size in sizes
         ]
         self._repeat(entries, budget_s, most=9)
-        lines = fit({size: self._samples.seconds["message", size] for size in sizes}).lines
+        samples = {size: self._samples.seconds["message", size] for size in sizes}
+        lines = fit(samples, switches=False).lines
         if lines.breakpoint is None or lines.late_s_per_byte <= lines.s_per_byte:
             return 0.0
         return max(0.0, lines.intercept_s - lines.late_intercept_s) / lines.late_s_per_byte
@@ -465,6 +466,7 @@ class _Prober:
                     if key[:2] == (level.name, kind)
                 },
                 bursts=burst_bytes > 0,
+                switches=self._backend == "nccl",  # gloo sends every size in the same way
             )
             for level in levels
             for kind in self._kinds
