@@ -1,4 +1,4 @@
-"""Draws docs/demo.svg, the README's picture, from a demo's result: python docs/picture.py RESULT.json"""
+"""Draws the README's pictures: python docs/picture.py DEMO_RESULT.json NETWORK.json"""
 
 from __future__ import annotations
 
@@ -10,11 +10,24 @@ from pathlib import Path
 from rich.console import Console
 
 from syncline.bench.demo import DemoResult
-from syncline.cli.demo import show
+from syncline.cli import demo, predict, screen
 from syncline.files import read_json, write_text
 
-console = Console(record=True, width=84, file=io.StringIO(), highlight=False)
-show(read_json(sys.argv[1], DemoResult), console)
-# Without rich's web fonts: the picture must not fetch anything.
-drawn = re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title="syncline demo"), flags=re.DOTALL)
-write_text(Path(__file__).with_name("demo.svg"), drawn)
+
+def console() -> Console:
+    return Console(record=True, width=84, file=io.StringIO(), highlight=False, markup=False)
+
+
+def draw(drawn: Console, name: str) -> None:
+    # Without rich's web fonts: the picture must not fetch anything.
+    svg = re.sub(r"@font-face \{.*?\}\s*", "", drawn.export_svg(title=f"syncline {name}"), flags=re.DOTALL)
+    write_text(Path(__file__).with_name(f"{name}.svg"), svg)
+
+
+shown = console()
+demo.show(read_json(sys.argv[1], DemoResult), shown)
+draw(shown, "demo")
+
+screen.out = console()
+predict.predict_command(profile="cnn-cpu", network=Path(sys.argv[2]), hosts="4,8,16,64")
+draw(screen.out, "predict")
