@@ -82,7 +82,7 @@ def test_one_bucket_for_everything_is_sent_too_late() -> None:
     profile = made_up.profile([100_000] * 10)
     found = diagnose(profile, made_up.network(mbit=2000.0, startup_s=1e-5), Schedule.of(profile, bucket_mb=400))
     assert found.culprit == "tail"
-    assert "the last of 1 buckets holds 4 MB" in found.why
+    assert "the last bucket of 1 holds 4 MB" in found.why
     assert found.remedies[0].name == "buckets"
 
 

@@ -96,7 +96,7 @@ def _why(culprit: str, profile: Profile, network: Network, prediction: Predictio
         return f"{size_text(prediction.sent_bytes)} per rank and step, over links{rate}: longer than backward takes"
     if culprit == "tail":
         last = sum(profile.gradients[place].bytes for place in buckets[-1])
-        return f"the last of {len(buckets)} holds {size_text(last)}, and nothing is left to compute while it travels"
+        return f"the last bucket of {len(buckets)} holds {size_text(last)}, and travels when nothing is left to compute"
     if culprit == "straggler":
         slowest = profile.slowest
         typical_s = profile.forward_s + profile.backward_s + profile.update_s
