@@ -54,7 +54,7 @@ def test_a_remedy_is_worth_what_trying_it_predicts() -> None:
 
 def test_tiny_tensors_are_counted() -> None:
     why = diagnosed("400 tiny tensors, one by one").why
-    assert "400 collectives of 2 kB" in why and "1 ms" in why
+    assert "400 buckets of 2 kB" in why and "1 ms" in why
 
 
 def test_the_slow_rank_is_named() -> None:

@@ -46,6 +46,7 @@ def read_json(path: str | os.PathLike[str], type: type[T]) -> T:
         text = Path(path).read_text(encoding="utf-8")
         tree = json.loads(text, object_pairs_hook=_without_repeats)
         _check_finite(tree)
+        _check_kind(tree, type)
         _check_schema(tree, type)
         return _convert(tree, type)
     except OSError as error:
@@ -113,6 +114,19 @@ def _check_finite(tree: object, field: str = "") -> None:
     elif isinstance(tree, list | tuple):
         for index, value in enumerate(tree):
             _check_finite(value, f"{field}[{index}]")
+
+
+_MARKS = {"gradients": "a profile", "collectives": "a network", "rows": "a result"}
+"""The key by which each kind of file is known."""
+
+
+def _check_kind(tree: object, type: type[T]) -> None:
+    """A file in another's place is more likely than one with so many wrong keys."""
+    if isinstance(tree, dict):
+        known = {field.name for field in msgspec.structs.fields(type)}
+        for mark, kind in _MARKS.items():
+            if mark in tree and mark not in known:
+                raise _FieldError("", f"is {kind}, and something else was asked for here: were two files swapped?")
 
 
 def _check_schema(tree: object, type: type[T]) -> None:

@@ -15,7 +15,7 @@ from syncline.bench.forecast import Forecast, alone_s, groups_of_one, profile_wo
 from syncline.bench.methods import METHODS, Prepared, Wrapping, check_methods
 from syncline.bench.result import BenchResult, Cluster, Model, Row
 from syncline.bench.rounds import Contender, Turns, combine, reported_to, take_turns
-from syncline.cluster import ClusterSpec, Rank, launch
+from syncline.cluster import ClusterSpec, Rank, format_rate, launch
 from syncline.cluster.isolation import why_not_shaped
 from syncline.errors import UsageError
 from syncline.exchange import wire
@@ -70,10 +70,8 @@ def run_bench(
     check_methods(list(methods))
     if rounds < 1:
         raise UsageError(f"steps is {rounds}: a bench needs at least one")
-    if network is not None and network.ranks != spec.world_size:
-        raise UsageError(
-            f"the network is one of {network.ranks} ranks, and the bench has {spec.world_size}: probe again"
-        )
+    if network is not None:
+        _check_network(network, spec)
 
     shaped = why_not_shaped() is None
     answers = launch(
@@ -96,6 +94,24 @@ def run_bench(
         syncline=__version__,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     )
+
+
+def _check_network(network: Network, spec: ClusterSpec) -> None:
+    """A prediction for another cluster would stand beside the measurement without a word."""
+    again = "probe again with the bench's options"
+    if network.ranks != spec.world_size:
+        raise UsageError(f"the network is one of {network.ranks} ranks, and the bench has {spec.world_size}: {again}")
+    placement = {rank: host for host in range(spec.hosts) for rank in spec.ranks_of(host)}
+    if network.host_of_rank != tuple(placement[rank] for rank in range(spec.world_size)):
+        raise UsageError(f"the network's ranks sit on other hosts than the bench's: {again}")
+    if network.device != spec.device:
+        raise UsageError(f"the network was probed on {network.device}, and the bench runs on {spec.device}: {again}")
+    link = network.link("host")
+    if link is not None and link.nominal_bps not in (None, spec.rate_bps):
+        rates = f"{format_rate(link.nominal_bps or 0)}, and the bench's {format_rate(spec.rate_bps)}"
+        raise UsageError(f"the network's links are {rates}: {again}")
+    if not network.collectives or not network.links:
+        raise UsageError(f"the network holds no measured collectives: {again}")
 
 
 def _measure(

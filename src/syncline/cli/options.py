@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Annotated
 
 import torch
@@ -15,6 +16,8 @@ from syncline.cluster import ClusterSpec, RankFailedError, parse_per_host, parse
 from syncline.errors import ClusterError, SynclineError, UsageError
 
 _PANEL = "The emulated cluster"
+_JOINING = timedelta(minutes=10)
+"""How long ranks wait for each other."""
 
 Hosts = Annotated[int, typer.Option("--hosts", metavar="N", help="How many hosts.", rich_help_panel=_PANEL)]
 PerHost = Annotated[
@@ -103,7 +106,10 @@ def torchrun_group(device: str) -> Iterator[None]:
     where = local_device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_JOINING)
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(f"the ranks that torchrun started did not meet: {str(error).splitlines()[0]}") from error
     try:
         yield
     finally:

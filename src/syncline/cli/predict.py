@@ -203,7 +203,7 @@ def _show(model: Profile, network: Network, found: Diagnosis, rows: list[tuple[i
     _show_losses(one)
     _show_remedies("What you can change:", one, [remedy for remedy in found.remedies if not remedy.hardware])
     _show_remedies("What other hardware would give:", one, [remedy for remedy in found.remedies if remedy.hardware])
-    _show_rows(rows)
+    _show_rows(rows, network.measured)
 
 
 def _show_remedies(title: str, before: Prediction, remedies: list[Remedy]) -> None:
@@ -220,7 +220,7 @@ def _show_remedies(title: str, before: Prediction, remedies: list[Remedy]) -> No
     screen.out.print()
 
 
-def _show_rows(rows: list[tuple[int | None, Prediction]]) -> None:
+def _show_rows(rows: list[tuple[int | None, Prediction]], measured: bool) -> None:
     """Only what differs between rows gets a column."""
     plans = len({row.schedule.describe() for _, row in rows}) > 1
     rates = len({rate_bps for rate_bps, _ in rows}) > 1
@@ -238,10 +238,12 @@ def _show_rows(rows: list[tuple[int | None, Prediction]]) -> None:
             screen.size(row.sent_bytes),
         )
     screen.out.print(table)
+    figures = "with the network's figures at the ends of their 90 % intervals"
+    if not measured:
+        figures = "start-ups a third to three times, and links 80 to 100 %, of what is assumed"
     screen.out.print(
-        "scaling: the step on one rank alone, over this step; range: with the network's figures at the ends of their "
-        "90 % intervals, and beyond the measured number of hosts with start-ups that grow as a tree's or as a ring's; "
-        "sent: by the busiest rank",
+        f"scaling: the step on one rank alone, over this step; range: {figures}, and on more hosts than those with "
+        "start-ups that grow as a tree's or as a ring's; sent: by the busiest rank",
         style="dim",
     )
 

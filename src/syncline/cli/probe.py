@@ -15,7 +15,7 @@ import typer
 from syncline.cli import options, screen
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
 from syncline.errors import UsageError
-from syncline.measure.network import WORLD, Collective, Network
+from syncline.measure.network import WORLD, Collective, Network, Point
 from syncline.measure.probe import probe
 from syncline.units import size_text
 
@@ -156,15 +156,23 @@ def _show_fits(network: Network) -> None:
             f"{entry.startup_s * 1e3:.2f} ms",
             f"{entry.startup_low_s * 1e3:.2f}–{entry.startup_high_s * 1e3:.2f}",
             per_mb,
-            f"{1 / entry.load:.0%}",
+            "–" if large is None else f"{_share_of_link(network, entry, large):.0%}",
             f"{entry.residual:.0%}",
         )
     screen.out.print(table)
     screen.out.print(
         "size: of the buffer; sent: by the busiest rank; algbw, busbw: size and sent over time, MB/s; of a link: how "
-        "much of its rate this collective can use",
+        "much of its rate the largest size got",
         style="dim",
     )
+
+
+def _share_of_link(network: Network, entry: Collective, point: Point) -> float:
+    """What its bytes alone would take of the slowest link they cross, over what it took."""
+    loads = network.loads(entry.kind, point.bytes // 4, 4, entry.level)
+    rates = {link.name: link.bytes_per_s for link in network.links}
+    alone_s = max((nbytes / rates[name] for name, nbytes in loads.items()), default=0.0)
+    return min(1.0, alone_s / point.fitted_s) if point.fitted_s else 1.0
 
 
 def _show_matrix(network: Network) -> None:

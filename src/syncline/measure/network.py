@@ -63,17 +63,20 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         if self.nominal_bps is not None:
             _check_whole(self, "nominal_bps", least=1)
 
-    def at(self, rate_bps: int) -> Link:
-        """The same link, sold as another rate: what it loses to headers stays the same share."""
-        share = self.bytes_per_s * 8 / self.nominal_bps if self.nominal_bps else ETHERNET_EFFICIENCY
-        factor = share * rate_bps / 8 / self.bytes_per_s
+    def times(self, factor: float) -> Link:
+        """So many times as fast."""
         return msgspec.structs.replace(
             self,
             bytes_per_s=self.bytes_per_s * factor,
             low_bytes_per_s=self.low_bytes_per_s * factor,
             high_bytes_per_s=self.high_bytes_per_s * factor,
-            nominal_bps=rate_bps,
+            nominal_bps=None if self.nominal_bps is None else round(self.nominal_bps * factor),
         )
+
+    def at(self, rate_bps: int) -> Link:
+        """The same link, sold as another rate: what it loses to headers stays the same share."""
+        share = self.bytes_per_s * 8 / self.nominal_bps if self.nominal_bps else ETHERNET_EFFICIENCY
+        return msgspec.structs.replace(self.times(share * rate_bps / 8 / self.bytes_per_s), nominal_bps=rate_bps)
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -318,9 +321,6 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         scrambled = self.host_of_rank != tuple(sorted(self.host_of_rank))
         one_by_one = tuple(host for host in range(hosts) for _ in range(per_host))
         placement = tuple(host for _ in range(per_host) for host in range(hosts)) if scrambled else one_by_one
-        links = self.links
-        if hosts == 1 and links and self.link("local") is None:
-            links = (*links, msgspec.structs.replace(links[0], name="local"))
         ranks_at = {WORLD: len(placement), "hosts": hosts, "local": per_host}
         moved = tuple(
             self._with_ranks(entry, ranks_at[entry.level], same_machine)
@@ -331,7 +331,6 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             self,
             host_of_rank=placement,
             rack_of_host=racks,
-            links=links,
             collectives=moved,
             matrix_bytes_per_s=(),
         )
@@ -342,6 +341,12 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise UsageError(f"the network has no {link} links: it has {', '.join(one.name for one in self.links)}")
         return msgspec.structs.replace(
             self, links=tuple(one.at(rate_bps) if one.name == link else one for one in self.links)
+        )
+
+    def with_faster(self, link: str, factor: float) -> Network:
+        """The same cluster with links of one kind that are so many times as fast."""
+        return msgspec.structs.replace(
+            self, links=tuple(one.times(factor) if one.name == link else one for one in self.links)
         )
 
     def sold_as(self, host_bps: int, rack_bps: int | None = None) -> Network:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncline.engine.agreement import agree
 from syncline.engine.comm import GroupComm, gather_bytes, group_device
 from syncline.errors import SynclineError, UsageError
 from syncline.exchange import Counter, Work, wire
@@ -116,6 +117,7 @@ def probe(*, budget_s: float = 45.0, kinds: Sequence[str] = wire.KINDS, on_progr
         raise UsageError("probe needs all_reduce among its kinds: it is what links and start-ups are known from")
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=max(120.0, 4 * budget_s)))
     try:
+        agree(control, {"budget_s": budget_s, "kinds": list(kinds)}, "how to probe")
         return _Prober(control, budget_s, tuple(kinds), on_progress).network()
     except RuntimeError as error:
         if isinstance(error, SynclineError | torch.cuda.OutOfMemoryError):
@@ -506,8 +508,9 @@ class _Prober:
         link_s_per_byte = loads[slowest] / sent / link.bytes_per_s
         shared = self._shared_s_per_byte(kind, sent / numel) if level.name == WORLD else None
         late = lines.late_s_per_byte if shared is None else min(lines.late_s_per_byte, shared)
-        # Where two at once get more through than one, one is held back by something other than the link.
-        capped = late < 0.9 * lines.late_s_per_byte
+        # Where two at once get more through than one, one is held back by something other than the link. With a
+        # breakpoint that is what the first line says already.
+        capped = lines.breakpoint is None and late < 0.9 * lines.late_s_per_byte
         load = max(1.0, (late if capped else lines.late_s_per_byte) / link_s_per_byte)
         own, serial_s, switches = 0.0, lines.intercept_s, tuple[Switch, ...]()
         if capped:

@@ -82,11 +82,11 @@ class Target:
             yield
         except SynclineError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             what = f"{type(error).__name__}: {error}".splitlines()[0]
             raise SynclineError(f"{self.name} failed: {what}{self._place(error)}") from error
 
-    def _place(self, error: Exception) -> str:
+    def _place(self, error: BaseException) -> str:
         """The deepest line of the person's own file."""
         frames = traceback.extract_tb(error.__traceback__)
         path = self._path_and_function[0].resolve()

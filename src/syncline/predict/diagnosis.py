@@ -86,14 +86,16 @@ def _why(culprit: str, profile: Profile, network: Network, prediction: Predictio
     sizes = sorted(sum(profile.gradients[place].bytes for place in places) for places in buckets)
     if culprit == "startups":
         startup_ms = network.collective("all_reduce").startup_s * 1e3
-        return (
-            f"{len(buckets)} collectives of {size_text(sizes[len(sizes) // 2])} in the middle, and starting one takes "
-            f"{startup_ms:.3g} ms however little it carries"
-        )
+        middle = f"{_count(len(buckets), 'bucket')} of {size_text(sizes[len(sizes) // 2])} in the middle"
+        return f"{middle}, and starting a collective takes {startup_ms:.3g} ms however little it carries"
     if culprit in ("host", "rack", "local"):
         link = network.link(culprit)
         rate = "" if link is None else f" at {link.bytes_per_s * 8 / 1e6:,.0f} Mbit/s each"
-        return f"{size_text(prediction.sent_bytes)} per rank and step, over links{rate}: longer than backward takes"
+        what = f"{size_text(prediction.sent_bytes)} per rank and step, over links{rate}"
+        busy_s = 0.0 if link is None else prediction.sent_bytes / link.bytes_per_s
+        if busy_s > prediction.backward_s:
+            return f"{what}: longer than backward takes"
+        return f"{what}: the last gradients are there when backward ends, and nothing is left to hide them behind"
     if culprit == "tail":
         last = sum(profile.gradients[place].bytes for place in buckets[-1])
         return f"the last bucket of {len(buckets)} holds {size_text(last)}, and travels when nothing is left to compute"
@@ -110,6 +112,10 @@ def _why(culprit: str, profile: Profile, network: Network, prediction: Predictio
     return "collectives take this long on links of any speed: more processor, or fewer bytes"
 
 
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def _remedies(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
     yield from _other_buckets(profile, network, schedule)
     if schedule.lanes == 1:
@@ -120,13 +126,14 @@ def _remedies(profile: Profile, network: Network, schedule: Schedule) -> Iterato
         yield Remedy("lanes", f"{best.schedule.lanes} lanes: several buckets at once", best)
     if schedule.exchange.lossless:
         for name in (name for name, make in EXCHANGES.items() if not make().lossless):
-            other = predict(profile, network, Schedule.of(profile, name, bucket_mb=schedule.bucket_mb))
+            other = predict(
+                profile, network, Schedule.of(profile, name, lanes=schedule.lanes, bucket_mb=schedule.bucket_mb)
+            )
             yield Remedy(name, f"{name} on the wire", other, lossy=True)
     for link in network.links:
         if link.name != "local":
             for times in (2.5, 10):
-                rate_bps = max(1, round((link.nominal_bps or link.bytes_per_s * 8) * times))
-                faster = predict(profile, network.with_rate(rate_bps, link.name), schedule)
+                faster = predict(profile, network.with_faster(link.name, times), schedule)
                 where = "the hosts' links" if link.name == "host" else "the links between racks"
                 yield Remedy(f"{link.name} × {times:g}", f"{where} {times:g} times as fast", faster, hardware=True)
     if profile.ranks or profile.jitter_s:
