@@ -59,6 +59,12 @@ def test_a_network_of_another_size_is_refused_before_anything_runs() -> None:
         run_bench(ClusterSpec(hosts=2), Workload("mlp", 4), ["ddp"], rounds=1, network=network)
 
 
+def test_a_network_with_other_links_is_refused_before_anything_runs() -> None:
+    network = assumed_network(2, 1, 1_000_000_000, "gloo")
+    with pytest.raises(UsageError, match="the network's links are 1gbit, and the bench's 50mbit"):
+        run_bench(ClusterSpec(hosts=2, rate_bps=50_000_000), Workload("mlp", 4), ["ddp"], rounds=1, network=network)
+
+
 @needs_links
 def test_counted_bytes_are_what_the_interfaces_saw(result: BenchResult) -> None:
     counted = [row for row in result.rows if row.sent_bytes]

@@ -163,6 +163,8 @@ def test_what_ones_own_code_raises_is_one_line_that_says_where(train: Path) -> N
     raised = next(number for number, line in enumerate(lines, start=1) if "raise ValueError" in line)
     assert_refused(run(f"{train}:raises"), 1, f"raises failed: ValueError: no data ({train}, line {raised})")
     assert_refused(run(f"{train}:step_raises"), 1, "step_raises failed: KeyError: 'labels'")
+    train.write_text("import sys\nsys.exit(3)\n")
+    assert_refused(run(f"{train}:build"), 1, "SystemExit: 3")
     train.write_text("def build(:\n")
     assert_refused(run(f"{train}:build"), 1, "SyntaxError")
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from made_up import RICH_NETWORK, collective, network
+from made_up import RICH_NETWORK, collective, network, profile
 from made_up import link as made_link
 from syncline.errors import UsageError
 from syncline.exchange import wire
@@ -401,3 +401,17 @@ def test_assumed_links_say_that_they_are() -> None:
     assert assumed.how.startswith("assumed: ")
     assert assumed.host_of_rank == (0, 0, 0, 0, 1, 1, 1, 1)
     assert assumed_network(1, 1, 10**10).collectives == ()
+
+
+def test_a_profile_in_a_networks_place_is_called_one(tmp_path: Path) -> None:
+    path = tmp_path / "mixed-up.json"
+    profile([1000]).save(path)
+    with pytest.raises(FileError, match="is a profile, and something else was asked for here: were two files swapped"):
+        Network.load(path)
+
+
+def test_links_many_times_as_fast_are_just_that_whatever_they_are_sold_as() -> None:
+    for sold in (network(), network().sold_as(1_000_000_000)):
+        before, after = sold.link("host"), sold.with_faster("host", 2.5).link("host")
+        assert before is not None and after is not None
+        assert after.bytes_per_s == pytest.approx(2.5 * before.bytes_per_s)

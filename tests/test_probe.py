@@ -143,3 +143,12 @@ def test_a_rank_that_ends_ends_the_others_with_one_line() -> None:
     assert second.error == "exited with 7 before it returned"
     assert first.error is None
     assert first.value.startswith("a collective failed while probing; has another rank ended?")
+
+
+def test_ranks_that_would_probe_for_different_times_are_told_so() -> None:
+    def main(rank: Rank) -> str:
+        rank.init_process_group()
+        return refusal(lambda: probe(budget_s=2.0 + rank.rank), SynclineError)
+
+    answers = launch(ClusterSpec(hosts=2), main, deadline_s=60.0, shaped=False)
+    assert all("budget_s" in answer for answer in answers), answers
