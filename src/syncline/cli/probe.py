@@ -15,7 +15,8 @@ import typer
 from syncline.cli import options, screen
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
 from syncline.errors import UsageError
-from syncline.measure.network import WORLD, Collective, Network, Point
+from syncline.exchange import WORLD
+from syncline.measure.network import Collective, Network, Point
 from syncline.measure.probe import probe
 from syncline.units import size_text
 
@@ -169,9 +170,7 @@ def _show_fits(network: Network) -> None:
 
 def _share_of_link(network: Network, entry: Collective, point: Point) -> float:
     """What its bytes alone would take of the slowest link they cross, over what it took."""
-    loads = network.loads(entry.kind, point.bytes // 4, 4, entry.level)
-    rates = {link.name: link.bytes_per_s for link in network.links}
-    alone_s = max((nbytes / rates[name] for name, nbytes in loads.items()), default=0.0)
+    alone_s = max(network.busy_s(entry.kind, point.bytes // 4, 4, entry.level).values(), default=0.0)
     return min(1.0, alone_s / point.fitted_s) if point.fitted_s else 1.0
 
 

@@ -183,7 +183,7 @@ def _show(profile: Profile, output: Path | None) -> None:
 
 
 def _step_lines(profile: Profile) -> Iterator[str]:
-    step_s = profile.forward_s + profile.backward_s + profile.update_s
+    step_s = profile.step_s
     # Not around the sum of medians: on CUDA, what forward takes longer backward often takes less.
     low_high = profile.spread and f"{profile.spread.low_s * 1e3:.1f}–{profile.spread.high_s * 1e3:.1f}"
     update = _ms(profile.update_s) if profile.update_s else "not measured"

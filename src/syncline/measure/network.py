@@ -24,10 +24,9 @@ from collections.abc import Iterator
 import msgspec
 
 from syncline.errors import UsageError
-from syncline.exchange import wire
+from syncline.exchange import WORLD, wire
 from syncline.files import read_json, write_json
 
-WORLD = "world"
 LINKS = ("local", "host", "rack")
 """From the inside out: memory that a host's ranks share, a host's uplink, a rack's."""
 LEVELS = (WORLD, "hosts", "local")
@@ -287,6 +286,11 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             message = wire.message_bytes(kind, elements, itemsize, ranks, self.backend)
             found = {name: count * message for name, count in self._uplink_messages(kind, level).items()}
         return {name: nbytes for name, nbytes in found.items() if nbytes and self.link(name) is not None}
+
+    def busy_s(self, kind: str, elements: int, itemsize: int, level: str = WORLD) -> dict[str, float]:
+        """How long its bytes alone keep the busiest link of each kind busy."""
+        rates = {link.name: link.bytes_per_s for link in self.links}
+        return {name: nbytes / rates[name] for name, nbytes in self.loads(kind, elements, itemsize, level).items()}
 
     def _uplink_messages(self, kind: str, level: str) -> dict[str, int]:
         if (kind, level) not in self._known_messages:

@@ -31,10 +31,10 @@ from torch import Tensor
 from syncline.engine.agreement import agree
 from syncline.engine.comm import GroupComm, gather_bytes, group_device
 from syncline.errors import SynclineError, UsageError
-from syncline.exchange import Counter, Work, wire
+from syncline.exchange import WORLD, Counter, Work, wire
 from syncline.measure import topology
 from syncline.measure.fit import Fit, Lines, fit
-from syncline.measure.network import WORLD, Collective, Link, Network, Overlap, Point, Startup, Switch
+from syncline.measure.network import Collective, Link, Network, Overlap, Point, Startup, Switch
 from syncline.measure.steps import describe_hardware
 
 REST_S = 0.012
@@ -491,21 +491,18 @@ class _Prober:
         )
         links = _links(empty, fits, burst_bytes)
         network = msgspec.structs.replace(empty, links=links)
-        collectives = [
-            self._collective(network, level, kind, fits[level.name, kind])
-            for level, kind in _pairs(levels, self._kinds)
-        ]
-        return msgspec.structs.replace(network, collectives=tuple(collectives))
+        collectives = tuple(
+            self._collective(network, level, kind, fits[level.name, kind]) for level in levels for kind in self._kinds
+        )
+        return msgspec.structs.replace(network, collectives=collectives)
 
     def _collective(self, network: Network, level: _Level, kind: str, found: Fit) -> Collective:
         lines = found.lines
         numel = 1 << 20
         sent = wire.sent_bytes(kind, numel, _ITEM, level.ranks, self._backend)
-        loads = network.loads(kind, numel, _ITEM, level.name)
-        slowest = min(loads, key=lambda name: _rate_of(network, name) / loads[name])
-        link = network.link(slowest)
-        assert link is not None  # noqa: S101 - loads names only links there are
-        link_s_per_byte = loads[slowest] / sent / link.bytes_per_s
+        busy_s = network.busy_s(kind, numel, _ITEM, level.name)
+        link = max(network.links, key=lambda link: busy_s.get(link.name, 0.0))
+        link_s_per_byte = busy_s[link.name] / sent
         shared = self._shared_s_per_byte(kind, sent / numel) if level.name == WORLD else None
         late = lines.late_s_per_byte if shared is None else min(lines.late_s_per_byte, shared)
         # Where two at once get more through than one, one is held back by something other than the link. With a
@@ -691,15 +688,6 @@ def _link(name: str, found: Fit, crossing: float, burst_bytes: float) -> Link:
         high_bytes_per_s=fast,
         burst_bytes=burst_bytes,
     )
-
-
-def _rate_of(network: Network, name: str) -> float:
-    link = network.link(name)
-    return link.bytes_per_s if link is not None else float("inf")
-
-
-def _pairs(levels: Sequence[_Level], kinds: Sequence[str]) -> list[tuple[_Level, str]]:
-    return [(level, kind) for level in levels for kind in kinds]
 
 
 def _share_out(budget_s: float, costs: Sequence[float], weights: Sequence[float], most: int) -> list[int]:

@@ -160,6 +160,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return max(self.ranks, key=lambda rank: rank.step_s, default=None)
 
     @property
+    def step_s(self) -> float:
+        """Forward, backward and update, one after the other."""
+        return self.forward_s + self.backward_s + self.update_s
+
+    @property
     def gradient_bytes(self) -> int:
         """What one rank contributes to the exchange in each step."""
         return sum(gradient.bytes for gradient in self.gradients)

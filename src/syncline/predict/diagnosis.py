@@ -83,10 +83,10 @@ def diagnose(profile: Profile, network: Network, schedule: Schedule) -> Diagnosi
 
 def _why(culprit: str, profile: Profile, network: Network, prediction: Prediction) -> str:
     buckets = prediction.schedule.buckets
-    sizes = sorted(sum(profile.gradients[place].bytes for place in places) for places in buckets)
+    sizes = prediction.schedule.bucket_bytes(profile)
     if culprit == "startups":
         startup_ms = network.collective("all_reduce").startup_s * 1e3
-        middle = f"{_count(len(buckets), 'bucket')} of {size_text(sizes[len(sizes) // 2])} in the middle"
+        middle = f"{_count(len(buckets), 'bucket')} of {size_text(sorted(sizes)[len(sizes) // 2])} in the middle"
         return f"{middle}, and starting a collective takes {startup_ms:.3g} ms however little it carries"
     if culprit in ("host", "rack", "local"):
         link = network.link(culprit)
@@ -97,13 +97,13 @@ def _why(culprit: str, profile: Profile, network: Network, prediction: Predictio
             return f"{what}: longer than backward takes"
         return f"{what}: the last gradients are there when backward ends, and nothing is left to hide them behind"
     if culprit == "tail":
-        last = sum(profile.gradients[place].bytes for place in buckets[-1])
-        return f"the last bucket of {len(buckets)} holds {size_text(last)}, and travels when nothing is left to compute"
+        last = size_text(sizes[-1])
+        return f"the last bucket of {len(buckets)} holds {last}, and travels when nothing is left to compute"
     if culprit == "straggler":
         slowest = profile.slowest
-        typical_s = profile.forward_s + profile.backward_s + profile.update_s
-        if slowest is not None and slowest.step_s > 1.05 * typical_s:
-            return f"rank {slowest.rank} computes {slowest.step_s * 1e3:.1f} ms, a typical one {typical_s * 1e3:.1f} ms"
+        if slowest is not None and slowest.step_s > 1.05 * profile.step_s:
+            typical_ms = profile.step_s * 1e3
+            return f"rank {slowest.rank} computes {slowest.step_s * 1e3:.1f} ms, a typical one {typical_ms:.1f} ms"
         return f"in each step some rank is late, by {profile.jitter_s * 1e3:.1f} ms in the middle"
     if culprit == "overhead":
         return f"{size_text(profile.gradient_bytes)} are copied and worked on in {len(buckets)} buckets"
@@ -119,7 +119,7 @@ def _count(number: int, noun: str) -> str:
 def _remedies(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
     yield from _other_buckets(profile, network, schedule)
     if schedule.lanes == 1:
-        options = [Schedule.of(profile, _lossless(schedule), lanes=n, bucket_mb=schedule.bucket_mb) for n in (2, 4)]
+        options = [Schedule.of(profile, schedule.exchange_name, lanes=n, bucket_mb=schedule.bucket_mb) for n in (2, 4)]
         best = min(
             (predict(profile, network, option) for option in options), key=lambda prediction: prediction.iteration_s
         )
@@ -149,7 +149,3 @@ def _other_buckets(profile: Profile, network: Network, schedule: Schedule) -> It
     ]
     best = min(tried, key=lambda prediction: prediction.iteration_s)
     yield Remedy("buckets", f"buckets of {best.schedule.bucket_mb:g} MB (bucket_cap_mb)", best)
-
-
-def _lossless(schedule: Schedule) -> str:
-    return "dense" if schedule.name == "ddp" else schedule.name

@@ -13,8 +13,8 @@ a link; ranks that are slower than others.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ import msgspec
 import torch
 
 from syncline.exchange import Phase, Topology
-from syncline.measure.network import WORLD, Network
+from syncline.measure.network import Network
 from syncline.measure.profile import Gradient, Overheads, Profile
 from syncline.predict.schedule import Schedule
 from syncline.predict.timeline import Bucket, Capacity, Collective, Timeline, Work, simulate
@@ -54,37 +54,6 @@ class Losses(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 @dataclass(frozen=True)
-class Prediction:
-    """One step of one schedule on one cluster."""
-
-    schedule: Schedule
-    hosts: int
-    ranks: int
-    iteration_s: float
-    low_s: float
-    high_s: float
-    """Where the network's figures are at the ends of their confidence intervals."""
-    compute_s: float
-    """The same step on a typical rank alone."""
-    sent_bytes: int
-    """By the busiest rank."""
-    losses: Losses
-    timeline: Timeline
-    """Seconds count from the start of backward."""
-    backward_s: float
-
-    @property
-    def scaling(self) -> float:
-        """1 where nothing is lost."""
-        return self.compute_s / self.iteration_s if self.iteration_s else 1.0
-
-    @property
-    def exposed_s(self) -> float:
-        """How long the lanes were still at work when backward had ended."""
-        return max(0.0, max(self.timeline.end_s.values(), default=0.0) - self.backward_s)
-
-
-@dataclass(frozen=True)
 class _Case:
     """What is predicted, and which causes of loss are there."""
 
@@ -97,29 +66,79 @@ class _Case:
     buffers: bool = True
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """One step of one schedule on one cluster. What takes further simulations is worked out when it is asked for."""
+
+    iteration_s: float
+    timeline: Timeline
+    """Seconds count from the start of backward."""
+    _case: _Case
+
+    @property
+    def schedule(self) -> Schedule:
+        return self._case.schedule
+
+    @property
+    def hosts(self) -> int:
+        return self._case.network.hosts
+
+    @property
+    def ranks(self) -> int:
+        return self._case.network.ranks
+
+    @property
+    def compute_s(self) -> float:
+        """The same step on a typical rank alone."""
+        return self._case.profile.step_s
+
+    @property
+    def backward_s(self) -> float:
+        """Of the rank that all wait for."""
+        return _pace(self._case)[1]
+
+    @property
+    def scaling(self) -> float:
+        """1 where nothing is lost."""
+        return self.compute_s / self.iteration_s if self.iteration_s else 1.0
+
+    @property
+    def exposed_s(self) -> float:
+        """How long the lanes were still at work when backward had ended."""
+        return max(0.0, max(self.timeline.end_s.values(), default=0.0) - self.backward_s)
+
+    @property
+    def sent_bytes(self) -> int:
+        """By the busiest rank."""
+        return sum(phase.sent_bytes for phases in _phases(self._case) for phase in phases)
+
+    @functools.cached_property
+    def low_s(self) -> float:
+        """With the network's figures at the cheap end of their confidence intervals, and the profile's low quartile."""
+        spread = self._case.profile.spread
+        faster_s = 0.0 if spread is None else min(0.0, spread.low_s - self.compute_s)
+        return max(self.compute_s, min(self._bound_s(high=False), self.iteration_s)) + faster_s
+
+    @functools.cached_property
+    def high_s(self) -> float:
+        """The same at the dear end, with the high quartile."""
+        spread = self._case.profile.spread
+        slower_s = 0.0 if spread is None else max(0.0, spread.high_s - self.compute_s)
+        return max(self._bound_s(high=True), self.iteration_s) + slower_s
+
+    @functools.cached_property
+    def losses(self) -> Losses:
+        return _losses(self._case, self.iteration_s)
+
+    def _bound_s(self, *, high: bool) -> float:
+        return _iteration(dataclasses.replace(self._case, network=self._case.network.bound(high=high)))[0]
+
+
 def predict(profile: Profile, network: Network, schedule: Schedule, *, paced: bool = False) -> Prediction:
     """`paced`: gradients come at their offsets whatever the thread did in between, as those of a replayed profile."""
     case = _Case(profile, network, schedule, paced)
     iteration_s, timeline = _iteration(case)
-    spread_s = (0.0, 0.0)
-    typical_s = _typical_s(profile)
-    if profile.spread is not None:
-        spread_s = (min(0.0, profile.spread.low_s - typical_s), max(0.0, profile.spread.high_s - typical_s))
-    low_s, _ = _iteration(dataclasses.replace(case, network=network.bound(high=False)))
-    high_s, _ = _iteration(dataclasses.replace(case, network=network.bound(high=True)))
-    return Prediction(
-        schedule=schedule,
-        hosts=network.hosts,
-        ranks=network.ranks,
-        iteration_s=iteration_s,
-        low_s=max(typical_s + spread_s[0], min(low_s, iteration_s) + spread_s[0]),
-        high_s=max(high_s, iteration_s) + spread_s[1],
-        compute_s=typical_s,
-        sent_bytes=sum(phase.sent_bytes for phases in _phases(case) for phase in phases),
-        losses=_losses(case, iteration_s, typical_s),
-        timeline=timeline,
-        backward_s=_pace(case)[1],
-    )
+    return Prediction(iteration_s, timeline, case)
 
 
 def solo_s(network: Network, kind: str, elements: int, itemsize: int) -> float:
@@ -131,8 +150,9 @@ def solo_s(network: Network, kind: str, elements: int, itemsize: int) -> float:
     return timeline.end_s["alone"]
 
 
-def _losses(case: _Case, iteration_s: float, typical_s: float) -> Losses:
+def _losses(case: _Case, iteration_s: float) -> Losses:
     """Each cause taken away in turn, on top of those before it."""
+    typical_s = case.profile.step_s
     ladder: list[tuple[str, _Case]] = []
     current = case
     if case.buffers and case.profile.buffers:
@@ -171,14 +191,9 @@ def _by_busy_time(case: _Case) -> list[str]:
     """The kinds of links, from the one that is least busy to the one that the others wait for."""
     busy_s = {link.name: 0.0 for link in case.network.links}
     for phase in itertools.chain.from_iterable(_phases(case)):
-        for name, nbytes in case.network.loads(phase.kind, phase.elements, phase.itemsize, phase.level).items():
-            busy_s[name] += nbytes / _rate(case.network, name)
+        for name, seconds in case.network.busy_s(phase.kind, phase.elements, phase.itemsize, phase.level).items():
+            busy_s[name] += seconds
     return sorted(busy_s, key=lambda name: busy_s[name])
-
-
-def _rate(network: Network, name: str) -> float:
-    link = network.link(name)
-    return link.bytes_per_s if link is not None else math.inf
 
 
 def _one_by_one(schedule: Schedule) -> Schedule:
@@ -193,17 +208,16 @@ def _iteration(case: _Case) -> tuple[float, Timeline]:
     overheads = (profile.overheads if case.overheads and network.ranks > 1 else None) or _NO_OVERHEADS
     ready_s, thread_s = _ready(case, overheads, backward_s)
     work = overheads.work.get(schedule.exchange_name)
+    sizes = schedule.bucket_bytes(profile)
     buckets = []
-    for index, phases in enumerate(_phases(case)):
-        nbytes = sum(profile.gradients[place].bytes for place in schedule.buckets[index])
+    for index, (phases, nbytes) in enumerate(zip(_phases(case), sizes, strict=True)):
         own_s = work.fixed_s + work.s_per_byte * nbytes if work is not None else 0.0
         stages = _stages(network, phases, own_s)
         buckets.append(Bucket(str(index), ready_s[index], index % schedule.lanes, stages))
     in_flight = 1 if schedule.exchange.waits else network.in_flight
     timeline = simulate(buckets, _capacities(network), in_flight, network.slowdown, network.crowding)
     end_s = thread_s
-    for index, places in enumerate(schedule.buckets):
-        nbytes = sum(profile.gradients[place].bytes for place in places)
+    for index, nbytes in enumerate(sizes):
         end_s = max(end_s, timeline.end_s[str(index)]) + overheads.copy_out_s_per_byte * nbytes
     waiting_s = _jitter_s(profile) if case.straggler and network.ranks > 1 else 0.0
     return _buffers_s(case) + forward_s + end_s + update_s + waiting_s, timeline
@@ -211,20 +225,15 @@ def _iteration(case: _Case) -> tuple[float, Timeline]:
 
 def _jitter_s(profile: Profile) -> float:
     """What each step waits for whoever is late in it, beyond the rank that always is."""
-    always_s = 0.0 if profile.slowest is None else profile.slowest.step_s - _typical_s(profile)
+    always_s = 0.0 if profile.slowest is None else profile.slowest.step_s - profile.step_s
     return max(0.0, profile.jitter_s - max(0.0, always_s))
-
-
-def _typical_s(profile: Profile) -> float:
-    return profile.forward_s + profile.backward_s + profile.update_s
 
 
 def _pace(case: _Case) -> tuple[float, float, float]:
     """Forward, backward and update of the rank that all wait for."""
     profile = case.profile
     slowest = profile.slowest if case.straggler and case.network.ranks > 1 else None
-    typical_s = _typical_s(profile)
-    if slowest is None or slowest.step_s <= typical_s:  # medians of parts may add up to more than any rank's step
+    if slowest is None or slowest.step_s <= profile.step_s:  # medians of parts may add up to more than any rank's step
         return profile.forward_s, profile.backward_s, profile.update_s
     return slowest.forward_s, slowest.backward_s, slowest.update_s
 
@@ -257,10 +266,9 @@ def _phases(case: _Case) -> list[tuple[Phase, ...]]:
         return [() for _ in case.schedule.buckets]
     topology = Topology.flat(case.network.ranks, case.network.backend)
     phases = []
-    for places in case.schedule.buckets:
+    for places, nbytes in zip(case.schedule.buckets, case.schedule.bucket_bytes(case.profile), strict=True):
         dtype = _dtype(case.profile.gradients[places[0]])
-        numel = sum(case.profile.gradients[place].bytes for place in places) // dtype.itemsize
-        phases.append(case.schedule.exchange.cost(numel, dtype, topology).phases)
+        phases.append(case.schedule.exchange.cost(nbytes // dtype.itemsize, dtype, topology).phases)
     return phases
 
 
@@ -305,6 +313,3 @@ def _buffers_s(case: _Case) -> float:
     if not case.buffers or case.network.ranks < 2:
         return 0.0
     return sum(solo_s(case.network, "broadcast", one.bytes, 1) for one in case.profile.buffers)
-
-
-__all__ = ["WORLD", "Losses", "Prediction", "predict", "solo_s"]

@@ -80,6 +80,10 @@ class Schedule:
             raise UsageError(f"plan {text!r}: lanes is a whole number")
         return cls.of(profile, name.strip(), lanes=int(lanes), bucket_mb=given.get("bucket_mb"))
 
+    def bucket_bytes(self, profile: Profile) -> list[int]:
+        """What each bucket holds."""
+        return [sum(profile.gradients[place].bytes for place in places) for places in self.buckets]
+
     def describe(self) -> str:
         parts = [self.name]
         if self.lanes > 1:
