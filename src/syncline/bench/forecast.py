@@ -11,14 +11,13 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from syncline.bench.methods import Preparation, Prepared, Wrapping
+from syncline.bench.methods import Prepared
 from syncline.measure.backward import measure_backward
 from syncline.measure.network import Network
 from syncline.measure.overhead import measure_overheads
@@ -27,9 +26,6 @@ from syncline.predict import Schedule, ddp_buckets, predict
 
 _STEPS, _WARMUP = 8, 3
 _ALONE_STEPS, _ALONE_WARMUP = 4, 3
-
-Step = Callable[[], None]
-MakeStep = Callable[[nn.Module], Step]
 
 
 @dataclass(frozen=True)
@@ -46,8 +42,8 @@ class Forecast:
         """`hook_s`: what one step of PyTorch's hook computes, from `alone_s`."""
         if prepared.method == "nosync":
             slowest = self.profile.slowest
-            always_s = 0.0 if slowest is None else slowest.step_s - _step_s(self.profile)
-            return _step_s(self.profile) + max(always_s, self.profile.jitter_s)
+            always_s = 0.0 if slowest is None else slowest.step_s - self.profile.step_s
+            return self.profile.step_s + max(always_s, self.profile.jitter_s)
         if prepared.cost is None:
             schedule = Schedule.of(self.profile, prepared.method, bucket_mb=self.bucket_mb)
             return predict(self.profile, self.network, schedule, paced=self.paced).iteration_s
@@ -60,7 +56,7 @@ class Forecast:
         return predict(profile, self.network, schedule, paced=self.paced).iteration_s
 
     def hook_s(self, alone_s: float) -> float:
-        return max(0.0, alone_s - _step_s(self.profile))
+        return max(0.0, alone_s - self.profile.step_s)
 
 
 def profile_workload(
@@ -73,27 +69,16 @@ def profile_workload(
     return msgspec.structs.replace(profile, overheads=overheads)
 
 
-def groups_of_one() -> dist.ProcessGroup:
-    """Collective: this rank's own group, among nobody."""
-    made = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return cast(dist.ProcessGroup, made[dist.get_rank()])
-
-
-def alone_s(prepare: Preparation, net: nn.Module, wrapping: Wrapping, make_step: MakeStep) -> float:
-    """A step of this method among one rank, while all ranks do the same: the median, over ranks as well."""
-    step = make_step(prepare(net, wrapping).model)
+def alone_s(step: Callable[[], None], device: torch.device) -> float:
+    """A step of a model whose group is one rank, while all ranks do the same: the mean of their medians."""
     times = []
     for number in range(_ALONE_WARMUP + _ALONE_STEPS):
         start = time.perf_counter()
         step()
-        if wrapping.device.type == "cuda":
+        if device.type == "cuda":
             torch.cuda.synchronize()
         if number >= _ALONE_WARMUP:
             times.append(time.perf_counter() - start)
-    mean = torch.tensor([statistics.median(times)], device=wrapping.device)
+    mean = torch.tensor([statistics.median(times)], device=device)
     dist.all_reduce(mean)
     return float(mean) / dist.get_world_size()
-
-
-def _step_s(profile: Profile) -> float:
-    return profile.forward_s + profile.backward_s + profile.update_s

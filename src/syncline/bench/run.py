@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from syncline._version import __version__
-from syncline.bench.forecast import Forecast, alone_s, groups_of_one, profile_workload
+from syncline.bench.forecast import Forecast, alone_s, profile_workload
 from syncline.bench.methods import METHODS, Prepared, Wrapping, check_methods
 from syncline.bench.result import BenchResult, Cluster, Model, Row
 from syncline.bench.rounds import Contender, Turns, combine, reported_to, take_turns
@@ -20,6 +20,7 @@ from syncline.cluster.isolation import why_not_shaped
 from syncline.errors import UsageError
 from syncline.exchange import wire
 from syncline.measure.network import Network
+from syncline.measure.overhead import group_of_one
 from syncline.measure.probe import probe
 from syncline.measure.profile import Profile
 from syncline.models import zoo
@@ -124,20 +125,10 @@ def _measure(
     probe_s: float,
 ) -> dict[str, Any]:
     """On one rank."""
-    if rank.spec.device == "cuda":
-        torch.cuda.set_device(rank.device)
     rank.init_process_group()
-    wrapping = Wrapping(rank.device, bucket_mb)
-    predicted_s = _predict(rank, workload, methods, wrapping, network, probe_s)
-    prepared: dict[str, Prepared] = {}
-    contenders = []
-    for method in methods:
-        for prepare in METHODS[method][1]:
-            net = workload.build(rank.rank).to(rank.device)
-            one = prepare(net, wrapping)
-            name = f"{method} {one.setting}".strip()
-            prepared[name] = one
-            contenders.append(Contender(name, _training_step(one.model, workload, rank)))
+    prepared = _prepare(rank, workload, methods, Wrapping(rank.device, bucket_mb))
+    predicted_s = _predict(rank, workload, prepared, bucket_mb, network, probe_s)
+    contenders = [Contender(name, _training_step(one.model, workload, rank)) for name, one in prepared.items()]
     record = take_turns(rank, contenders, warmup=WARMUP, rounds=rounds)
     about = {
         name: {
@@ -158,43 +149,43 @@ def _measure(
     }
 
 
+def _prepare(rank: Rank, workload: Workload, methods: Sequence[str], wrapping: Wrapping) -> dict[str, Prepared]:
+    """By method and setting: a model of its own for each variant of each method."""
+    prepared = [
+        prepare(workload.build(rank.rank).to(rank.device), wrapping)
+        for method in methods
+        for prepare in METHODS[method][1]
+    ]
+    return {f"{one.method} {one.setting}".strip(): one for one in prepared}
+
+
 def _predict(
     rank: Rank,
     workload: Workload,
-    methods: Sequence[str],
-    wrapping: Wrapping,
+    prepared: dict[str, Prepared],
+    bucket_mb: float | None,
     network: Network | None,
     probe_s: float,
 ) -> dict[str, float | None]:
     """By method and setting: seconds per step, foreseen before anything is measured."""
     if rank.world_size < 2 or (network is None and not probe_s):
         return {}
+    methods = list(dict.fromkeys(one.method for one in prepared.values()))
     if network is None:
         lossy = [name for name in methods if name in ("bf16", "fp16")]
         kinds = wire.KINDS if lossy else ("all_reduce", "broadcast")
         network = probe(budget_s=probe_s, kinds=kinds)
-
-    def fresh() -> nn.Module:
-        return workload.build(rank.rank).to(rank.device)
-
-    net = fresh()
+    net = workload.build(rank.rank).to(rank.device)
     loss_of = workload.loss_of(net, rank.rank, rank.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     profile = profile_workload(net, lambda _: loss_of(), optimizer, workload.name)
-    forecast = Forecast(profile, network, workload.profile is not None, wrapping.bucket_mb)
-    alone = Wrapping(wrapping.device, wrapping.bucket_mb, groups_of_one())
-    found = {}
-    for method in methods:
-        for prepare in METHODS[method][1]:
-            one = prepare(fresh(), alone)
-            hook_s = None
-            if one.cost is not None:
-                took_s = alone_s(prepare, fresh(), alone, lambda model: _training_step(model, workload, rank))
-                hook_s = forecast.hook_s(took_s)
-            found[f"{method} {one.setting}".strip()] = forecast.predicted_s(one, hook_s)
-            if one.handle is not None:
-                one.handle.detach()
-    return found
+    forecast = Forecast(profile, network, workload.profile is not None, bucket_mb)
+    hooks = [method for method in methods if any(one.cost for one in prepared.values() if one.method == method)]
+    hook_s = {}
+    with group_of_one(rank.device) as group:
+        for name, one in _prepare(rank, workload, hooks, Wrapping(rank.device, bucket_mb, group)).items():
+            hook_s[name] = forecast.hook_s(alone_s(_training_step(one.model, workload, rank), rank.device))
+    return {name: forecast.predicted_s(one, hook_s.get(name)) for name, one in prepared.items()}
 
 
 def _training_step(model: nn.Module, workload: Workload, rank: Rank) -> Callable[[], None]:

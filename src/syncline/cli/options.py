@@ -79,6 +79,11 @@ def under_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
+def is_first() -> bool:
+    """Whether this process is the one that speaks and writes."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
 def refuse_cluster_options(context: typer.Context) -> None:
     """Under torchrun: the cluster is there, and an option that describes another would be ignored without a word."""
     describing = ("hosts", "per_host", "rate", "racks", "trunk_rate", "rank_order")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import torch
 import typer
 
 from syncline.cli import options, screen
@@ -49,10 +46,10 @@ def probe_command(
         if not 1 <= budget <= _MAX_BUDGET_S:
             raise UsageError(f"--budget {budget:g}: probing takes 1 to {_MAX_BUDGET_S:g} seconds")
         under_torchrun = options.under_torchrun()
-        first = not under_torchrun or os.environ["RANK"] == "0"
+        first = options.is_first()
         if first:
             screen.check_writable(output)
-        with screen.progress("Probing") if first else nullcontext(_say_nothing) as on_progress:
+        with screen.progress("Probing", shown=first) as on_progress:
             if under_torchrun:
                 options.refuse_cluster_options(context)
                 with options.torchrun_group(device):
@@ -75,8 +72,6 @@ def probe_emulated(spec: ClusterSpec, budget_s: float, on_progress: Callable[[in
     """On emulated hosts, whose rates are known beforehand, too."""
 
     def main(rank: Rank) -> object:
-        if rank.spec.device == "cuda":
-            torch.cuda.set_device(rank.device)
         rank.init_process_group(timeout_s=max(60.0, 4 * budget_s))
         say = (lambda done, of: rank.say([round(done), round(of)])) if rank.rank == 0 else None
         return msgspec.to_builtins(probe(budget_s=budget_s, on_progress=say))
@@ -84,10 +79,6 @@ def probe_emulated(spec: ClusterSpec, budget_s: float, on_progress: Callable[[in
     answers = launch(spec, main, deadline_s=120 + 6 * budget_s, on_event=lambda _, event: on_progress(*event))
     network = msgspec.convert(answers[0], Network)
     return network.sold_as(spec.rate_bps, spec.trunk_rate_bps) if why_not_shaped() is None else network
-
-
-def _say_nothing(done: int, of: int) -> None:
-    pass
 
 
 def _show(network: Network, every: bool) -> None:

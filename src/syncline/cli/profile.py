@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -73,10 +72,10 @@ def profile(
             raise UsageError(f"--timeout {timeout:g}: a run needs a positive number of seconds")
         request = _Request(Target(target, device, batch, autocast), steps, warmup)
         under_torchrun = options.under_torchrun()
-        first = not under_torchrun or os.environ["RANK"] == "0"
+        first = options.is_first()
         if first:
             screen.check_writable(output)
-        with screen.progress(f"Measuring {target}") if first else nullcontext(_say_nothing) as on_progress:
+        with screen.progress(f"Measuring {target}", shown=first) as on_progress:
             if hosts is not None:
                 if under_torchrun:
                     raise UsageError("--hosts starts ranks of its own, and torchrun has started this one: choose one")
@@ -95,7 +94,7 @@ def profile(
                 _show(found, output)
 
 
-def _measure(request: _Request, device: torch.device, on_progress: Callable[[int, int], None]) -> Profile:
+def _measure(request: _Request, device: torch.device, on_progress: Callable[[int, int], None] | None) -> Profile:
     """On one rank; with a default process group, on all its ranks together."""
     group = dist.group.WORLD if dist.is_initialized() else None
     made = []
@@ -132,10 +131,8 @@ def _on_emulated_hosts(
     spec: ClusterSpec, request: _Request, timeout_s: float, on_progress: Callable[[int, int], None]
 ) -> Profile:
     def main(rank: Rank) -> dict[str, Any]:
-        if rank.spec.device == "cuda":
-            torch.cuda.set_device(rank.device)
         rank.init_process_group()
-        say = (lambda done, of: rank.say([done, of])) if rank.rank == 0 else _say_nothing
+        say = (lambda done, of: rank.say([done, of])) if rank.rank == 0 else None
         try:
             return {"profile": msgspec.to_builtins(_measure(request, rank.device, say))}
         except SynclineError as error:
@@ -152,10 +149,6 @@ def _on_emulated_hosts(
         if "error" in answer and not answer["error"].startswith("rank "):
             raise SynclineError(f"rank {rank}: {answer['error']}")
     return msgspec.convert(answers[0]["profile"], Profile)
-
-
-def _say_nothing(done: int, of: int) -> None:
-    pass
 
 
 def _show(profile: Profile, output: Path | None) -> None:

@@ -21,8 +21,8 @@ err = Console(stderr=True, highlight=False, markup=False)
 
 
 @contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal; silence elsewhere."""
+def progress(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
+    """A bar on a terminal; silence elsewhere, and where it is not to be `shown`."""
     with Progress(
         TextColumn(what),
         BarColumn(),
@@ -30,7 +30,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         TimeRemainingColumn(),
         console=err,
         transient=True,
-        disable=not err.is_terminal,
+        disable=not (shown and err.is_terminal),
     ) as bar:
         task = bar.add_task(what, total=1)
         yield lambda done, of: bar.update(task, completed=done, total=of)

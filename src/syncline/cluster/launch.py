@@ -59,7 +59,10 @@ class Rank:
         return torch.device("cuda", 0)
 
     def init_process_group(self, timeout_s: float = 60.0) -> None:
-        """Joins the default process group, over a store that rank 0 serves on its own host only."""
+        """Joins the default process group, over a store that rank 0 serves on its own host only. On CUDA the rank's
+        device becomes the current one: what collectives run on."""
+        if self.spec.device == "cuda":
+            torch.cuda.set_device(self.device)
         address = os.environ["MASTER_ADDR"]
         timeout = timedelta(seconds=timeout_s)
         options: dict[str, Any] = {}

@@ -161,7 +161,7 @@ def _line(sizes: tuple[int, ...], seconds: list[float]) -> Work:
 
 def _measure_ddp(device: torch.device) -> dict[str, float]:
     clock = clock_for(device)
-    with _group_of_one(device) as group:
+    with group_of_one(device) as group:
         large = _LARGE[device.type]
 
         def wrapped(numel: int, bucket_cap_mb: float) -> nn.Module:
@@ -285,7 +285,7 @@ class _CallWhenReady(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _group_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
+def group_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
     """A process group of this rank alone; the others need not know."""
     if dist.is_initialized():
         group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
