@@ -12,15 +12,12 @@ All ranks call `probe` together. Control messages go over a gloo group of their 
 from __future__ import annotations
 
 import datetime
-import itertools
-import math
 import random
-import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import cast
 
 import msgspec
 import numpy as np
@@ -33,14 +30,13 @@ from syncline.engine.comm import GroupComm, gather_bytes, group_device
 from syncline.errors import SynclineError, UsageError
 from syncline.exchange import WORLD, Counter, Work, wire
 from syncline.measure import topology
-from syncline.measure.fit import Fit, Lines, fit
-from syncline.measure.network import Collective, Link, Network, Overlap, Point, Startup, Switch
+from syncline.measure.fit import fit
+from syncline.measure.network import Network
+from syncline.measure.readings import ITEM_BYTES, SMALL, STREAMS, Key, Readings, whole
 from syncline.measure.steps import describe_hardware
 
 REST_S = 0.012
 """How long links rest before a sample: shapers regain their credit meanwhile."""
-STREAMS = (2, 4)
-_ITEM = 4
 _SIZES = (1e3, 4e3, 16e3, 64e3, 128e3, 256e3, 512e3, 1e6, 2e6, 4e6, 16e6, 32e6)
 _FAST_SIZES = (128e6, 512e6)
 _ALL_REDUCE_WEIGHT = 3.0
@@ -49,23 +45,12 @@ _SCATTERED = 64e3
 """Up to this size processors decide, and samples scatter: they need more of them."""
 _FAST_S = 0.1
 """Links that carry 32 MB in less are swept with larger sizes, too."""
-_LEAST_S_PER_BYTE = 1e-15
-"""Where so few bytes were measured that they seem to cost nothing."""
 _TINY = 4_000
-_SMALL = (4_000, 16_000)
 _CHAIN = 8
-_USUALLY_IN_FLIGHT = 2
-"""gloo gives a group two threads."""
 _FEW_HOSTS = 8
-_CROWDED = 1.05
-"""Less is noise."""
-_SURPRISE = 0.35
-"""How much nearer (as a logarithm) another number must be to be believed: the possibilities lie close together."""
 
 Progress = Callable[[float, float], None]
 Issue = Callable[[], Sequence[Work]]
-Key = tuple[Any, ...]
-"""What is measured: a level, a collective, elements, …"""
 
 
 @dataclass(frozen=True)
@@ -88,19 +73,6 @@ class _Level:
     name: str
     ranks: int
     comm: GroupComm | None
-
-
-@dataclass
-class _Samples:
-    """Seconds by what was measured."""
-
-    seconds: dict[Key, list[float]] = field(default_factory=dict)
-
-    def add(self, key: Key, value: float) -> None:
-        self.seconds.setdefault(key, []).append(value)
-
-    def median(self, *key: object) -> float:
-        return statistics.median(self.seconds[key])
 
 
 def probe(*, budget_s: float = 45.0, kinds: Sequence[str] = wire.KINDS, on_progress: Progress | None = None) -> Network:
@@ -143,30 +115,50 @@ class _Prober:
         self._boots = {identity.split()[0] for identity in identities}
         self._hosts = topology.number(identities)
         self._clock_lead_s = self._estimate_clock_lead()
+        self._readings = Readings(self._backend, self._hosts)
         self._groups: list[dist.ProcessGroup] = []
-        self._streams = [self._group(range(dist.get_world_size())) for _ in range(max(STREAMS))]
-        self._samples = _Samples()
+        self._streams: list[GroupComm | None] = []
         self._buffers: list[Tensor] = []
-        self._take([_Entry((), lambda: ())])
-        began = time.monotonic()
-        self._take([_Entry((), lambda: ())] * 5)
-        self._meeting_s = self._agreed(time.monotonic() - began) / 5
+        self._meeting_s = 0.0
 
     def network(self) -> Network:
         try:
+            self._streams = [self._group(range(dist.get_world_size())) for _ in range(max(STREAMS))]
+            self._meeting_s = self._measure_meeting()
             levels = self._levels()
             self._sweep(levels, 0.6 * self._budget_s)
             self._measure_overlap(0.15 * self._budget_s)
-            startups = self._measure_startups(0.05 * self._budget_s)
+            self._measure_startups(0.05 * self._budget_s)
             burst_bytes = self._measure_burst(0.08 * self._budget_s)
             matrix = self._measure_matrix(0.08 * self._budget_s, burst_bytes)
             data = b""
             if dist.get_rank() == 0:
-                data = msgspec.json.encode(self._fitted(levels, startups, burst_bytes, matrix))
+                ranks_at = {level.name: level.ranks for level in levels}
+                found = self._readings.fitted(self._cluster(matrix), ranks_at, self._kinds, burst_bytes)
+                data = msgspec.json.encode(found)
             return msgspec.json.decode(gather_bytes(self._control, data)[0], type=Network)
         finally:
             for group in self._groups:
                 dist.destroy_process_group(group)
+
+    def _cluster(self, matrix: list[list[float]]) -> Network:
+        """Who sits where, before anything is known of links and collectives."""
+        hosts = max(self._hosts) + 1
+        samples = sum(map(len, self._readings.seconds.values()))
+        return Network(
+            backend=self._backend,
+            device=self._device.type,
+            host_of_rank=self._hosts,
+            rack_of_host=topology.racks(matrix) if hosts > 2 else (0,) * hosts,
+            links=(),
+            collectives=(),
+            in_flight=1,
+            matrix_bytes_per_s=tuple(tuple(row) for row in matrix),
+            one_machine=len(self._boots) == 1 and hosts > 1,
+            where=describe_hardware(self._device),
+            how=f"probed with torch {torch.__version__}, {samples} samples",
+            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        )
 
     # --- groups, clocks, samples --------------------------------------------------------------------------------
 
@@ -254,16 +246,16 @@ class _Prober:
         """As many turns as the budget allows: cheap entries often, dear ones at least once. A first sample is not kept
         where there are many: it touches memory that later ones find warm."""
         began = time.monotonic()
-        fresh = [entry for entry in entries if entry.key not in self._samples.seconds]
+        fresh = [entry for entry in entries if entry.key not in self._readings.seconds]
         firsts = self._take(fresh)
         for place, seconds in firsts.items():
-            self._samples.add(fresh[place].key, seconds)
+            self._readings.add(fresh[place].key, seconds)
         spent_s = self._agreed(time.monotonic() - began)
-        costs = [entry.chain * self._samples.seconds[entry.key][0] + self._meeting_s for entry in entries]
+        costs = [entry.chain * self._readings.seconds[entry.key][0] + self._meeting_s for entry in entries]
         counts = _share_out(budget_s - spent_s, costs, [entry.weight for entry in entries], most)
         for entry, count in zip(entries, counts, strict=True):
             if count > 3:
-                self._samples.seconds[entry.key].clear()
+                self._readings.seconds[entry.key].clear()
         for turn in range(max(counts)):
             due = [
                 place
@@ -272,7 +264,7 @@ class _Prober:
             ]
             random.Random(turn).shuffle(due)  # noqa: S311 - an order, the same on all ranks
             for place, seconds in self._take([entries[index] for index in due]).items():
-                self._samples.add(entries[due[place]].key, seconds)
+                self._readings.add(entries[due[place]].key, seconds)
 
     def _agreed(self, value: float) -> float:
         """The largest of all ranks' values: what all of them decide by."""
@@ -311,6 +303,14 @@ class _Prober:
 
     # --- what is measured ---------------------------------------------------------------------------------------
 
+    def _measure_meeting(self) -> float:
+        """What every sample costs beside itself."""
+        nothing = _Entry((), lambda: ())
+        self._take([nothing])
+        began = time.monotonic()
+        self._take([nothing] * 5)
+        return self._agreed(time.monotonic() - began) / 5
+
     def _sweep(self, levels: Sequence[_Level], budget_s: float) -> None:
         """Every kind at every level, by size, up to what one call may take."""
         longest_s = budget_s / 12
@@ -325,7 +325,7 @@ class _Prober:
         entries: list[_Entry] = []
         before = (0.0, 0.0)
         for size in (*sizes, *_FAST_SIZES):
-            numel = _whole(size, level.ranks)
+            numel = whole(size, level.ranks)
             most_s = longest_s if size in sizes else min(longest_s, 4 * _FAST_S)
             if before[0] and before[1] * size / before[0] > most_s:
                 break
@@ -334,24 +334,24 @@ class _Prober:
             entry = _Entry((level.name, kind, numel), issue, level.comm is not None, weight, self._chain(size))
             if size >= 1e6:
                 before = (size, self._take([entry])[0])
-                self._samples.add(entry.key, before[1])
+                self._readings.add(entry.key, before[1])
             entries.append(entry)
         return entries
 
     def _measure_overlap(self, budget_s: float) -> None:
         """Several at once: on groups of their own, on one group, one after the other."""
-        large = self._large()
+        large = self._readings.large()
         entries = []
         for kind in [kind for kind in ("all_reduce", "all_to_all") if kind in self._kinds]:
-            for size in (*_SMALL, large) if kind == "all_reduce" else (large,):
-                numel = _whole(size, dist.get_world_size())
+            for size in (*SMALL, large) if kind == "all_reduce" else (large,):
+                numel = whole(size, dist.get_world_size())
                 one = self._issue(self._streams[0], kind, numel)
                 chain = self._chain(size)
                 entries.append(_Entry(("streams", kind, numel, 1), one, chain=chain))
                 for streams in STREAMS if kind == "all_reduce" else (2,):
                     calls = [self._issue(self._streams[i], kind, numel, i) for i in range(streams)]
                     entries.append(_Entry(("streams", kind, numel, streams), _together(calls), chain=chain))
-                if size in _SMALL:
+                if size in SMALL:
                     calls = [self._issue(self._streams[0], kind, numel, i) for i in range(4)]
                     entries.append(_Entry(("in flight", kind, numel, 4), _together(calls), chain=chain))
         self._repeat(entries, budget_s)
@@ -359,45 +359,34 @@ class _Prober:
     def _chain(self, size: float) -> int:
         """Tiny ones over sockets scatter by half, and the meeting before costs more than they do: so several at a time.
         NCCL's do not scatter, and would overlap in their queue."""
-        return _CHAIN if self._backend == "gloo" and size <= max(_SMALL) else 1
+        return _CHAIN if self._backend == "gloo" and size <= max(SMALL) else 1
 
-    def _large(self) -> int:
-        """A size that a link, not a start-up, decides: the smallest of the sweep that takes ten times a tiny one."""
-        times = {
-            int(key[2]) * _ITEM: statistics.median(values)
-            for key, values in self._samples.seconds.items()
-            if key[:2] == (WORLD, "all_reduce")
-        }
-        tiny_s = times[min(times)]
-        return min((size for size, seconds in times.items() if seconds > 10 * tiny_s), default=max(times))
-
-    def _measure_startups(self, budget_s: float) -> tuple[int, ...]:
-        """A tiny all-reduce among fewer hosts, one rank of each → how many were tried."""
+    def _measure_startups(self, budget_s: float) -> None:
+        """A tiny all-reduce among fewer hosts, one rank of each."""
         leaders = [self._hosts.index(host) for host in range(max(self._hosts) + 1)]
         counts = tuple(sorted({2, 3, len(leaders) // 2, len(leaders)} & set(range(2, len(leaders) + 1))))
         entries = []
         for count in counts:
             comm = self._group(leaders[:count])
-            numel = _whole(_TINY, count)
+            numel = whole(_TINY, count)
             issue = self._issue(comm, "all_reduce", numel)
             entries.append(_Entry(("startup", count), issue, comm is not None, chain=self._chain(_TINY)))
         if entries:
             self._repeat(entries, budget_s)
-        return counts
 
     def _measure_burst(self, budget_s: float) -> float:
         """What a rested link lets pass at once: from one message, by size, from a host to another."""
         if max(self._hosts) == 0:
             return 0.0
         sender, receiver = self._hosts.index(0), self._hosts.index(1)
-        rate = self._rate()
+        rate = self._readings.rate()
         sizes = sorted({int(size) for size in np.geomspace(8e3, max(256e3, rate * 0.05), 9)})
         entries = [
             _Entry(("message", size), self._message([(sender, receiver)], size), dist.get_rank() in (sender, receiver))
             for size in sizes
         ]
         self._repeat(entries, budget_s, most=9)
-        samples = {size: self._samples.seconds["message", size] for size in sizes}
+        samples = {size: self._readings.seconds["message", size] for size in sizes}
         lines = fit(samples, switches=False).lines
         if lines.breakpoint is None or lines.late_s_per_byte <= lines.s_per_byte:
             return 0.0
@@ -409,7 +398,7 @@ class _Prober:
         if hosts < 2:
             return []
         leaders = [self._hosts.index(host) for host in range(hosts)]
-        size = int(max(256e3, min(64e6, self._rate() * 0.02)) + 6 * burst_bytes)
+        size = int(max(256e3, min(64e6, self._readings.rate() * 0.02)) + 6 * burst_bytes)
         rates = [[0.0] * hosts for _ in range(hosts)]
         affordable = int(budget_s / (hosts * (0.03 + 2 * REST_S)))
         # One late process makes a link look slow, and slow links look like racks: the best of three does not.
@@ -435,7 +424,7 @@ class _Prober:
         return {receiver: max(1e-7, float(marks[receiver, 1]) - start) for _, receiver in pairs}
 
     def _message(self, pairs: Sequence[tuple[int, int]], size: int) -> Issue:
-        rank, numel = dist.get_rank(), max(1, size // _ITEM)
+        rank, numel = dist.get_rank(), max(1, size // ITEM_BYTES)
         everyone = self._streams[0]
         assert everyone is not None  # noqa: S101 - every rank is in it
         group = everyone.group  # NCCL opens connections lazily, and wants all ranks for that: here they are open
@@ -446,248 +435,6 @@ class _Prober:
             return cast(Sequence[Work], dist.batch_isend_irecv(operations))
 
         return start
-
-    def _rate(self) -> float:
-        """About what a link carries, from the sweep's largest all-reduce."""
-        largest = max(int(key[2]) for key in self._samples.seconds if key[:2] == (WORLD, "all_reduce"))
-        sent = wire.sent_bytes("all_reduce", largest, _ITEM, dist.get_world_size(), self._backend)
-        return sent / self._samples.median(WORLD, "all_reduce", largest)
-
-    # --- what it comes to, on rank 0 ----------------------------------------------------------------------------
-
-    def _fitted(
-        self, levels: Sequence[_Level], startups: tuple[int, ...], burst_bytes: float, matrix: list[list[float]]
-    ) -> Network:
-        hosts = max(self._hosts) + 1
-        rack_of_host = topology.racks(matrix) if hosts > 2 else (0,) * hosts
-        fits = {
-            (level.name, kind): fit(
-                {
-                    wire.sent_bytes(kind, int(key[2]), _ITEM, level.ranks, self._backend): times
-                    for key, times in self._samples.seconds.items()
-                    if key[:2] == (level.name, kind)
-                },
-                bursts=burst_bytes > 0,
-                switches=self._backend == "nccl",  # gloo sends every size in the same way
-            )
-            for level in levels
-            for kind in self._kinds
-        }
-        empty = Network(
-            backend=self._backend,
-            device=self._device.type,
-            host_of_rank=self._hosts,
-            rack_of_host=rack_of_host,
-            links=(),
-            collectives=(),
-            in_flight=self._in_flight(),
-            overlap=self._overlap(fits[WORLD, "all_reduce"]),
-            startups=tuple(Startup(ranks=n, seconds=self._samples.median("startup", n)) for n in startups),
-            matrix_bytes_per_s=tuple(tuple(row) for row in matrix),
-            one_machine=len(self._boots) == 1 and hosts > 1,
-            where=describe_hardware(self._device),
-            how=f"probed with torch {torch.__version__}, {sum(map(len, self._samples.seconds.values()))} samples",
-            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        )
-        links = _links(empty, fits, burst_bytes)
-        network = msgspec.structs.replace(empty, links=links)
-        collectives = tuple(
-            self._collective(network, level, kind, fits[level.name, kind]) for level in levels for kind in self._kinds
-        )
-        return msgspec.structs.replace(network, collectives=collectives)
-
-    def _collective(self, network: Network, level: _Level, kind: str, found: Fit) -> Collective:
-        lines = found.lines
-        numel = 1 << 20
-        sent = wire.sent_bytes(kind, numel, _ITEM, level.ranks, self._backend)
-        busy_s = network.busy_s(kind, numel, _ITEM, level.name)
-        link = max(network.links, key=lambda link: busy_s.get(link.name, 0.0))
-        link_s_per_byte = busy_s[link.name] / sent
-        shared = self._shared_s_per_byte(kind, sent / numel) if level.name == WORLD else None
-        late = lines.late_s_per_byte if shared is None else min(lines.late_s_per_byte, shared)
-        # Where two at once get more through than one, one is held back by something other than the link. With a
-        # breakpoint that is what the first line says already.
-        capped = lines.breakpoint is None and late < 0.9 * lines.late_s_per_byte
-        load = max(1.0, (late if capped else lines.late_s_per_byte) / link_s_per_byte)
-        own, serial_s, switches = 0.0, lines.intercept_s, tuple[Switch, ...]()
-        if capped:
-            own = lines.late_s_per_byte
-        elif lines.breakpoint is not None:
-            own = lines.s_per_byte
-            serial_s = max(0.0, lines.late_intercept_s + link.burst_bytes / link.bytes_per_s)
-            switches = _switches(lines, serial_s)
-        return Collective(
-            level=level.name,
-            kind=kind,
-            ranks=level.ranks,
-            startup_s=found.startup_s.value,
-            startup_low_s=found.startup_s.low,
-            startup_high_s=found.startup_s.high,
-            own_s_per_byte=own,
-            serial_s=serial_s,
-            load=load,
-            residual=lines.residual,
-            breakpoint_bytes=None if lines.breakpoint is None else round(lines.breakpoint),
-            switches=switches,
-            points=self._points(level, kind, found),
-        )
-
-    def _points(self, level: _Level, kind: str, found: Fit) -> tuple[Point, ...]:
-        points = []
-        for key, times in sorted(self._samples.seconds.items(), key=lambda item: str(item[0])):
-            if key[:2] != (level.name, kind):
-                continue
-            numel = int(key[2])
-            sent = wire.sent_bytes(kind, numel, _ITEM, level.ranks, self._backend)
-            low, median, high = np.quantile(times, [0.25, 0.5, 0.75])
-            points.append(
-                Point(
-                    bytes=numel * _ITEM,
-                    sent_bytes=sent,
-                    low_s=float(low),
-                    median_s=float(median),
-                    high_s=float(high),
-                    fitted_s=max(0.0, found.lines.seconds(sent)),
-                    repeats=len(times),
-                )
-            )
-        return tuple(sorted(points, key=lambda point: point.bytes))
-
-    def _shared_s_per_byte(self, kind: str, sent_per_element: float) -> float | None:
-        """Per sent byte, what a second large collective at the same time adds."""
-        found = {
-            key[3]: key
-            for key in self._samples.seconds
-            if key[:2] == ("streams", kind) and key[2] == self._large_numel()
-        }
-        if not {1, 2} <= set(found):
-            return None
-        more_s = statistics.median(self._samples.seconds[found[2]]) - statistics.median(self._samples.seconds[found[1]])
-        return max(0.0, more_s) / (sent_per_element * self._large_numel())
-
-    def _large_numel(self) -> int:
-        return _whole(self._large(), dist.get_world_size())
-
-    def _overlap(self, found: Fit) -> tuple[Overlap, ...]:
-        return tuple(
-            Overlap(streams=streams, slowdown=self._slowdown(streams), crowding=self._crowding(streams, found))
-            for streams in STREAMS
-        )
-
-    def _slowdown(self, streams: int) -> float:
-        return min(float(streams), max(1.0, self._times_longer("streams", streams)))
-
-    def _crowding(self, streams: int, found: Fit) -> float:
-        """What the second and further large all-reduces add, over what their bytes alone would. More streams do not
-        crowd less: the least of what so many and more of them show."""
-        numel = self._large_numel()
-        sent = wire.sent_bytes("all_reduce", numel, _ITEM, dist.get_world_size(), self._backend)
-        alone_s = self._samples.median("streams", "all_reduce", numel, 1)
-        seen = [
-            (self._samples.median("streams", "all_reduce", numel, count) - alone_s)
-            / max(1e-9, (count - 1) * found.lines.late_s_per_byte * sent)
-            for count in STREAMS
-            if count >= streams
-        ]
-        return min(seen) if min(seen) > _CROWDED else 1.0
-
-    def _in_flight(self) -> int:
-        """Of the possibilities, the one whose time is nearest to what four tiny ones took on one group.
-
-        NCCL's are kernels on one stream: however short the queue makes their start-ups, they follow each other.
-        """
-        if self._backend == "nccl":
-            return 1
-        slower = {streams: self._slowdown(streams) for streams in STREAMS}
-        expected = {1: 4.0, 2: 2 * slower[2], 4: slower[4]}
-        took = self._times_longer("in flight", 4)
-
-        def surprise(count: int) -> float:
-            return abs(math.log(expected[count] / took)) + (0.0 if count == _USUALLY_IN_FLIGHT else _SURPRISE)
-
-        return min(expected, key=surprise)
-
-    def _times_longer(self, what: str, count: int) -> float:
-        """Than one alone."""
-        ratios = []
-        for size in _SMALL:
-            numel = _whole(size, dist.get_world_size())
-            alone = self._samples.median("streams", "all_reduce", numel, 1)
-            ratios.append(self._samples.median(what, "all_reduce", numel, count) / alone)
-        return float(np.exp(np.mean(np.log(ratios))))
-
-
-def _links(network: Network, fits: dict[tuple[str, str], Fit], burst_bytes: float) -> tuple[Link, ...]:
-    """Rates from the all-reduce, which keeps links busiest; where racks hide the hosts' own rate, from the matrix."""
-    links = []
-    if ("local", "all_reduce") in fits:
-        links.append(_link("local", fits["local", "all_reduce"], 1.0, 0.0))
-    whole = fits[WORLD, "all_reduce"]
-    numel = 1 << 20
-    sent = wire.sent_bytes("all_reduce", numel, _ITEM, network.ranks, network.backend)
-    if network.hosts == 1:
-        return (_link("local", whole, 1.0, 0.0),)
-    crossing = wire.uplink_bytes("all_reduce", numel, _ITEM, network.host_of_rank, network.backend) / sent
-    if network.racks == 1:
-        return (*links, _link("host", whole, crossing, burst_bytes))
-    matrix, rack = network.matrix_bytes_per_s, network.rack_of_host
-    inside = [matrix[a][b] for a in range(network.hosts) for b in range(network.hosts) if a != b and rack[a] == rack[b]]
-    shift_sums = [
-        sum(
-            matrix[a][(a + shift) % network.hosts]
-            for a in range(network.hosts)
-            if rack[a] == one and rack[(a + shift) % network.hosts] != one
-        )
-        for shift in range(1, network.hosts)
-        for one in range(network.racks)
-    ]
-    rack_of_rank = [rack[host] for host in network.host_of_rank]
-    trunk_crossing = wire.uplink_bytes("all_reduce", numel, _ITEM, rack_of_rank, network.backend) / sent
-    host_rate, trunk_rate = statistics.median(inside), max(shift_sums)
-    host = Link(
-        name="host",
-        bytes_per_s=host_rate,
-        low_bytes_per_s=min(inside),
-        high_bytes_per_s=max(inside),
-        burst_bytes=burst_bytes,
-    )
-    if trunk_crossing / trunk_rate > crossing / host_rate:  # the all-reduce waits for the trunk: it knows it best
-        return (*links, host, _link("rack", whole, trunk_crossing, burst_bytes))
-    trunk = Link(
-        name="rack",
-        bytes_per_s=trunk_rate,
-        low_bytes_per_s=0.9 * trunk_rate,
-        high_bytes_per_s=1.1 * trunk_rate,
-        burst_bytes=burst_bytes,
-    )
-    return (*links, host, trunk)
-
-
-def _switches(lines: Lines, serial_s: float) -> tuple[Switch, ...]:
-    """What changes between the first line and the last, which is the link's own."""
-    switches = []
-    for piece, after in itertools.pairwise(lines.pieces[1:]):
-        own = piece.s_per_byte if piece.intercept_s >= 0 else lines.seconds(after.from_bytes) / after.from_bytes
-        start = Switch(from_bytes=round(piece.from_bytes), startup_s=max(0.0, piece.intercept_s), own_s_per_byte=own)
-        switches.append(start)
-    last, before = lines.pieces[-1], lines.pieces[-2]
-    if last.s_per_byte < before.s_per_byte:  # the links' line is below what the smaller sizes' would come to
-        switches.append(Switch(from_bytes=round(last.from_bytes), startup_s=serial_s, own_s_per_byte=0.0))
-    return tuple(switches)
-
-
-def _link(name: str, found: Fit, crossing: float, burst_bytes: float) -> Link:
-    slow, typical, fast = (
-        crossing / max(s_per_byte, _LEAST_S_PER_BYTE)
-        for s_per_byte in (found.late_s_per_byte.high, found.late_s_per_byte.value, found.late_s_per_byte.low)
-    )
-    return Link(
-        name=name,
-        bytes_per_s=typical,
-        low_bytes_per_s=slow,
-        high_bytes_per_s=fast,
-        burst_bytes=burst_bytes,
-    )
 
 
 def _share_out(budget_s: float, costs: Sequence[float], weights: Sequence[float], most: int) -> list[int]:
@@ -704,8 +451,3 @@ def _share_out(budget_s: float, costs: Sequence[float], weights: Sequence[float]
 
 def _together(calls: Sequence[Issue]) -> Issue:
     return lambda: [work for call in calls for work in call()]
-
-
-def _whole(size: float, ranks: int) -> int:
-    """Elements of a buffer of about this size that splits evenly."""
-    return max(1, round(size / _ITEM / ranks)) * ranks
