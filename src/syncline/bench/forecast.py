@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
@@ -18,9 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 from syncline.bench.methods import Prepared
+from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
 from syncline.measure.backward import measure_backward
 from syncline.measure.network import Network
 from syncline.measure.overhead import measure_overheads
+from syncline.measure.probe import probe
 from syncline.measure.profile import Overheads, Profile, Work
 from syncline.predict import Schedule, ddp_buckets, predict
 
@@ -82,3 +85,22 @@ def alone_s(step: Callable[[], None], device: torch.device) -> float:
     mean = torch.tensor([statistics.median(times)], device=device)
     dist.all_reduce(mean)
     return float(mean) / dist.get_world_size()
+
+
+def probe_emulated(
+    spec: ClusterSpec, budget_s: float, on_progress: Callable[[int, int], None] | None = None
+) -> Network:
+    """On emulated hosts, whose rates are known beforehand, too."""
+
+    def main(rank: Rank) -> object:
+        rank.init_process_group(timeout_s=max(60.0, 4 * budget_s))
+        say = (lambda done, of: rank.say([round(done), round(of)])) if rank.rank == 0 else None
+        return msgspec.to_builtins(probe(budget_s=budget_s, on_progress=say))
+
+    def reported(_rank: int, event: Any) -> None:
+        if on_progress is not None:
+            on_progress(*event)
+
+    answers = launch(spec, main, deadline_s=120 + 6 * budget_s, on_event=reported)
+    network = msgspec.convert(answers[0], Network)
+    return network.sold_as(spec.rate_bps, spec.trunk_rate_bps) if why_not_shaped() is None else network

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 
+from syncline.bench.forecast import probe_emulated
 from syncline.cli import options, screen
-from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
 from syncline.errors import UsageError
 from syncline.exchange import WORLD
 from syncline.measure.network import Collective, Network, Point
@@ -66,19 +64,6 @@ def probe_command(
                     network.save(output)
             finally:  # what took a minute to measure is shown, whatever became of its file
                 _show(network, every)
-
-
-def probe_emulated(spec: ClusterSpec, budget_s: float, on_progress: Callable[[int, int], None]) -> Network:
-    """On emulated hosts, whose rates are known beforehand, too."""
-
-    def main(rank: Rank) -> object:
-        rank.init_process_group(timeout_s=max(60.0, 4 * budget_s))
-        say = (lambda done, of: rank.say([round(done), round(of)])) if rank.rank == 0 else None
-        return msgspec.to_builtins(probe(budget_s=budget_s, on_progress=say))
-
-    answers = launch(spec, main, deadline_s=120 + 6 * budget_s, on_event=lambda _, event: on_progress(*event))
-    network = msgspec.convert(answers[0], Network)
-    return network.sold_as(spec.rate_bps, spec.trunk_rate_bps) if why_not_shaped() is None else network
 
 
 def _show(network: Network, every: bool) -> None:
