@@ -90,7 +90,7 @@ def moved(network: Network, spec: ClusterSpec) -> Network:
 
 def on_cluster(rank: Rank, network: Network, cases: list[Case], rounds: int) -> dict[str, Any]:
     rank.init_process_group()
-    overheads = measure_overheads(rank.device, ranks=rank.world_size)
+    overheads = measure_overheads(rank.device, topology=rank.world_size)
     profiles: dict[str, Profile] = {}
     for model in dict.fromkeys(case.model for case in cases):
         net = ReplayModel(scaled(model, rank.spec.hosts), seed=rank.rank)

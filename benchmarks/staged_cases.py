@@ -126,7 +126,7 @@ def watched(rank: Rank, case: Case, budget_s: float) -> dict[str, Any]:
     profile = measure_backward(
         net, lambda m: m(), steps=6, warmup=2, optimizer=optimizer, model_name=case.workload.model
     )
-    profile = msgspec.structs.replace(profile, overheads=measure_overheads(rank.device, ranks=rank.world_size))
+    profile = msgspec.structs.replace(profile, overheads=measure_overheads(rank.device, topology=rank.world_size))
     return {"network": msgspec.to_builtins(network), "profile": msgspec.to_builtins(profile)}
 
 

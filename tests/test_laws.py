@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -12,8 +13,15 @@ from torch import Tensor
 
 from syncline.engine.local import LocalComm, run_ranks
 from syncline.errors import MismatchError, UsageError
-from syncline.exchange import EXCHANGES, Comm, Cost, Dense, Layout, Phase, Rounding, State, Topology, Work
+from syncline.exchange import EXCHANGES, Comm, Cost, Dense, Layout, Level, Phase, Rounding, State, Topology, Work
 from syncline.testing import LAWS, LawBrokenError, check_laws, run_steps
+
+
+
+def hosts(*groups: tuple[int, ...]) -> Topology:
+    """Ranks that also meet on their hosts."""
+    return dataclasses.replace(Topology.flat(sum(map(len, groups))), levels=(Level("host", groups),))
+
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -157,9 +165,9 @@ def test_what_is_issued_at_another_level_is_seen_too() -> None:
                 comm.level("host").all_reduce(flat.clone()).wait()
             return comm.all_reduce(flat)
 
-    levels = {"host": [[0], [1]]}
-    calm = run_steps(Nosy("none"), [[torch.zeros(3)] * 2], levels=levels)
-    busy = run_steps(Nosy("none"), [[torch.ones(3)] * 2], levels=levels)
+    topology = hosts((0, 1), (2, 3))
+    calm = run_steps(Nosy("none"), [[torch.zeros(3)] * 4], topology=topology)
+    busy = run_steps(Nosy("none"), [[torch.ones(3)] * 4], topology=topology)
     assert calm[0].calls == [("world", "all_reduce", 3, "torch.float32", None)]
     assert [call[0] for call in busy[0].calls] == ["host", "world"]
 
@@ -194,6 +202,6 @@ def test_local_levels_are_counted_apart() -> None:
         comm.all_reduce(tensor).wait()
         return tensor[0].item(), dict(comm.counter.sent_bytes)
 
-    for value, sent in run_ranks(4, main, levels={"host": [[0, 1], [2, 3]]}):
+    for value, sent in run_ranks(hosts((0, 1), (2, 3)), main):
         assert value == 2 * (0 + 1 + 2 + 3)
         assert sent == {"host": 2 * 1 * 2 * 4, "world": 2 * 3 * 1 * 4}

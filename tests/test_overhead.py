@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ddp_helpers import on_ranks, refusal
 from syncline.cluster import Rank
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES, Comm, Dense, Layout
+from syncline.exchange import EXCHANGES, Comm, Dense, Layout, Level, Topology, Tree
 from syncline.measure import overhead
 from syncline.measure.overhead import SilentComm, measure_overheads
 from syncline.measure.profile import Overheads, Work
@@ -35,7 +35,7 @@ def test_every_exchange_is_measured_and_the_process_group_is_gone_afterwards() -
 
 
 def test_only_the_exchanges_asked_for_are_measured() -> None:
-    assert set(measure_overheads(exchanges={"mine": Dense}, ranks=2).work) == {"mine"}
+    assert set(measure_overheads(exchanges={"mine": Dense}, topology=2).work) == {"mine"}
 
 
 def test_ranks_that_measure_together_get_the_same_numbers() -> None:
@@ -62,14 +62,21 @@ def test_medians_are_taken_number_by_number() -> None:
     assert (found.copy_in_s_per_byte, found.hook_s, found.work["dense"].fixed_s) == (2.0, 20.0, 2.0)
 
 
+def test_a_silent_comm_stands_where_the_first_rank_does() -> None:
+    tree = Tree.given([[[0], [1, 2, 3]], [[4, 5], [6, 7]]], 8)
+    comm = SilentComm(Topology(Level("world", (tuple(range(8)),)), tree.levels))
+    assert comm.level("level1") is None
+    sizes = [level.size for name in ("level2", "level3") if (level := comm.level(name)) is not None]
+    assert (comm.size, sizes) == (8, [2, 2])
+
+
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_a_silent_comm_is_a_comm_that_leaves_an_exchange_its_own_numbers(name: str) -> None:
-    comm: Comm = SilentComm(rank=1, size=4, echo=True)
+    comm: Comm = SilentComm(Topology.flat(4), rank=1, echo=True)
     exchange = EXCHANGES[name]()
     flat = torch.ones(10)
     exchange.run(flat, exchange.prepare(Layout.flat(10), comm), comm)
     assert torch.isfinite(flat).all()
-    assert comm.level("hosts") is comm
     comm.reduce(flat, 0).wait()
     comm.broadcast(flat, 0).wait()
 
@@ -96,4 +103,4 @@ def test_a_line_that_would_start_below_zero_starts_at_zero() -> None:
 
 def test_what_cannot_be_measured_is_refused_in_one_line() -> None:
     assert "not on meta" in refusal(lambda: measure_overheads("meta"))
-    assert "ranks must be at least 1" in refusal(lambda: measure_overheads(ranks=0), UsageError)
+    assert "at least 1 rank" in refusal(lambda: measure_overheads(topology=0), UsageError)

@@ -268,7 +268,8 @@ def test_buckets_are_those_that_ddp_builds(real_ddp: dict[str, Any], place: int)
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_predicted_bytes_are_those_that_an_attached_exchange_sends(real_ddp: dict[str, Any], name: str) -> None:
     profile = msgspec.convert(real_ddp["profile"], Profile)
-    found = predict(profile, made_up.network((0, 1)), Schedule.of(profile, name, bucket_mb=2.0))
+    one_host = made_up.network((0, 0))  # where the real ranks are
+    found = predict(profile, one_host, Schedule.of(profile, name, bucket_mb=2.0))
     assert found.sent_bytes == real_ddp["sent"][name]
 
 
@@ -402,13 +403,13 @@ def test_two_lanes_hide_start_ups_behind_each_other() -> None:
 
 def test_a_cluster_of_thousands_is_looked_at_once_and_not_for_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
-    count = wire.uplink_messages
+    count = wire.uplinks
 
-    def counted(kind: str, unit_of_rank: Any, backend: str) -> int:
+    def counted(kind: str, groups: Any, backend: str) -> Any:
         looked.append(kind)
-        return count(kind, unit_of_rank, backend)
+        return count(kind, groups, backend)
 
-    monkeypatch.setattr(wire, "uplink_messages", counted)
+    monkeypatch.setattr(wire, "uplinks", counted)
     profile = made_up.profile([500] * 400)
     found = predict(profile, made_up.network().with_hosts(1024), Schedule.of(profile, bucket_mb=0.0001))
     assert (found.ranks, len(found.schedule.buckets), len(found.timeline.spans)) == (1024, 400, 400)

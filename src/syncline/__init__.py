@@ -13,7 +13,7 @@ from syncline.errors import (
     SynclineError,
     UsageError,
 )
-from syncline.exchange import Dense, Exchange
+from syncline.exchange import Dense, Exchange, Hierarchical
 from syncline.measure.backward import measure_backward
 from syncline.measure.network import Network
 from syncline.measure.profile import Profile
@@ -26,6 +26,7 @@ __all__ = [
     "Exchange",
     "ExchangeError",
     "Handle",
+    "Hierarchical",
     "MismatchError",
     "Network",
     "Profile",

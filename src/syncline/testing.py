@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from syncline.engine.local import Levels, LocalComm, local_topology, run_ranks
+from syncline.engine.local import LocalComm, run_ranks
 from syncline.errors import MismatchError, UsageError
-from syncline.exchange import Exchange, Layout, State
+from syncline.exchange import WORLD, Climbing, Exchange, Layout, Level, State, Topology, Tree
 
 Inputs = Sequence[Sequence[Tensor]]
 """What comes in: per step, per rank."""
@@ -44,9 +44,10 @@ class Ran:
 
 
 def run_steps(
-    exchange: Exchange, inputs: Inputs, finite: Sequence[bool] | None = None, levels: Levels | None = None
+    exchange: Exchange, inputs: Inputs, finite: Sequence[bool] | None = None, topology: Topology | None = None
 ) -> list[Ran]:
     """Runs the exchange as an engine would; `finite[i]` overrides whether step i counts as finite."""
+    place = topology or place_ranks(exchange, len(inputs[0]))
     first = inputs[0][0]
     layout = Layout.flat(first.numel(), first.dtype, first.device)
 
@@ -67,14 +68,22 @@ def run_steps(
             ran.memory.append(_memory(state, layout))
         ran.calls = comm.log[before:]
         ran.sent_bytes = dict(comm.counter.sent_bytes)
-        cost = exchange.cost(layout.numel, layout.dtype, local_topology(comm))
+        cost = exchange.cost(layout.numel, layout.dtype, comm.topology)
         ran.predicted_bytes = {level: sent * len(inputs) for level, sent in cost.sent_bytes.items()}
         return ran
 
     try:
-        return run_ranks(len(inputs[0]), main, levels=levels)
+        return run_ranks(place, main)
     except MismatchError as error:
         raise LawBrokenError(f"ranks do not issue the same collectives: {error}") from error
+
+
+def place_ranks(exchange: Exchange, ranks: int) -> Topology:
+    """Where an exchange wants levels: its own, or hosts of two ranks, of which the last may have one."""
+    if not isinstance(exchange, Climbing):
+        return Topology.flat(ranks)
+    tree = exchange.tree(Tree.of_hosts([rank // 2 for rank in range(ranks)]), ranks)
+    return Topology(Level(WORLD, (tuple(range(ranks)),)), tree.levels)
 
 
 def conservation(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
@@ -180,7 +189,7 @@ def no_host_synchronisation(exchange: Exchange, ranks: int, numel: int, dtype: t
         state.settle(torch.isfinite(flat).all())
 
     try:
-        run_ranks(ranks, main)
+        run_ranks(place_ranks(exchange, ranks), main)
     except RuntimeError as error:
         if "synchroniz" not in str(error):
             raise
@@ -285,4 +294,4 @@ def _heavy(ranks: int, numel: int, dtype: torch.dtype, device: str) -> list[list
     return _generated(ranks, numel, dtype, device, make)
 
 
-__all__ = ["LAWS", "LawBrokenError", "Ran", "check_laws", "run_steps"]
+__all__ = ["LAWS", "LawBrokenError", "Ran", "check_laws", "place_ranks", "run_steps"]

@@ -20,6 +20,7 @@ from torch import nn
 
 from syncline.bench.methods import Prepared
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
+from syncline.exchange import Topology
 from syncline.measure.backward import measure_backward
 from syncline.measure.network import Network
 from syncline.measure.overhead import measure_overheads
@@ -48,7 +49,8 @@ class Forecast:
             always_s = 0.0 if slowest is None else slowest.step_s - self.profile.step_s
             return self.profile.step_s + max(always_s, self.profile.jitter_s)
         if prepared.cost is None:
-            schedule = Schedule.of(self.profile, prepared.method, bucket_mb=self.bucket_mb)
+            lanes = 1 if prepared.handle is None else prepared.handle.lanes
+            schedule = Schedule.of(self.profile, prepared.method, lanes=lanes, bucket_mb=self.bucket_mb)
             return predict(self.profile, self.network, schedule, paced=self.paced).iteration_s
         everything = (tuple(range(len(self.profile.gradients))),)
         buckets = everything if prepared.one_bucket else ddp_buckets(self.profile.gradients, self.bucket_mb)
@@ -63,12 +65,16 @@ class Forecast:
 
 
 def profile_workload(
-    net: nn.Module, loss_of: Callable[[nn.Module], torch.Tensor], optimizer: torch.optim.Optimizer, name: str
+    net: nn.Module,
+    loss_of: Callable[[nn.Module], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    name: str,
+    topology: Topology | None = None,
 ) -> Profile:
-    """Collective: all ranks at once, without communication."""
+    """Collective: all ranks at once, without communication; what exchanges compute, as they would on `topology`."""
     profile = measure_backward(net, loss_of, steps=_STEPS, warmup=_WARMUP, optimizer=optimizer, model_name=name)
     device = next(net.parameters()).device
-    overheads = measure_overheads(device, ranks=dist.get_world_size(), group=dist.group.WORLD)
+    overheads = measure_overheads(device, topology=topology or dist.get_world_size(), group=dist.group.WORLD)
     return msgspec.structs.replace(profile, overheads=overheads)
 
 

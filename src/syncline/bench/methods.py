@@ -18,6 +18,7 @@ from syncline.engine import Handle, attach
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, Cost, Phase, Topology
 from syncline.exchange.wire import sent_bytes
+from syncline.measure.network import Network
 from syncline.predict.schedule import Costed
 
 
@@ -33,6 +34,12 @@ class Prepared:
     cost: Costed | None = None
     """What a baseline puts on the wire; Syncline's exchanges know it themselves."""
     one_bucket: bool = False
+
+    def chosen(self) -> str:
+        """Its setting, and the ways that its buckets go, most of them first."""
+        ways = {} if self.handle is None else self.handle.ways
+        common = sorted(ways, key=lambda way: -ways[way])
+        return "; ".join([*([self.setting] if self.setting else []), *common])
 
     def sent_bytes(self) -> int | None:
         """Payload that the busiest rank sent in the last step; None where nobody counted."""
@@ -63,6 +70,8 @@ class Wrapping:
     bucket_mb: float | None = None
     group: dist.ProcessGroup | None = None
     """None for all ranks."""
+    network: Network | None = None
+    """What exchanges choose by that do."""
 
     def ddp(self, net: nn.Module, bucket_mb: float | None = None) -> DDP:
         cap = bucket_mb if bucket_mb is not None else self.bucket_mb
@@ -125,7 +134,7 @@ class _PowerSGD:
 def _exchange(method: str) -> Preparation:
     def prepare(net: nn.Module, wrapping: Wrapping) -> Prepared:
         ddp = wrapping.ddp(net)
-        return Prepared(method, ddp, attach(ddp, EXCHANGES[method]()))
+        return Prepared(method, ddp, attach(ddp, EXCHANGES[method](), network=wrapping.network))
 
     return prepare
 
@@ -145,12 +154,17 @@ def _powersgd(rank: int, batched: bool) -> Preparation:
     return prepare
 
 
+RINGS = frozenset({"nosync", "ddp", "dense", "fp16-hook", "powersgd"})
+"""Those that use no other collectives than DDP itself."""
+
 METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
     "nosync": ("computation only: the floor", (_nosync,)),
     "ddp": ("plain DistributedDataParallel", (_ddp,)),
     "dense": ("Syncline, lossless", (_exchange("dense"),)),
     "bf16": ("Syncline, bf16 on the wire, fp32 sums", (_exchange("bf16"),)),
     "fp16": ("Syncline, scaled fp16 on the wire, fp32 sums", (_exchange("fp16"),)),
+    "hierarchical": ("Syncline, lossless, inside hosts before between them", (_exchange("hierarchical"),)),
+    "hierarchical+bf16": ("the same, bf16 between hosts", (_exchange("hierarchical+bf16"),)),
     "fp16-hook": ("PyTorch's fp16 hook", (_fp16_hook,)),
     "powersgd": (
         "PyTorch's PowerSGD hook, the best of ranks 1, 2, 4, equal shapes batched or not",

@@ -12,7 +12,7 @@ from torch import nn
 
 from syncline._version import __version__
 from syncline.bench.forecast import Forecast, alone_s, profile_workload
-from syncline.bench.methods import METHODS, Prepared, Wrapping, check_methods
+from syncline.bench.methods import METHODS, RINGS, Prepared, Wrapping, check_methods
 from syncline.bench.result import BenchResult, Cluster, Model, Row
 from syncline.bench.rounds import Contender, Turns, combine, reported_to, take_turns
 from syncline.cluster import ClusterSpec, Rank, format_rate, launch
@@ -25,6 +25,7 @@ from syncline.measure.probe import probe
 from syncline.measure.profile import Profile
 from syncline.models import zoo
 from syncline.models.replay import ReplayModel
+from syncline.predict.price import topology_of
 
 PROBE_S = 12.0
 """Enough for the collectives that a bench uses; `syncline probe` takes its time for better ones."""
@@ -126,14 +127,17 @@ def _measure(
 ) -> dict[str, Any]:
     """On one rank."""
     rank.init_process_group()
-    prepared = _prepare(rank, workload, methods, Wrapping(rank.device, bucket_mb))
-    predicted_s = _predict(rank, workload, prepared, bucket_mb, network, probe_s)
+    if network is None and probe_s and rank.world_size > 1:
+        kinds = ("all_reduce", "broadcast") if RINGS.issuperset(methods) else wire.KINDS
+        network = probe(budget_s=probe_s, kinds=kinds)
+    prepared = _prepare(rank, workload, methods, Wrapping(rank.device, bucket_mb, network=network))
+    predicted_s = {} if network is None else _predict(rank, workload, prepared, bucket_mb, network)
     contenders = [Contender(name, _training_step(one.model, workload, rank)) for name, one in prepared.items()]
     record = take_turns(rank, contenders, warmup=WARMUP, rounds=rounds)
     about = {
         name: {
             "method": one.method,
-            "setting": one.setting,
+            "setting": one.chosen(),
             "sent": one.sent_bytes(),
             "predicted": one.predicted_sent_bytes(rank.world_size),
             "predicted_s": predicted_s.get(name),
@@ -164,21 +168,14 @@ def _predict(
     workload: Workload,
     prepared: dict[str, Prepared],
     bucket_mb: float | None,
-    network: Network | None,
-    probe_s: float,
+    network: Network,
 ) -> dict[str, float | None]:
     """By method and setting: seconds per step, foreseen before anything is measured."""
-    if rank.world_size < 2 or (network is None and not probe_s):
-        return {}
     methods = list(dict.fromkeys(one.method for one in prepared.values()))
-    if network is None:
-        lossy = [name for name in methods if name in ("bf16", "fp16")]
-        kinds = wire.KINDS if lossy else ("all_reduce", "broadcast")
-        network = probe(budget_s=probe_s, kinds=kinds)
     net = workload.build(rank.rank).to(rank.device)
     loss_of = workload.loss_of(net, rank.rank, rank.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-    profile = profile_workload(net, lambda _: loss_of(), optimizer, workload.name)
+    profile = profile_workload(net, lambda _: loss_of(), optimizer, workload.name, topology_of(network))
     forecast = Forecast(profile, network, workload.profile is not None, bucket_mb)
     hooks = [method for method in methods if any(one.cost for one in prepared.values() if one.method == method)]
     hook_s = {}

@@ -123,7 +123,7 @@ def _measure(request: _Request, device: torch.device, on_progress: Callable[[int
     return msgspec.structs.replace(
         profile,
         how=f"{profile.how}, {autocast} autocast" if autocast else profile.how,
-        overheads=measure_overheads(where, ranks=ranks, group=group),
+        overheads=measure_overheads(where, topology=ranks, group=group),
     )
 
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline._version import __version__
-from syncline.engine.agreement import agree, flatten
+from syncline.engine.agreement import agree, digest, flatten
 from syncline.engine.comm import group_timeout
 from syncline.engine.engine import Engine
 from syncline.engine.hook import Switch, other_hooks, switch_of
+from syncline.engine.place import Place, find_place
 from syncline.errors import ExchangeError, MismatchError, SynclineError, UsageError
 from syncline.exchange import Dense, Exchange, settings
+from syncline.measure.network import Network
 
 MAX_LANES = 16
 _STATE_SCHEMA = 1
@@ -52,8 +56,9 @@ class Stats:
 class Handle:
     """An exchange attached to a model."""
 
-    def __init__(self, ddp: DDP, switch: Switch, engine: Engine) -> None:
+    def __init__(self, ddp: DDP, switch: Switch, engine: Engine, place: Place | None = None) -> None:
         self._ddp, self._switch, self._engine = ddp, switch, engine
+        self._place = place
         self.exchange = engine.exchange
 
     @property
@@ -73,6 +78,22 @@ class Handle:
                     BucketTiming(job.bucket, job.lane, size, seconds["ready"], seconds["start"], seconds["end"])
                 )
         return Stats(engine.steps, dict(step.sent_bytes), engine.sent_bytes, tuple(timings))
+
+    def describe(self) -> str:
+        """What is attached, where ranks sit as far as the exchange asks, and which way buckets go."""
+        lines = [f"{self.exchange!r} among {dist.get_world_size(self._ddp.process_group)} ranks"]
+        if self._place is not None:
+            lines += [self._place.tree.describe(), self._place.known]
+        return "\n".join([*lines, *(f"buckets: {count} × {way}" for way, count in self.ways.items())])
+
+    @property
+    def lanes(self) -> int:
+        return self._attached.lanes
+
+    @property
+    def ways(self) -> dict[str, int]:
+        """Where an exchange has several ways for a bucket to go: which, and for how many buckets it takes them."""
+        return self._attached.ways
 
     def predicted_sent_bytes(self) -> dict[str, int]:
         """What a step should send, per level, by the exchange's own account of the buckets there are now."""
@@ -124,18 +145,28 @@ class Handle:
 
 
 def attach(
-    model: nn.Module, exchange: Exchange | None = None, *, lanes: int = 1, timeout_s: float | None = None
+    model: nn.Module,
+    exchange: Exchange | None = None,
+    *,
+    lanes: int | None = None,
+    timeout_s: float | None = None,
+    network: Network | str | os.PathLike[str] | None = None,
 ) -> Handle:
     """Has `model`, a DistributedDataParallel, exchange its gradients through `exchange` (default: `Dense()`).
 
     All ranks of the model's process group call it, with the same arguments. `lanes` exchanges run at the same time,
-    each over connections of its own. `timeout_s` is how long a collective may take; default: the process group's.
+    each over connections of its own; default: one, or two where an exchange over gloo waits between its collectives,
+    so that another uses the links meanwhile. `timeout_s` is how long a collective may take; default: the group's own.
+    `network`, or the file that `syncline probe` wrote of it, is for exchanges that choose by what links take, and knows
+    racks; without one, hosts are found and ordinary links are assumed.
     Replaces what was attached before; raises, and leaves the model as it was, if anything does not fit.
     """
     ddp = _ddp_of(model)
     exchange = Dense() if exchange is None else exchange
     if isinstance(exchange, type) or not isinstance(exchange, Exchange):
         raise UsageError(f"{exchange!r} is not an exchange: pass an instance, for example syncline.Dense()")
+    if lanes is None:
+        lanes = default_lanes(exchange, str(dist.get_backend(ddp.process_group)))
     if not isinstance(lanes, int) or isinstance(lanes, bool) or not 1 <= lanes <= MAX_LANES:
         raise UsageError(f"lanes is {lanes!r}: there may be 1 to {MAX_LANES}")
     if timeout_s is not None and not timeout_s > 0:
@@ -144,15 +175,22 @@ def attach(
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
     parameters = _parameters(ddp)
     with _current_device(parameters):
-        _meet(group, _fingerprint(ddp, group, exchange, lanes, parameters))
-        engine = Engine(group, parameters, exchange, lanes, timeout)
+        known = Network.load(network) if isinstance(network, str | os.PathLike) else network
+        _meet(group, _fingerprint(ddp, group, exchange, lanes, parameters, known))
+        place = find_place(group, exchange, known)
+        engine = Engine(group, parameters, exchange, lanes, timeout, None if place is None else place.topology)
     try:
         switch = switch_of(ddp)
     except BaseException:
         engine.close()
         raise
     switch.turn_to(engine)
-    return Handle(ddp, switch, engine)
+    return Handle(ddp, switch, engine, place)
+
+
+def default_lanes(exchange: Exchange, backend: str) -> int:
+    """On CUDA the stream goes on by itself, and more communicators than needed get in each other's way."""
+    return 2 if exchange.waits and backend == "gloo" else 1
 
 
 def _ddp_of(model: nn.Module) -> DDP:
@@ -199,7 +237,12 @@ def _current_device(parameters: Mapping[str, nn.Parameter]) -> contextlib.Abstra
 
 
 def _fingerprint(
-    ddp: DDP, group: dist.ProcessGroup, exchange: Exchange, lanes: int, parameters: Mapping[str, nn.Parameter]
+    ddp: DDP,
+    group: dist.ProcessGroup,
+    exchange: Exchange,
+    lanes: int,
+    parameters: Mapping[str, nn.Parameter],
+    network: Network | None,
 ) -> dict[str, Any]:
     """Everything that must be the same on all ranks for their collectives to fit together."""
     model = {
@@ -219,4 +262,6 @@ def _fingerprint(
         "backend": str(dist.get_backend(group)),
     }
     fields = flatten({"exchange": settings(exchange), "ddp": flags, "version": versions, "parameter": model})
-    return {**fields, "lanes": lanes}
+    # Ranks choose by it, so it has to be the same file; what it says is none of the fingerprint's business.
+    known = None if network is None else digest(msgspec.to_builtins(network)).hex()[:16]
+    return {**fields, "lanes": lanes, "network": known}

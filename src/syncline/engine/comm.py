@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
 
@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline.exchange import WORLD, Comm, Counter, Topology, Work
+from syncline.errors import UsageError
+from syncline.exchange import WORLD, Comm, Counter, Level, Topology, Work
 from syncline.exchange.wire import sent_bytes
 
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,10 +30,9 @@ class GroupComm:
     """The ranks of one process group; `siblings` are this rank's groups at the other levels."""
 
     group: dist.ProcessGroup
-    name: str
+    topology: Topology
     counter: Counter
-    backend: str
-    siblings: Mapping[str, GroupComm]
+    siblings: Mapping[str, GroupComm] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -42,8 +42,8 @@ class GroupComm:
     def size(self) -> int:
         return self.group.size()
 
-    def level(self, name: str) -> Comm:
-        return self.siblings[name]
+    def level(self, name: str) -> Comm | None:
+        return self.siblings.get(name)
 
     def all_reduce(self, tensor: Tensor) -> Work:
         self._count("all_reduce", tensor)
@@ -70,8 +70,8 @@ class GroupComm:
         )
 
     def _count(self, kind: str, whole: Tensor) -> None:
-        sent = sent_bytes(kind, whole.numel(), whole.element_size(), self.size, self.backend)
-        self.counter.add(self.name, sent)
+        sent = sent_bytes(kind, whole.numel(), whole.element_size(), self.size, self.topology.backend)
+        self.counter.add(self.topology.whole.name, sent)
 
     @staticmethod
     def _issued(work: Any) -> Work:
@@ -81,7 +81,7 @@ class GroupComm:
 
 @dataclass(frozen=True)
 class LaneGroups:
-    """The process groups of one lane, from the levels that the lane's exchanges use."""
+    """The process groups of one lane: of all ranks, and of this rank at each level that the lane's exchange climbs."""
 
     comm: GroupComm
     counter: Counter
@@ -89,32 +89,30 @@ class LaneGroups:
 
     @property
     def topology(self) -> Topology:
-        sizes = {name: sibling.size for name, sibling in self.comm.siblings.items()}
-        return Topology(sizes, self.comm.backend)
+        return self.comm.topology
 
     @classmethod
-    def create(cls, parent: dist.ProcessGroup, timeout: timedelta) -> LaneGroups:
+    def create(cls, parent: dist.ProcessGroup, timeout: timedelta, topology: Topology | None = None) -> LaneGroups:
         """Collective over the parent's ranks: new connections of the lane's own, opened right away.
 
         A group's first collective would open them lazily, and can hang past its timeout if a peer died meanwhile.
         """
-        ranks = dist.get_process_group_ranks(parent)
-        whole_world = len(ranks) == dist.get_world_size()
-        with contextlib.nullcontext() if whole_world else _fresh_group_name(parent):
-            group = dist.new_group(
-                None if whole_world else ranks,
-                timeout=timeout,
-                backend=dist.get_backend(parent),
-                use_local_synchronization=not whole_world,  # ranks outside a subgroup do not attach
-            )
+        topology = topology or Topology.flat(parent.size(), str(dist.get_backend(parent)))
         counter = Counter()
         siblings: dict[str, GroupComm] = {}
-        comm = GroupComm(group, WORLD, counter, str(dist.get_backend(parent)), siblings)
-        siblings[WORLD] = comm
-        comm.all_to_all(*_pair(comm.size, parent)).wait()
-        comm.all_reduce(_pair(1, parent)[0]).wait()
+        groups = cls(_warm(GroupComm(_new_group(parent, timeout), topology, counter, siblings)), counter, siblings)
+        siblings[WORLD] = groups.comm
+        try:
+            for level in topology.levels:
+                group = _new_group(parent, timeout, level)
+                if group is not None:
+                    siblings[level.name] = GroupComm(group, topology.among(level), counter, siblings)
+                    _warm(siblings[level.name])
+        except BaseException:
+            groups.destroy()
+            raise
         counter.sent_bytes.clear()
-        return cls(comm, counter, siblings)
+        return groups
 
     def destroy(self) -> None:
         if dist.is_initialized():
@@ -123,21 +121,51 @@ class LaneGroups:
         self.siblings.clear()  # a comm is among its own siblings: a cycle that would keep its group's threads alive
 
 
+def _new_group(parent: dist.ProcessGroup, timeout: timedelta, level: Level | None = None) -> Any:
+    """Collective over the parent's ranks: a group of all of them, or each one's group at a level; None for ranks that
+    meet nobody there."""
+    ranks = dist.get_process_group_ranks(parent)
+    options: dict[str, Any] = {"timeout": timeout, "backend": dist.get_backend(parent)}
+    groups = [tuple(range(len(ranks)))] if level is None else [group for group in level.groups if len(group) > 1]
+    mine = next((group for group in groups if parent.rank() in group), ())
+    made: Any = None
+    if len(ranks) == dist.get_world_size():
+        for group in groups:  # NCCL splits a communicator only if all of its ranks take part, outsiders among them
+            new = dist.new_group([ranks[member] for member in group], **options)
+            made = new if group == mine else made
+    else:  # ranks outside of the parent do not attach, and cannot take part
+        with _fresh_group_name(parent, f"of {min(mine, default=0)}"):
+            if mine:
+                members = [ranks[member] for member in mine]
+                made = dist.new_group(members, use_local_synchronization=True, **options)
+    if mine and made.rank() != mine.index(parent.rank()):
+        raise UsageError("the model's process group numbers its ranks in another order than the world does: sort them")
+    return made
+
+
+def _warm(comm: GroupComm) -> GroupComm:
+    """Opens a new group's connections."""
+    comm.all_to_all(*_pair(comm.size, comm.group)).wait()
+    comm.all_reduce(_pair(1, comm.group)[0]).wait()
+    return comm
+
+
 @contextlib.contextmanager
-def _fresh_group_name(parent: dist.ProcessGroup) -> Iterator[None]:
-    """Collective. Names the group that is created inside as no other was, the same on all ranks of `parent`.
+def _fresh_group_name(parent: dist.ProcessGroup, which: str) -> Iterator[None]:
+    """Collective. Names the group that is created inside as no other was, the same on all of its ranks.
 
     torch names a group of a part of the world after how many groups there are. So a destroyed group's name comes back,
     with the addresses that its ranks once left in the store, and connecting to those hangs; and ranks that are in
-    different numbers of groups wait for each other under different names.
+    different numbers of groups wait for each other under different names. `which` tells groups apart that parts of the
+    parent's ranks create at the same time.
     """
     c10d: Any = dist.distributed_c10d
     original = getattr(c10d, "_process_group_name", None)
     if original is None:  # private: a torch without it names groups in some other way
         yield
         return
-    name = gather_bytes(parent, secrets.token_hex(16).encode())[0].decode()
-    c10d._process_group_name = lambda ranks, use_hashed_name: name
+    token = gather_bytes(parent, secrets.token_hex(16).encode())[0].decode()
+    c10d._process_group_name = lambda ranks, use_hashed_name: f"{token} {which}"
     try:
         yield
     finally:

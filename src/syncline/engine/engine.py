@@ -8,6 +8,7 @@ they see in it, and moves along by parameter name when the buckets change.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +22,7 @@ from syncline.engine.agreement import agree
 from syncline.engine.comm import LaneGroups
 from syncline.engine.lane import Job, Lane, make_lane
 from syncline.errors import ExchangeError, SynclineError, UsageError
-from syncline.exchange import Exchange, Layout, Slot, State, Work
+from syncline.exchange import Exchange, Layout, Slot, State, Topology, Work
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """By parameter name, then by kind, in logical shape."""
@@ -39,7 +40,7 @@ class Bucket:
 
     @property
     def settles(self) -> bool:
-        return self.state is not None and type(self.state).settle is not State.settle
+        return self.state is not None and self.state.settles
 
 
 @dataclass
@@ -64,6 +65,7 @@ class Engine:
         exchange: Exchange,
         lanes: int,
         timeout: timedelta,
+        topology: Topology | None = None,
     ) -> None:
         self.exchange = exchange
         self.error: BaseException | None = None
@@ -79,7 +81,7 @@ class Engine:
         device = next(iter(parameters.values())).device
         try:
             for index in range(lanes):
-                self._groups.append(LaneGroups.create(group, timeout))
+                self._groups.append(LaneGroups.create(group, timeout, topology))
                 self._lanes.append(make_lane(device, f"syncline-lane-{index}"))
         except BaseException:
             self.close()
@@ -245,6 +247,16 @@ class Engine:
             for level, sent in cost.sent_bytes.items():
                 total[level] = total.get(level, 0) + sent
         return total
+
+    @property
+    def lanes(self) -> int:
+        return len(self._lanes)
+
+    @property
+    def ways(self) -> dict[str, int]:
+        """How buckets go, where an exchange has several ways, and how many go so."""
+        states = [bucket.state for bucket in self.buckets.values() if bucket.state is not None]
+        return dict(Counter(text for state in states if (text := state.describe())))
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         tensors = {name: dict(kinds) for name, kinds in self._waiting.items()}

@@ -20,8 +20,6 @@ from syncline.exchange import WORLD, Comm, Counter, Topology, Work
 from syncline.exchange.wire import sent_bytes
 
 T = TypeVar("T")
-Levels = Mapping[str, Sequence[Sequence[int]]]
-"""For each level, the groups of ranks that meet there."""
 
 
 @dataclass
@@ -86,17 +84,18 @@ class LocalComm:
     """One rank's view of a room."""
 
     def __init__(
-        self, room: _Room, member: int, name: str, counter: Counter, siblings: Mapping[str, LocalComm]
+        self, room: _Room, member: int, topology: Topology, counter: Counter, siblings: Mapping[str, LocalComm]
     ) -> None:
-        self._room, self._name, self._siblings = room, name, siblings
+        self._room, self._name, self._siblings = room, topology.whole.name, siblings
+        self.topology = topology
         self.rank, self.size = member, len(room.ranks)
         self.counter = counter
         self._turn = 0
         self.log: list[tuple[object, ...]] = []
         """What this rank issued, at any level."""
 
-    def level(self, name: str) -> Comm:
-        return self._siblings[name]
+    def level(self, name: str) -> Comm | None:
+        return self._siblings.get(name)
 
     def leave(self) -> None:
         """Ends this rank's part at every level: whoever still waits for it learns so at once."""
@@ -156,11 +155,9 @@ class LocalComm:
         return _LocalWork(lambda: finish(self._room.take(turn)))
 
 
-def run_ranks(
-    ranks: int, main: Callable[[LocalComm], T], *, levels: Levels | None = None, deadline_s: float = 30.0
-) -> list[T]:
+def run_ranks(topology: Topology | int, main: Callable[[LocalComm], T], *, deadline_s: float = 30.0) -> list[T]:
     """Runs `main(comm)` for every rank, each on a thread, and returns what each returned."""
-    comms = local_comms(ranks, levels=levels, deadline_s=deadline_s)
+    comms = local_comms(topology, deadline_s=deadline_s)
 
     def life(comm: LocalComm) -> T:
         try:
@@ -168,7 +165,7 @@ def run_ranks(
         finally:
             comm.leave()
 
-    with ThreadPoolExecutor(ranks) as pool:
+    with ThreadPoolExecutor(len(comms)) as pool:
         futures = [pool.submit(life, comm) for comm in comms]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:  # a rank that failed leaves the others waiting: its error is the one to show
@@ -176,21 +173,20 @@ def run_ranks(
     return [future.result() for future in futures]
 
 
-def local_comms(ranks: int, *, levels: Levels | None = None, deadline_s: float = 30.0) -> list[LocalComm]:
-    """One Comm per rank, at the level of all ranks; `levels` adds groups at others."""
-    everyone: dict[str, Sequence[Sequence[int]]] = {**(levels or {}), WORLD: [range(ranks)]}
-    views: list[dict[str, LocalComm]] = [{} for _ in range(ranks)]
-    counters = [Counter() for _ in range(ranks)]
-    for name, groups in everyone.items():
-        for group in groups:
+def local_comms(topology: Topology | int, *, deadline_s: float = 30.0) -> list[LocalComm]:
+    """One Comm per rank, at the level of all ranks. A number means so many, without further levels."""
+    whole = Topology.flat(topology) if isinstance(topology, int) else topology
+    views: list[dict[str, LocalComm]] = [{} for _ in range(whole.ranks)]
+    counters = [Counter() for _ in range(whole.ranks)]
+    for level in (whole.whole, *whole.levels):
+        here = whole if level is whole.whole else whole.among(level)
+        for group in level.groups:
+            if len(group) == 1 and level is not whole.whole:
+                continue
             room = _Room(group, deadline_s)
             for member, rank in enumerate(group):
-                views[rank][name] = LocalComm(room, member, name, counters[rank], views[rank])
+                views[rank][level.name] = LocalComm(room, member, here, counters[rank], views[rank])
     return [view[WORLD] for view in views]
-
-
-def local_topology(comm: LocalComm) -> Topology:
-    return Topology({name: sibling.size for name, sibling in comm._siblings.items()})
 
 
 def _sum(given: list[Tensor]) -> Tensor:

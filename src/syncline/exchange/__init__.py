@@ -6,11 +6,13 @@ from collections.abc import Callable
 
 from syncline.exchange.base import (
     WORLD,
+    Climbing,
     Comm,
     Cost,
     Counter,
     Exchange,
     Layout,
+    Level,
     Phase,
     Rounding,
     Slot,
@@ -20,28 +22,37 @@ from syncline.exchange.base import (
     settings,
 )
 from syncline.exchange.dense import Dense
+from syncline.exchange.hierarchical import Hierarchical, Way
+from syncline.exchange.tree import Tree
 
 EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "dense": Dense,
     "bf16": lambda: Dense(wire="bf16"),
     "fp16": lambda: Dense(wire="fp16"),
+    "hierarchical": Hierarchical,
+    "hierarchical+bf16": lambda: Hierarchical(across=Dense(wire="bf16")),
 }
 """By the name that the bench and the laws use."""
 
 __all__ = [
     "EXCHANGES",
     "WORLD",
+    "Climbing",
     "Comm",
     "Cost",
     "Counter",
     "Dense",
     "Exchange",
+    "Hierarchical",
     "Layout",
+    "Level",
     "Phase",
     "Rounding",
     "Slot",
     "State",
     "Topology",
+    "Tree",
+    "Way",
     "Work",
     "settings",
 ]

@@ -11,14 +11,17 @@ belong to the lane that runs it. `syncline.testing` holds the laws that every ex
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from syncline.exchange import wire
+
+if TYPE_CHECKING:
+    from syncline.exchange.tree import Tree
 
 WORLD = "world"
 """The level at which all ranks meet."""
@@ -54,6 +57,17 @@ class Layout:
     def numel(self) -> int:
         return sum(slot.numel for slot in self.slots)
 
+    def piece(self, start: int, numel: int) -> Layout:
+        """A part of the bucket, in memory order; what lies beyond the end is padding, without a name."""
+        slots = []
+        for slot in self.slots:
+            first, end = max(start, slot.offset), min(start + numel, slot.offset + slot.numel)
+            if first < end:
+                slots.append(Slot(slot.name, (end - first,), (1,), first - start, end - first))
+        if (padding := start + numel - max(start, self.numel)) > 0:
+            slots.append(Slot("", (padding,), (1,), numel - padding, padding))
+        return Layout(tuple(slots), self.dtype, self.device)
+
     @classmethod
     def flat(cls, numel: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Layout:
         """A bucket of one nameless vector, for tests and benchmarks."""
@@ -79,8 +93,12 @@ class Comm(Protocol):
     @property
     def size(self) -> int: ...
 
-    def level(self, name: str) -> Comm:
-        """The same, among the ranks that meet at another level."""
+    @property
+    def topology(self) -> Topology:
+        """Who meets whom here."""
+
+    def level(self, name: str) -> Comm | None:
+        """The same, among the ranks that this one meets at another level; None where it meets nobody."""
 
     def all_reduce(self, tensor: Tensor) -> Work:
         """Sums `tensor` over the ranks, in place."""
@@ -99,15 +117,55 @@ class Comm(Protocol):
 
 
 @dataclass(frozen=True)
-class Topology:
-    """How many ranks meet at each level, and what carries their bytes."""
+class Level:
+    """Groups of ranks that meet side by side, in an order of their own; no rank is in two of them."""
 
-    sizes: Mapping[str, int]
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        """Of the largest group."""
+        return max(map(len, self.groups))
+
+    @property
+    def sizes(self) -> list[int]:
+        """That its groups have, each once."""
+        return sorted({len(group) for group in self.groups})
+
+    @property
+    def equal(self) -> bool:
+        return len(self.sizes) == 1
+
+    def led_by(self, below: Level) -> Level:
+        """Only the groups of those ranks that come first in theirs at the level below."""
+        leaders = {group[0] for group in below.groups}
+        return Level(self.name, tuple(group for group in self.groups if group[0] in leaders))
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Who meets whom, and what carries their bytes."""
+
+    whole: Level
+    """Those among whom an exchange runs. Several groups do the same side by side."""
+    levels: tuple[Level, ...] = ()
+    """Into which they are divided, from the inside out, for exchanges that climb them."""
     backend: str = "gloo"
+    seconds: Callable[[Cost], float] | None = None
+    """What a cost comes to on these links, for exchanges that choose by it; None where nothing is known of them."""
+
+    @property
+    def ranks(self) -> int:
+        return self.whole.ranks
 
     @classmethod
     def flat(cls, ranks: int, backend: str = "gloo") -> Topology:
-        return cls({WORLD: ranks}, backend)
+        return cls(Level(WORLD, (tuple(range(ranks)),)), (), backend)
+
+    def among(self, level: Level) -> Topology:
+        """For an exchange that runs among the groups of one level."""
+        return dataclasses.replace(self, whole=level, levels=())
 
 
 @dataclass(frozen=True)
@@ -115,18 +173,22 @@ class Phase:
     """One collective of an exchange: what a predictor needs to know of it."""
 
     kind: str
-    level: str
-    ranks: int
+    level: Level
+    """The groups that run it side by side."""
     elements: int
     itemsize: int
     sent_bytes: int
     """By the busiest rank."""
 
     @classmethod
-    def of(cls, kind: str, elements: int, itemsize: int, topology: Topology, level: str = WORLD) -> Phase:
-        ranks = topology.sizes[level]
-        sent = wire.sent_bytes(kind, elements, itemsize, ranks, topology.backend)
-        return cls(kind, level, ranks, elements, itemsize, sent)
+    def of(cls, kind: str, elements: int, itemsize: int, topology: Topology) -> Phase:
+        level = topology.whole
+        sent = max(wire.sent_bytes(kind, elements, itemsize, ranks, topology.backend) for ranks in level.sizes)
+        return cls(kind, level, elements, itemsize, sent)
+
+    @property
+    def ranks(self) -> int:
+        return self.level.ranks
 
 
 @dataclass(frozen=True)
@@ -134,13 +196,22 @@ class Cost:
     """What an exchange puts on the wire for one bucket, phase by phase in the order it runs them."""
 
     phases: tuple[Phase, ...]
+    chunks: int = 1
+    """How many parts of the bucket go through as many phases each, one close behind the other: the phases of the first,
+    then those of the second, and so on."""
+
+    @property
+    def parts(self) -> tuple[tuple[Phase, ...], ...]:
+        """By chunk."""
+        each = len(self.phases) // self.chunks
+        return tuple(self.phases[start : start + each] for start in range(0, each * self.chunks, max(each, 1)))
 
     @property
     def sent_bytes(self) -> dict[str, int]:
         """Per level."""
         total: dict[str, int] = {}
         for phase in self.phases:
-            total[phase.level] = total.get(phase.level, 0) + phase.sent_bytes
+            total[phase.level.name] = total.get(phase.level.name, 0) + phase.sent_bytes
         return total
 
 
@@ -164,6 +235,10 @@ class Rounding:
 class State:
     """What an exchange keeps of one bucket between steps. This one keeps nothing; keepers override all of it."""
 
+    def describe(self) -> str:
+        """Which way this bucket goes, for exchanges that have several."""
+        return ""
+
     def kept(self) -> Tensor | None:
         """What came in and was not applied yet, like the bucket; None for exchanges that apply everything."""
         return None
@@ -175,6 +250,11 @@ class State:
     def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Takes over what `tensors` returned, here or from another layout, in place of all that it keeps: parameters
         of this bucket that are not named start anew. Without communication."""
+
+    @property
+    def settles(self) -> bool:
+        """Whether the end of a step means anything to it."""
+        return type(self).settle is not State.settle
 
     def settle(self, finite: Tensor) -> None:
         """Ends a step, after all of its buckets: keeps what `run` changed where the 0-dim `finite` is true, and puts
@@ -205,6 +285,14 @@ class Exchange(Protocol):
 
     def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
         """How far the applied plus the kept may be from what came in."""
+
+
+@runtime_checkable
+class Climbing(Protocol):
+    """An exchange that meets at the levels of a tree, beside the level of all ranks."""
+
+    def tree(self, found: Tree, ranks: int) -> Tree:
+        """The tree to make groups for, given the one that was found."""
 
 
 def settings(exchange: object) -> dict[str, Any]:

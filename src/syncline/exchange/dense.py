@@ -15,12 +15,13 @@ because it issues two collectives instead of one; and where every bit counts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from syncline.errors import UsageError
-from syncline.exchange.base import WORLD, Comm, Cost, Layout, Phase, Rounding, State, Topology, Work
+from syncline.exchange.base import Comm, Cost, Layout, Phase, Rounding, State, Topology, Work
 
 _WIRE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FP16_TOP_EXPONENT = 15  # parts are scaled to stay under 2^15: half of fp16's largest
@@ -48,28 +49,38 @@ class Dense:
     def prepare(self, layout: Layout, comm: Comm) -> State:
         if self.lossless or comm.size == 1:
             return State()
-        return _Buffers(self._part(layout.numel, comm.size), comm.size, self._wire_type(), layout)
+        return _Kept(self.halves(layout, comm.size))
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
         if comm.size == 1:
             return None
-        if not isinstance(state, _Buffers):
+        if not isinstance(state, _Kept):
             return comm.all_reduce(flat)
-        state.pack(flat)
-        comm.all_to_all(state.received, state.packed).wait()
-        state.reduce(comm.rank)
-        comm.all_gather(state.received, state.packed[comm.rank]).wait()
-        state.unpack(flat)
+        halves = state.halves
+        halves.scatter(flat, comm).wait()
+        halves.gather(halves.shard(), flat, comm).wait()
+        halves.finish(flat)
         return None
 
     def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
-        ranks = topology.sizes[WORLD]
-        if ranks == 1:
+        if topology.ranks == 1:
             return Cost(())
         if self.lossless:
             return Cost((Phase.of("all_reduce", numel, dtype.itemsize, topology),))
-        elements = ranks * self._part(numel, ranks)
-        return Cost(tuple(Phase.of(kind, elements, 2, topology) for kind in ("all_to_all", "all_gather")))
+        return Cost(self.halves_cost(numel, dtype, topology))
+
+    def halves(self, layout: Layout, ranks: int) -> Halves:
+        """A reduce-scatter and the all-gather that completes it, for an exchange that has something to do in between.
+        Made of an all-to-all: gloo would emulate a reduce-scatter by an all-reduce, of twice the bytes."""
+        if self.lossless:
+            return _Plain(layout, ranks)
+        return _Packed(layout, ranks, self._wire_type())
+
+    def halves_cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> tuple[Phase, Phase]:
+        itemsize = dtype.itemsize if self.lossless else 2
+        elements = topology.ranks * (part_of(numel, topology.ranks) + (1 if self.wire == "fp16" else 0))
+        there, back = (Phase.of(kind, elements, itemsize, topology) for kind in ("all_to_all", "all_gather"))
+        return there, back
 
     def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
         if self.lossless or ranks == 1:
@@ -88,32 +99,83 @@ class Dense:
         assert wire is not None  # noqa: S101 - callers ask only where values are cast
         return wire
 
-    def _part(self, numel: int, ranks: int) -> int:
-        """Elements of one rank's part, with its scale in front where it has one."""
-        return -(-numel // ranks) + (1 if self.wire == "fp16" else 0)
+
+def part_of(numel: int, ranks: int) -> int:
+    """Elements of each rank's part; the last one's may be padded."""
+    return -(-numel // ranks)
 
 
-class _Buffers(State):
-    """What travels: one part per rank, packed to 16 bits."""
+class Halves(Protocol):
+    """One rank's side of a reduce-scatter and its all-gather."""
 
-    def __init__(self, part: int, ranks: int, wire: torch.dtype, layout: Layout) -> None:
-        self.packed = torch.zeros(ranks, part, dtype=wire, device=layout.device)
-        self.received = torch.empty_like(self.packed)
+    def scatter(self, flat: Tensor, comm: Comm) -> Work:
+        """Sends each rank its part of `flat`."""
+
+    def shard(self) -> Tensor:
+        """This rank's part of the sum, once `scatter` has ended; padded with zeros where parts are not even."""
+
+    def gather(self, shard: Tensor, flat: Tensor, comm: Comm) -> Work:
+        """Collects all ranks' shards, for `flat`."""
+
+    def finish(self, flat: Tensor) -> None:
+        """Leaves the sum in `flat`, once `gather` has ended."""
+
+
+class _Plain:
+    """As they are."""
+
+    def __init__(self, layout: Layout, ranks: int) -> None:
+        part = part_of(layout.numel, ranks)
+        like: dict[str, Any] = {"dtype": layout.dtype, "device": layout.device}
+        self._numel = layout.numel
+        self._received = torch.empty(ranks, part, **like)
+        self._sum = torch.empty(part, **like)
+        self._padded = torch.zeros(ranks * part, **like) if ranks * part != layout.numel else None
+
+    def scatter(self, flat: Tensor, comm: Comm) -> Work:
+        if self._padded is not None:
+            self._padded[: self._numel].copy_(flat)
+        return comm.all_to_all(self._received.view(-1), flat if self._padded is None else self._padded)
+
+    def shard(self) -> Tensor:
+        return torch.sum(self._received, 0, out=self._sum)  # types of 16 bits are summed in 32 and rounded once
+
+    def gather(self, shard: Tensor, flat: Tensor, comm: Comm) -> Work:
+        return comm.all_gather(flat if self._padded is None else self._padded, shard)
+
+    def finish(self, flat: Tensor) -> None:
+        if self._padded is not None:
+            flat.copy_(self._padded[: self._numel])
+
+
+class _Packed:
+    """In 16 bits, one packed part per rank, summed in fp32."""
+
+    def __init__(self, layout: Layout, ranks: int, wire: torch.dtype) -> None:
         self._scaled = wire == torch.float16
-        self._payload = part - 1 if self._scaled else part
+        self._payload = part_of(layout.numel, ranks)
+        width = self._payload + (1 if self._scaled else 0)
+        self._packed = torch.zeros(ranks, width, dtype=wire, device=layout.device)
+        self._received = torch.empty_like(self._packed)
 
-    def pack(self, flat: Tensor) -> None:
+    def scatter(self, flat: Tensor, comm: Comm) -> Work:
         for index, part in enumerate(flat.split(self._payload)):
-            self._encode(part, self.packed[index])
+            self._encode(part, self._packed[index])
+        return comm.all_to_all(self._received, self._packed)
 
-    def reduce(self, owner: int) -> None:
-        total = self._decode(self.received[0])
-        for part in self.received[1:]:
+    def shard(self) -> Tensor:
+        total = self._decode(self._received[0])
+        for part in self._received[1:]:
             total += self._decode(part)
-        self._encode(total, self.packed[owner])
+        return total
 
-    def unpack(self, flat: Tensor) -> None:
-        for part, packed in zip(flat.split(self._payload), self.received, strict=False):
+    def gather(self, shard: Tensor, flat: Tensor, comm: Comm) -> Work:
+        mine = self._packed[comm.rank]
+        self._encode(shard, mine)
+        return comm.all_gather(self._received, mine)
+
+    def finish(self, flat: Tensor) -> None:
+        for part, packed in zip(flat.split(self._payload), self._received, strict=False):
             part.copy_(self._decode(packed)[: part.numel()])
 
     def _encode(self, part: Tensor, packed: Tensor) -> None:
@@ -132,3 +194,10 @@ class _Buffers(State):
         if not self._scaled:
             return packed.to(torch.float32)
         return packed[1:].to(torch.float32) * torch.exp2(-packed[0].to(torch.float32))
+
+
+class _Kept(State):
+    """Buffers, and nothing that a checkpoint would need."""
+
+    def __init__(self, halves: Halves) -> None:
+        self.halves = halves

@@ -8,7 +8,7 @@ hosts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 
 def _chunk(elements: int, ranks: int) -> int:
@@ -94,30 +94,42 @@ def message_bytes(kind: str, elements: int, itemsize: int, ranks: int, backend: 
 
 def uplink_messages(kind: str, unit_of_rank: Sequence[int], backend: str = "gloo") -> int:
     """How many messages pass the busiest uplink, whatever their size: what takes a look at every rank."""
-    ranks = len(unit_of_rank)
-    ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
+    return max(sum(count for _, count in uplink) for uplink in uplinks(kind, [unit_of_rank], backend))
+
+
+def uplinks(kind: str, groups: Sequence[Sequence[int]], backend: str = "gloo") -> set[tuple[tuple[int, int], ...]]:
+    """What passes the uplinks of all units, out or in, while groups of ranks do the same side by side; alike ones once.
+
+    Each group lists the units of its ranks. An uplink is pairs of a group's size and a number of messages.
+    """
+    passed: dict[tuple[str, int], Counter[int]] = {}
+    for units in groups:
+        for sender, receiver, times in _between_units(kind, units, backend):
+            for uplink in (("out", sender), ("in", receiver)):
+                passed.setdefault(uplink, Counter())[len(units)] += times
+    return {tuple(sorted(counts.items())) for counts in passed.values()} or {()}
+
+
+def _between_units(kind: str, units: Sequence[int], backend: str) -> Iterator[tuple[int, int, int]]:
+    """From which unit to which other, and how often. Of an all-to-all's messages only how many leave each unit and
+    reach it counts: there are too many to look at."""
     if kind == "all_to_all":
-        members = Counter(unit_of_rank)
-        return max(count * (ranks - count) for count in members.values())
-    if kind in ("all_reduce", "all_gather"):
-        times = 2 * (ranks - 1) if kind == "all_reduce" else ranks - 1
-        return _busiest([(times, ring)], unit_of_rank)
-    if backend == "nccl":
-        return _busiest([(1, ring[:-1])], unit_of_rank)
-    if kind == "broadcast":
-        tree = [(rank - (1 << (rank.bit_length() - 1)), rank) for rank in range(1, ranks)]
-        return _busiest([(1, tree)], unit_of_rank)
-    to_root = [(rank, 0) for rank in range(1, ranks)]
-    return _busiest([(ranks - 1, ring), (1, to_root)], unit_of_rank)
-
-
-def _busiest(messages: Sequence[tuple[int, list[tuple[int, int]]]], unit_of_rank: Sequence[int]) -> int:
-    """How many messages, each sent so many times from a rank to a rank, pass the busiest uplink, out or in."""
-    out: Counter[int] = Counter()
-    into: Counter[int] = Counter()
-    for times, edges in messages:
+        for unit, count in Counter(units).items():
+            yield unit, unit, count * (len(units) - count)
+        return
+    for times, edges in _messages(kind, len(units), backend):
         for sender, receiver in edges:
-            if unit_of_rank[sender] != unit_of_rank[receiver]:
-                out[unit_of_rank[sender]] += times
-                into[unit_of_rank[receiver]] += times
-    return max((*out.values(), *into.values()), default=0)
+            if units[sender] != units[receiver]:
+                yield units[sender], units[receiver], times
+
+
+def _messages(kind: str, ranks: int, backend: str) -> list[tuple[int, list[tuple[int, int]]]]:
+    """From rank to rank, and how often."""
+    ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
+    if kind in ("all_reduce", "all_gather"):
+        return [(2 * (ranks - 1) if kind == "all_reduce" else ranks - 1, ring)]
+    if backend == "nccl":
+        return [(1, ring[:-1])]
+    if kind == "broadcast":
+        return [(1, [(rank - (1 << (rank.bit_length() - 1)), rank) for rank in range(1, ranks)])]
+    return [(ranks - 1, ring), (1, [(rank, 0) for rank in range(1, ranks)])]

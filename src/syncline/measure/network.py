@@ -19,23 +19,25 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from syncline.errors import UsageError
-from syncline.exchange import WORLD, wire
+from syncline.exchange import WORLD, Level, Tree, wire
 from syncline.files import read_json, write_json
 
 LINKS = ("local", "host", "rack")
 """From the inside out: memory that a host's ranks share, a host's uplink, a rack's."""
 LEVELS = (WORLD, "hosts", "local")
 """All ranks, one of each host, those of a host."""
+ASSUMED_RATE_BPS = 10_000_000_000
 ETHERNET_EFFICIENCY = 1448 / 1538
 """Payload of a full frame, over all that it occupies on a wire."""
 _MOST = 10**18
 """Of anything that is counted: more is a slip of the hand, and need not fit a float."""
 _ROUNDING = 1e-9
+Groups = tuple[tuple[int, ...], ...]
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -251,8 +253,22 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def link(self, name: str) -> Link | None:
         return next((link for link in self.links if link.name == name), None)
 
-    def collective(self, kind: str, level: str = WORLD) -> Collective:
-        """The fit for this kind; for one that was not measured, the all-reduce's, with its own number of messages."""
+    def collective(self, kind: str, level: str | Level = WORLD) -> Collective:
+        """The fit for this kind; for one that was not measured, the all-reduce's, with its own number of messages.
+
+        Groups that were not measured as they are cost what those of the nearest level do, with their own number of
+        ranks: the ranks of a host, one rank of each host, all of them.
+        """
+        if isinstance(level, str):
+            return self._fitted(kind, level)
+        known = {entry.level for entry in self.collectives}
+        if level.ranks == self.ranks or not known & {"local", "hosts"}:
+            nearest = WORLD
+        else:
+            nearest = "local" if self._inside_hosts(level.groups) and "local" in known else "hosts"
+        return self._with_ranks(self._fitted(kind, nearest if nearest in known else WORLD), level.ranks, False)
+
+    def _fitted(self, kind: str, level: str) -> Collective:
         for entry in self.collectives:
             if (entry.kind, entry.level) == (kind, level):
                 return entry
@@ -274,37 +290,55 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             return max(collections.Counter(self.host_of_rank).values())
         return self.hosts if level == "hosts" else self.ranks
 
-    def loads(self, kind: str, elements: int, itemsize: int, level: str = WORLD) -> dict[str, int]:
+    def loads(self, kind: str, elements: int, itemsize: int, level: str | Level = WORLD) -> dict[str, int]:
         """Bytes through the busiest link of each kind that one collective crosses, by the link's name.
 
-        `level`: the whole `world`, one rank of each host (`hosts`), or the ranks of a host (`local`).
+        `level`: the whole `world`, one rank of each host (`hosts`), the ranks of a host (`local`), or groups of ranks
+        that do the same side by side.
         """
-        ranks = self.ranks_at(level)
-        if level == "local" or self.hosts == 1:
-            found = {"local": wire.sent_bytes(kind, elements, itemsize, ranks, self.backend)}
+        groups = self._groups_at(level) if isinstance(level, str) else level.groups
+        sizes = {len(group) for group in groups}
+        if self._inside_hosts(groups):
+            found = {"local": max(wire.sent_bytes(kind, elements, itemsize, size, self.backend) for size in sizes)}
         else:
-            message = wire.message_bytes(kind, elements, itemsize, ranks, self.backend)
-            found = {name: count * message for name, count in self._uplink_messages(kind, level).items()}
+            message = {size: wire.message_bytes(kind, elements, itemsize, size, self.backend) for size in sizes}
+            found = {
+                name: max(sum(count * message[size] for size, count in uplink) for uplink in uplinks)
+                for name, uplinks in self._uplink_messages(kind, groups).items()
+            }
         return {name: nbytes for name, nbytes in found.items() if nbytes and self.link(name) is not None}
 
-    def busy_s(self, kind: str, elements: int, itemsize: int, level: str = WORLD) -> dict[str, float]:
+    def busy_s(self, kind: str, elements: int, itemsize: int, level: str | Level = WORLD) -> dict[str, float]:
         """How long its bytes alone keep the busiest link of each kind busy."""
         rates = {link.name: link.bytes_per_s for link in self.links}
         return {name: nbytes / rates[name] for name, nbytes in self.loads(kind, elements, itemsize, level).items()}
 
-    def _uplink_messages(self, kind: str, level: str) -> dict[str, int]:
-        if (kind, level) not in self._known_messages:
-            host_of_rank = range(self.hosts) if level == "hosts" else self.host_of_rank
-            rack_of_rank = [self.rack_of_host[host] for host in host_of_rank]
-            self._known_messages[kind, level] = {
-                "host": wire.uplink_messages(kind, host_of_rank, self.backend),
-                "rack": wire.uplink_messages(kind, rack_of_rank, self.backend),
+    def _groups_at(self, level: str) -> Groups:
+        self.ranks_at(level)  # raises for a level that is not known
+        if level == WORLD:
+            return (tuple(range(self.ranks)),)
+        local, hosts = Tree.of_hosts(self.host_of_rank).levels
+        return local.groups if level == "local" else hosts.groups[:1]
+
+    def _inside_hosts(self, groups: Groups) -> bool:
+        return all(len({self.host_of_rank[rank] for rank in group}) == 1 for group in groups)
+
+    def _uplink_messages(self, kind: str, groups: Groups) -> dict[str, set[tuple[tuple[int, int], ...]]]:
+        """By kind of link: what different uplinks carry, as numbers of messages by the size of the group they are of.
+        Counted once for all sizes: among thousands of ranks that takes longer than everything else."""
+        if (kind, groups) not in self._known_messages:
+            units = {
+                "host": self.host_of_rank,
+                "rack": [self.rack_of_host[host] for host in self.host_of_rank],
             }
-        return self._known_messages[kind, level]
+            self._known_messages[kind, groups] = {
+                name: wire.uplinks(kind, [[unit[rank] for rank in group] for group in groups], self.backend)
+                for name, unit in units.items()
+            }
+        return self._known_messages[kind, groups]
 
     @functools.cached_property
-    def _known_messages(self) -> dict[tuple[str, str], dict[str, int]]:
-        """Counted once for all sizes: among thousands of ranks that takes longer than everything else."""
+    def _known_messages(self) -> dict[tuple[str, Groups], dict[str, set[tuple[tuple[int, int], ...]]]]:
         return {}
 
     def with_hosts(self, hosts: int, *, same_machine: bool = False) -> Network:
@@ -448,37 +482,52 @@ def _between(known: list[tuple[int, float]], streams: int) -> float:
 
 
 def assumed_network(hosts: int, per_host: int, rate_bps: int, backend: str = "nccl") -> Network:
-    """Links nobody measured: Ethernet at its rate, and start-ups as on an ordinary cluster of this kind."""
-    hop_s = 25e-6 if backend == "nccl" else 60e-6
-    ranks = hosts * per_host
+    """Hosts of equal size, numbered one after the other, with links nobody measured."""
+    return assumed_links([host for host in range(hosts) for _ in range(per_host)], rate_bps, backend)
+
+
+def assumed_links(host_of_rank: Sequence[int], rate_bps: int = ASSUMED_RATE_BPS, backend: str = "nccl") -> Network:
+    """Links nobody measured: Ethernet at its rate, and the rest as on an ordinary cluster of this kind."""
+    hosts, ranks = max(host_of_rank) + 1, len(host_of_rank)
+    fullest = max(collections.Counter(host_of_rank).values())
     goodput = rate_bps / 8 * ETHERNET_EFFICIENCY
+    hop_s = 25e-6 if backend == "nccl" else 60e-6
+    local_hop_s, local_rate = (5e-6, 20e9) if backend == "nccl" else (20e-6, 2e9)
+    ranks_at = {WORLD: ranks} if 1 in (hosts, fullest) else {WORLD: ranks, "hosts": hosts, "local": fullest}
+    links = [
+        Link(
+            name="host",
+            bytes_per_s=goodput,
+            low_bytes_per_s=0.8 * goodput,
+            high_bytes_per_s=goodput,
+            nominal_bps=rate_bps,
+        )
+    ]
+    if fullest > 1:
+        low, high = local_rate / 3, local_rate * 3
+        links.append(Link(name="local", bytes_per_s=local_rate, low_bytes_per_s=low, high_bytes_per_s=high))
     collectives = tuple(
         Collective(
-            level=WORLD,
+            level=level,
             kind=kind,
-            ranks=ranks,
-            startup_s=(startup_s := hop_s * wire.hops(kind, ranks, backend)),
+            ranks=size,
+            startup_s=(startup_s := each_s * wire.hops(kind, size, backend)),
             startup_low_s=startup_s / 3,
             startup_high_s=startup_s * 3,
             own_s_per_byte=0.0,
             serial_s=startup_s,
         )
+        for level, size in ranks_at.items()
+        for each_s in (local_hop_s if level == "local" or hosts == 1 else hop_s,)
         for kind in wire.KINDS
-        if ranks > 1
-    )
-    link = Link(
-        name="host",
-        bytes_per_s=goodput,
-        low_bytes_per_s=0.8 * goodput,
-        high_bytes_per_s=goodput,
-        nominal_bps=rate_bps,
+        if size > 1
     )
     return Network(
         backend=backend,
         device="cuda" if backend == "nccl" else "cpu",
-        host_of_rank=tuple(host for host in range(hosts) for _ in range(per_host)),
+        host_of_rank=tuple(host_of_rank),
         rack_of_host=(0,) * hosts,
-        links=(link,),
+        links=tuple(links),
         collectives=collectives,
         in_flight=1 if backend == "nccl" else 2,
         measured=False,

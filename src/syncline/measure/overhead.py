@@ -21,6 +21,7 @@ time, and delays a step only where the host is the limit.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,7 +38,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES, Comm, Exchange, Layout
+from syncline.exchange import EXCHANGES, Comm, Exchange, Layout, Topology
 from syncline.measure.profile import Overheads, Work
 from syncline.measure.steps import Clock, clock_for, together
 
@@ -54,17 +55,18 @@ _ONE_BUCKET_MB, _MANY_BUCKETS_MB = 1e5, 1e-6
 def measure_overheads(
     device: str | torch.device = "cpu",
     exchanges: Mapping[str, Callable[[], Exchange]] | None = None,
-    ranks: int = 4,
+    topology: Topology | int = 4,
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Overheads:
     """What DDP's copies and hooks and the exchanges' own work take on `device`; about a second on a CPU.
 
-    `exchanges` by name (default: `EXCHANGES`) work as one of `ranks`. Alone on each rank, or with a process group on
-    all its ranks together, at the same time: then all get the medians over the ranks.
+    `exchanges` by name (default: `EXCHANGES`) work as the first rank of `topology`, or of so many ranks. Alone on each
+    rank, or with a process group on all its ranks together, at the same time: then all get the medians over the ranks.
     """
-    if ranks < 1:
-        raise UsageError(f"ranks must be at least 1, not {ranks}")
+    if isinstance(topology, int) and topology < 1:
+        raise UsageError(f"there must be at least 1 rank, not {topology}")
+    place = Topology.flat(topology) if isinstance(topology, int) else topology
     device = torch.device(device)
     if device.type not in _LARGE:
         raise UsageError(f"can measure on cpu and cuda, not on {device.type}")
@@ -72,7 +74,7 @@ def measure_overheads(
     def measure() -> bytes:
         copies = _measure_ddp(device)
         makers = EXCHANGES if exchanges is None else exchanges
-        work = {name: _measure_work(make(), ranks, device) for name, make in makers.items()}
+        work = {name: _measure_work(make(), place, device) for name, make in makers.items()}
         return msgspec.json.encode(Overheads(**copies, work=work))
 
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -89,19 +91,25 @@ class SilentComm:
     whatever lay in its memory, which may be slow numbers.
     """
 
-    rank: int
-    size: int
+    topology: Topology
+    rank: int = 0
     echo: bool = False
 
-    def level(self, name: str) -> Comm:
-        return self
+    @property
+    def size(self) -> int:
+        return self.topology.ranks
+
+    def level(self, name: str) -> Comm | None:
+        """As the first rank, which leads everywhere."""
+        level = next(level for level in self.topology.levels if level.name == name)
+        return dataclasses.replace(self, topology=self.topology.among(level)) if len(level.groups[0]) > 1 else None
 
     def all_reduce(self, tensor: Tensor) -> SilentWork:
         return SilentWork()
 
     def all_to_all(self, output: Tensor, input: Tensor) -> SilentWork:
         if self.echo:
-            output.copy_(input)
+            output.view(-1).copy_(input.view(-1))
         return SilentWork()
 
     def all_gather(self, output: Tensor, input: Tensor) -> SilentWork:
@@ -121,17 +129,17 @@ class SilentWork:
         pass
 
 
-def _measure_work(exchange: Exchange, ranks: int, device: torch.device) -> Work:
+def _measure_work(exchange: Exchange, place: Topology, device: torch.device) -> Work:
     clock = clock_for(device)
     sizes = _BUCKET_BYTES[device.type]
-    return _line(sizes, [_work_s(clock, exchange, ranks, size // 4, device) for size in sizes])
+    return _line(sizes, [_work_s(clock, exchange, place, size // 4, device) for size in sizes])
 
 
-def _work_s(clock: Clock[Any], exchange: Exchange, ranks: int, numel: int, device: torch.device) -> float:
+def _work_s(clock: Clock[Any], exchange: Exchange, place: Topology, numel: int, device: torch.device) -> float:
     layout = Layout.flat(numel, device=device)
     start = torch.linspace(-1.0, 1.0, numel, device=device)
     flat = start.clone()
-    echoing, silent = SilentComm(0, ranks, echo=True), SilentComm(0, ranks)
+    echoing, silent = SilentComm(place, echo=True), SilentComm(place)
     state = exchange.prepare(layout, echoing)
     exchange.run(flat, state, echoing)
     marks = []

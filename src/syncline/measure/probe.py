@@ -28,7 +28,7 @@ from torch import Tensor
 from syncline.engine.agreement import agree
 from syncline.engine.comm import GroupComm, gather_bytes, group_device
 from syncline.errors import SynclineError, UsageError
-from syncline.exchange import WORLD, Counter, Work, wire
+from syncline.exchange import WORLD, Counter, Topology, Work, wire
 from syncline.measure import topology
 from syncline.measure.fit import fit
 from syncline.measure.network import Network
@@ -168,7 +168,7 @@ class _Prober:
         if dist.get_rank() not in ranks:
             return None
         self._groups.append(group)
-        comm = GroupComm(group, WORLD, Counter(), self._backend, {})
+        comm = GroupComm(group, Topology.flat(len(ranks), self._backend), Counter())
         tensor = torch.zeros(comm.size, device=self._device)
         comm.all_to_all(torch.zeros_like(tensor), tensor).wait()
         comm.all_reduce(tensor).wait()

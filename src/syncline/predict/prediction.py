@@ -15,17 +15,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
-from syncline.exchange import Phase, Topology
+from syncline.exchange import Cost, Phase, Topology
 from syncline.measure.network import Network
 from syncline.measure.profile import Gradient, Overheads, Profile
+from syncline.predict.price import capacities, flow, solo_s, topology_of
 from syncline.predict.schedule import Schedule
-from syncline.predict.timeline import Bucket, Capacity, Collective, Timeline, Work, simulate
+from syncline.predict.timeline import Bucket, Collective, Timeline, Work, simulate
 
 _NO_OVERHEADS = Overheads(copy_in_s_per_byte=0.0, copy_out_s_per_byte=0.0, hook_s=0.0, work={})
 
@@ -64,6 +64,8 @@ class _Case:
     overheads: bool = True
     straggler: bool = True
     buffers: bool = True
+    topology: Topology = field(default_factory=lambda: Topology.flat(1))
+    """With the links as they are: what an exchange chooses by them stays chosen when a cause is taken away."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Prediction:
     @property
     def sent_bytes(self) -> int:
         """By the busiest rank."""
-        return sum(phase.sent_bytes for phases in _phases(self._case) for phase in phases)
+        return sum(phase.sent_bytes for cost in _costs(self._case) for phase in cost.phases)
 
     @functools.cached_property
     def low_s(self) -> float:
@@ -136,18 +138,9 @@ class Prediction:
 
 def predict(profile: Profile, network: Network, schedule: Schedule, *, paced: bool = False) -> Prediction:
     """`paced`: gradients come at their offsets whatever the thread did in between, as those of a replayed profile."""
-    case = _Case(profile, network, schedule, paced)
+    case = _Case(profile, network, schedule, paced, topology=topology_of(network))
     iteration_s, timeline = _iteration(case)
     return Prediction(iteration_s, timeline, case)
-
-
-def solo_s(network: Network, kind: str, elements: int, itemsize: int) -> float:
-    """One collective alone, from a standing start."""
-    if network.ranks < 2:
-        return 0.0
-    phase = Phase.of(kind, elements, itemsize, Topology.flat(network.ranks, network.backend))
-    timeline = simulate([Bucket("alone", 0.0, 0, (_flow(network, phase),))], _capacities(network))
-    return timeline.end_s["alone"]
 
 
 def _losses(case: _Case, iteration_s: float) -> Losses:
@@ -190,7 +183,7 @@ def _losses(case: _Case, iteration_s: float) -> Losses:
 def _by_busy_time(case: _Case) -> list[str]:
     """The kinds of links, from the one that is least busy to the one that the others wait for."""
     busy_s = {link.name: 0.0 for link in case.network.links}
-    for phase in itertools.chain.from_iterable(_phases(case)):
+    for phase in (phase for cost in _costs(case) for phase in cost.phases):
         for name, seconds in case.network.busy_s(phase.kind, phase.elements, phase.itemsize, phase.level).items():
             busy_s[name] += seconds
     return sorted(busy_s, key=lambda name: busy_s[name])
@@ -210,12 +203,14 @@ def _iteration(case: _Case) -> tuple[float, Timeline]:
     work = overheads.work.get(schedule.exchange_name)
     sizes = schedule.bucket_bytes(profile)
     buckets = []
-    for index, (phases, nbytes) in enumerate(zip(_phases(case), sizes, strict=True)):
+    for index, (cost, nbytes) in enumerate(zip(_costs(case), sizes, strict=True)):
         own_s = work.fixed_s + work.s_per_byte * nbytes if work is not None else 0.0
-        stages = _stages(network, phases, own_s)
-        buckets.append(Bucket(str(index), ready_s[index], index % schedule.lanes, stages))
+        stages = [stage for phases in cost.parts for stage in _stages(network, phases, own_s / cost.chunks)]
+        buckets.append(Bucket(str(index), ready_s[index], index % schedule.lanes, tuple(stages), cost.chunks))
     in_flight = 1 if schedule.exchange.waits else network.in_flight
-    timeline = simulate(buckets, _capacities(network), in_flight, network.slowdown, network.crowding)
+    timeline = simulate(
+        buckets, capacities(network), in_flight, network.slowdown, network.crowding, chunks_in_flight=network.in_flight
+    )
     end_s = thread_s
     for index, nbytes in enumerate(sizes):
         end_s = max(end_s, timeline.end_s[str(index)]) + overheads.copy_out_s_per_byte * nbytes
@@ -260,16 +255,15 @@ def _ready(case: _Case, overheads: Overheads, backward_s: float) -> tuple[list[f
     return ready_s, max(now_s, backward_s + (0.0 if case.paced else late_s))
 
 
-def _phases(case: _Case) -> list[tuple[Phase, ...]]:
+def _costs(case: _Case) -> list[Cost]:
     """By bucket: what its exchange puts on the wire."""
     if case.network.ranks < 2:
-        return [() for _ in case.schedule.buckets]
-    topology = Topology.flat(case.network.ranks, case.network.backend)
-    phases = []
+        return [Cost(()) for _ in case.schedule.buckets]
+    costs = []
     for places, nbytes in zip(case.schedule.buckets, case.schedule.bucket_bytes(case.profile), strict=True):
         dtype = _dtype(case.profile.gradients[places[0]])
-        phases.append(case.schedule.exchange.cost(nbytes // dtype.itemsize, dtype, topology).phases)
-    return phases
+        costs.append(case.schedule.exchange.cost(nbytes // dtype.itemsize, dtype, case.topology))
+    return costs
 
 
 def _dtype(gradient: Gradient) -> torch.dtype:
@@ -283,30 +277,11 @@ def _stages(network: Network, phases: tuple[Phase, ...], own_s: float) -> tuple[
     """An exchange's own work stands before, between and after its collectives, in equal parts."""
     if not phases:
         return ()
-    flows = [_flow(network, phase) for phase in phases]
+    flows = [flow(network, phase) for phase in phases]
     if not own_s:
         return tuple(flows)
     part = Work(own_s / (len(flows) + 1))
     return (part, *(stage for flow in flows for stage in (flow, part)))
-
-
-def _flow(network: Network, phase: Phase) -> Collective:
-    """The network's two lines, for this many bytes: see `measure.network`."""
-    fitted = network.collective(phase.kind, phase.level)
-    least_s = fitted.least_s(phase.sent_bytes)
-    serial_s = min(fitted.serial_s, least_s)
-    loads = network.loads(phase.kind, phase.elements, phase.itemsize, phase.level)
-    return Collective(
-        kind=phase.kind,
-        level=phase.level,
-        serial_s=serial_s,
-        spread_s=least_s - serial_s,
-        load_bytes={name: nbytes * fitted.load for name, nbytes in loads.items()},
-    )
-
-
-def _capacities(network: Network) -> Mapping[str, Capacity]:
-    return {link.name: Capacity(link.bytes_per_s, link.burst_bytes) for link in network.links}
 
 
 def _buffers_s(case: _Case) -> float:

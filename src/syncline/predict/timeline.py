@@ -1,7 +1,8 @@
 """An event simulation of collectives on lanes, over links that they share.
 
 A lane works its buckets off in order, as many at a time as it may have in flight. A bucket is a list of stages: work of
-its own, or a collective. A collective first takes its serial start-up; then its bytes flow, never faster than its own
+its own, or a collective; or several chunks with such a list each, which go through it one close behind the other. A
+collective first takes its serial start-up; then its bytes flow, never faster than its own
 start-ups and processors allow, and never faster than its share of the links it crosses. Shares are max-min: nobody gets
 more of a full link than another who wants more, and what one cannot use goes to the others. A link that has rested has
 credit: so many bytes pass before its rate counts.
@@ -52,6 +53,13 @@ class Bucket:
     ready_s: float
     lane: int
     stages: tuple[Work | Collective, ...]
+    """Of its first chunk, then of its second, and so on."""
+    chunks: int = 1
+
+    @property
+    def each(self) -> int:
+        """Stages of a chunk."""
+        return len(self.stages) // self.chunks
 
 
 @dataclass(frozen=True)
@@ -129,12 +137,14 @@ def simulate(
     in_flight: int = 1,
     slowdown: Callable[[int], float] = lambda streams: 1.0,
     crowding: Callable[[int], float] = lambda streams: 1.0,
+    chunks_in_flight: int = 1,
 ) -> Timeline:
     """Runs `buckets`, each lane in the order they are given, and tells when each stage started and ended.
 
-    `slowdown` and `crowding`: how much longer start-ups and bytes take while so many collectives run.
+    `in_flight`: buckets that a lane works on at a time; `chunks_in_flight`: chunks of one bucket that one of its stages
+    does. `slowdown` and `crowding`: how much longer start-ups and bytes take while so many collectives run.
     """
-    return _Simulation(buckets, links, in_flight, slowdown, crowding).run()
+    return _Simulation(buckets, links, in_flight, slowdown, crowding, chunks_in_flight).run()
 
 
 class _Simulation:
@@ -145,12 +155,18 @@ class _Simulation:
         in_flight: int,
         slowdown: Callable[[int], float],
         crowding: Callable[[int], float],
+        chunks_in_flight: int,
     ) -> None:
         self._queues: dict[int, list[Bucket]] = {}
         for bucket in reversed(buckets):
             self._queues.setdefault(bucket.lane, []).append(bucket)
         self._links = {name: _LinkState(capacity) for name, capacity in links.items()}
         self._in_flight, self._slowdown, self._crowding = in_flight, slowdown, crowding
+        self._chunks_in_flight = chunks_in_flight
+        self._running: dict[str, int] = {}
+        """Buckets under way, and how many of their stages are still to end."""
+        self._lane_of: dict[str, int] = {}
+        self._ended: set[tuple[str, int]] = set()
         self._now_s = 0.0
         self._active: list[_Active] = []
         self._spans: list[Span] = []
@@ -166,21 +182,34 @@ class _Simulation:
 
     def _admit(self) -> None:
         for lane, queue in self._queues.items():
-            running = sum(1 for one in self._active if one.bucket.lane == lane)
-            while queue and running < self._in_flight and queue[-1].ready_s <= self._now_s + _EPSILON:
+            while queue and self._busy(lane) < self._in_flight and queue[-1].ready_s <= self._now_s + _EPSILON:
                 bucket = queue.pop()
-                if self._begin(bucket, 0):
-                    running += 1
+                if not bucket.stages:
+                    self._end_s[bucket.name] = self._now_s
+                    continue
+                self._running.setdefault(bucket.name, len(bucket.stages))
+                self._lane_of[bucket.name] = lane
+                for chunk in range(min(self._chunks_in_flight, bucket.chunks)):
+                    self._begin(bucket, chunk * bucket.each)
 
-    def _begin(self, bucket: Bucket, stage: int) -> bool:
-        """Starts a stage, if the bucket has one left."""
-        if stage == len(bucket.stages):
-            self._end_s[bucket.name] = self._now_s
-            return False
+    def _busy(self, lane: int) -> int:
+        return sum(1 for name in self._running if self._lane_of[name] == lane)
+
+    def _begin(self, bucket: Bucket, stage: int) -> None:
         current = bucket.stages[stage]
         serial_s = current.serial_s if isinstance(current, Collective) else 0.0
         self._active.append(_Active(bucket, stage, self._now_s, serial_s))
-        return True
+
+    def _follow(self, bucket: Bucket, stage: int) -> None:
+        """Starts what waited for a stage to end: the chunk's next one, and the same one of a later chunk."""
+        chunk, place = divmod(stage, bucket.each)
+        if place + 1 < bucket.each:
+            before = chunk - self._chunks_in_flight
+            if before < 0 or (bucket.name, before * bucket.each + place + 1) in self._ended:
+                self._begin(bucket, stage + 1)
+        later = chunk + self._chunks_in_flight
+        if later < bucket.chunks and (place == 0 or (bucket.name, later * bucket.each + place - 1) in self._ended):
+            self._begin(bucket, later * bucket.each + place)
 
     def _set_speeds(self) -> None:
         collectives = [one for one in self._active if isinstance(one.bucket.stages[one.stage], Collective)]
@@ -227,8 +256,7 @@ class _Simulation:
         waits = [_left_s(one) for one in self._active]
         waits += [state.until_empty_s() for state in self._links.values()]
         for lane, queue in self._queues.items():
-            running = sum(1 for one in self._active if one.bucket.lane == lane)
-            if queue and running < self._in_flight:
+            if queue and self._busy(lane) < self._in_flight:
                 waits.append(queue[-1].ready_s - self._now_s)
         return max(0.0, min(waits))
 
@@ -255,8 +283,14 @@ class _Simulation:
     def _finish(self, one: _Active) -> None:
         stage = one.bucket.stages[one.stage]
         what = stage.kind if isinstance(stage, Collective) else "work"
-        self._spans.append(Span(one.bucket.name, one.bucket.lane, what, one.started_s, self._now_s))
-        self._begin(one.bucket, one.stage + 1)
+        bucket = one.bucket
+        self._spans.append(Span(bucket.name, bucket.lane, what, one.started_s, self._now_s))
+        self._ended.add((bucket.name, one.stage))
+        self._running[bucket.name] -= 1
+        if not self._running[bucket.name]:
+            del self._running[bucket.name]
+            self._end_s[bucket.name] = self._now_s
+        self._follow(bucket, one.stage)
 
 
 def _worst_offer(stage: Collective, left: Mapping[str, float], users: Mapping[str, int]) -> tuple[float, float]:

@@ -1,0 +1,51 @@
+"""Where a model's ranks sit, for exchanges that climb levels: found by themselves, read from a network, or given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from syncline.engine.agreement import agree
+from syncline.engine.comm import gather_bytes
+from syncline.errors import UsageError
+from syncline.exchange import Climbing, Exchange, Topology, Tree
+from syncline.measure.network import Network, assumed_links
+from syncline.measure.topology import host_identity, number
+from syncline.predict.price import topology_of
+
+
+@dataclass(frozen=True)
+class Place:
+    """The same on all ranks."""
+
+    tree: Tree
+    topology: Topology
+    known: str
+    """Where its knowledge of links comes from."""
+
+
+def find_place(group: dist.ProcessGroup, exchange: Exchange, network: Network | None) -> Place | None:
+    """Collective; None where the exchange does not ask. Hosts are found by what ranks say of themselves, racks are the
+    network's: they show only in what links carry."""
+    if not isinstance(exchange, Climbing):
+        return None
+    host_of_rank = number([data.decode() for data in gather_bytes(group, host_identity().encode())])
+    if network is not None:
+        _check(network, host_of_rank, str(dist.get_backend(group)))
+    links = network or assumed_links(host_of_rank, backend=str(dist.get_backend(group)))
+    found = Tree.of_hosts(links.host_of_rank, links.rack_of_host)
+    tree = exchange.tree(found, group.size())
+    agree(group, {"tree": repr(tree.root)}, "where ranks sit")
+    known = f"links {links.how}" + ("" if links.measured else "; for better choices: attach(…, network=…)")
+    return Place(tree, topology_of(links, tree), known)
+
+
+def _check(network: Network, host_of_rank: tuple[int, ...], backend: str) -> None:
+    again = "probe this cluster again"
+    if network.ranks != len(host_of_rank):
+        raise UsageError(f"the network is one of {network.ranks} ranks, and the model has {len(host_of_rank)}: {again}")
+    if number([str(host) for host in network.host_of_rank]) != host_of_rank:
+        raise UsageError(f"the network's ranks sit on other hosts than the model's: {again}")
+    if network.backend != backend:
+        raise UsageError(f"the network was probed over {network.backend}, and the model uses {backend}: {again}")

@@ -1,0 +1,388 @@
+"""Hierarchical: sums inside hosts first, so that slow links carry each gradient once per host and not once per rank.
+
+After HERO (hierarchical all-reduce as a hook of DistributedDataParallel, CloudCom 2025). Ranks sit in a tree of levels,
+from the inside out: ranks in hosts, hosts in racks. A bucket climbs it, crosses at the top, and comes down again. On
+the way up each level has one of two shapes:
+
+- leader: the group's sum goes to its first rank, which climbs on alone, and broadcasts the result on the way back.
+  Works for groups of any size.
+- sharded: a reduce-scatter leaves each rank with the sum of its part; all climb on, side by side, each with its part,
+  and gather the results on the way back. Needs groups of equal size; unequal ones take leaders.
+
+Buckets climb in chunks, one close behind the other: while one crosses the slow level, the next is summed inside. So
+what a bucket takes is its slowest level, and what the others take of a single chunk. Every rank takes the same steps in
+the same order, or stands by while others do, so the collectives of each group are issued in one order.
+
+It is plain summation in another order: equal to a flat all-reduce to rounding, and bit-equal on all ranks.
+
+What each uplink carries of S bytes, m hosts of q ranks: 2(m−1)/m·S, against 2(P−1)/P·S for a flat ring whose ranks are
+numbered host by host, and up to q times that for one whose ranks are not. So it gains 1.75× with 2 hosts of 4, 1.17×
+with 4 of 2, and where start-ups decide, because few messages wait for each other between hosts.
+
+When it loses: one rank per host, or one host (it then is flat); hosts whose memory is slower than their link; buckets
+so small that its start-ups, two per level, are more than the ring's. `shape="auto"` asks what is known of the links,
+and runs flat where that is cheaper.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncline.errors import UsageError
+from syncline.exchange.base import (
+    Comm,
+    Cost,
+    Exchange,
+    Layout,
+    Level,
+    Phase,
+    Rounding,
+    Slot,
+    State,
+    Topology,
+    Work,
+)
+from syncline.exchange.dense import Dense, Halves, part_of
+from syncline.exchange.tree import Tree
+
+SHAPES = ("auto", "leader", "sharded")
+_CHUNKS = (1, 2, 4, 8, 16, 32)
+_SMALLEST_CHUNK_BYTES = 1 << 16
+"""Smaller ones are start-ups and little else."""
+_MOST_CHUNKS = 1024
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a bucket goes: the shape of each level that it climbs, and in how many chunks. No shapes: flat."""
+
+    shapes: tuple[str, ...] = ()
+    chunks: int = 1
+
+    def __str__(self) -> str:
+        if not self.shapes:
+            return "flat"
+        return f"{', then '.join(self.shapes)}, in {self.chunks} chunk{'s' if self.chunks > 1 else ''}"
+
+
+@dataclass(frozen=True)
+class Hierarchical:
+    """Sums inside groups through `within`, and among them through `across`, which may be any exchange.
+
+    `shape`: `leader` or `sharded` at every level where groups are equal, or `auto`: each level's from what the links
+    are known to take, or flat. `levels`: found by themselves, or sizes from the inside out, like (4, 2), or nested
+    lists of ranks, like [[0, 1], [2, 3]]. `chunks`: from what the links are known to take, or so many.
+    """
+
+    within: Dense = dataclasses.field(default_factory=Dense)
+    across: Exchange = dataclasses.field(default_factory=Dense)
+    shape: str = "auto"
+    levels: Any = None
+    chunks: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.within, Dense):
+            raise UsageError(f"Hierarchical(within={self.within!r}): inside groups everything travels: use Dense(…)")
+        if isinstance(self.across, type) or not isinstance(self.across, Exchange):
+            raise UsageError(f"Hierarchical(across={self.across!r}): pass an exchange, for example Dense()")
+        if isinstance(self.across, Hierarchical):
+            raise UsageError("Hierarchical inside Hierarchical: one is enough, it climbs any number of levels")
+        if self.shape not in SHAPES:
+            raise UsageError(f"Hierarchical(shape={self.shape!r}): shape is one of {', '.join(SHAPES)}")
+        if self.shape == "leader" and not self.within.lossless:
+            raise UsageError(
+                f"Hierarchical(shape='leader', within={self.within!r}): leaders get gradients as they are: use "
+                "within=Dense(), or shape='sharded'"
+            )
+        whole = isinstance(self.chunks, int) and not isinstance(self.chunks, bool)
+        if self.chunks is not None and not (whole and 1 <= self.chunks <= _MOST_CHUNKS):
+            raise UsageError(f"Hierarchical(chunks={self.chunks!r}): there may be 1 to {_MOST_CHUNKS}")
+        object.__setattr__(self, "levels", _frozen(self.levels))
+
+    @property
+    def lossless(self) -> bool:
+        return self.within.lossless and self.across.lossless
+
+    @property
+    def waits(self) -> bool:
+        return True
+
+    def tree(self, found: Tree, ranks: int) -> Tree:
+        """The levels to climb: as given, or as found."""
+        return found if self.levels is None else Tree.given(self.levels, ranks)
+
+    def prepare(self, layout: Layout, comm: Comm) -> State:
+        way = self.way(layout.numel, layout.dtype, comm.topology)
+        if not way.shapes:
+            return self._flat(comm.topology).prepare(layout, comm)
+        bounds = _bounds(layout.numel, way, _levels(comm.topology))
+        chunks = tuple(self._furnish(start, layout.piece(start, stop - start), way, comm) for start, stop in bounds)
+        return _Climbed(way, chunks)
+
+    def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
+        if not isinstance(state, _Climbed):
+            return self._flat(comm.topology).run(flat, state, comm)
+        levels = _levels(comm.topology)
+        _one_behind_the_other(
+            [self._climb(flat[chunk.start : chunk.stop], chunk, 0, state.way, levels, comm) for chunk in state.chunks]
+        )
+        return None
+
+    def _climb(
+        self, flat: Tensor, chunk: _Chunk, floor: int, way: Way, levels: Sequence[Level], comm: Comm
+    ) -> Iterator[Work | None]:
+        """A chunk's steps, up from a floor, across, and down again. Yields what must end before the next one."""
+        group = comm.level(levels[floor].name)
+        if floor == len(way.shapes):
+            yield self.across.run(flat, chunk.across or State(), group) if group is not None else None
+        elif group is None:  # alone in a group of one: nobody to sum with, nobody to tell
+            yield None
+            yield from self._climb(flat, chunk, floor + 1, way, levels, comm)
+            yield None
+        elif way.shapes[floor] == "sharded":
+            halves = chunk.halves[floor]
+            assert halves is not None  # noqa: S101 - as prepared
+            yield halves.scatter(flat, group)
+            shard = halves.shard()
+            yield from self._climb(shard, chunk, floor + 1, way, levels, comm)
+            yield halves.gather(shard, flat, group)
+            halves.finish(flat)
+        else:
+            yield group.reduce(flat, 0)
+            if group.rank == 0:
+                yield from self._climb(flat, chunk, floor + 1, way, levels, comm)
+            else:  # the leader takes so many steps meanwhile
+                yield from itertools.repeat(None, 2 * (len(way.shapes) - floor - 1) + 1)
+            yield group.broadcast(flat, 0)
+
+    def _furnish(self, start: int, layout: Layout, way: Way, comm: Comm) -> _Chunk:
+        """What this rank needs for one chunk, as far up as it climbs."""
+        levels = _levels(comm.topology)
+        origin, stop, halves = start, start + layout.numel, list[Halves | None]()
+        for shape, level in zip(way.shapes, levels, strict=False):
+            group = comm.level(level.name)
+            if shape == "sharded" and group is not None:
+                halves.append(self.within.halves(layout, group.size))
+                part = part_of(layout.numel, group.size)
+                layout, origin = layout.piece(group.rank * part, part), origin + group.rank * part
+                if not self.within.lossless:
+                    layout = dataclasses.replace(layout, dtype=torch.float32)
+            else:
+                halves.append(None)
+                if group is not None and group.rank != 0:
+                    return _Chunk(start, stop, tuple(halves), origin, layout, None)
+        top = comm.level(levels[-1].name)
+        assert top is not None  # noqa: S101 - whoever gets there meets others
+        return _Chunk(start, stop, tuple(halves), origin, layout, self.across.prepare(layout, top))
+
+    # --- what it costs, and so which way it goes ----------------------------------------------------------------
+
+    def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
+        return self._cost(self.way(numel, dtype, topology), numel, dtype, topology)
+
+    def way(self, numel: int, dtype: torch.dtype, topology: Topology) -> Way:
+        """How a bucket of this size goes."""
+        return _cheapest(self, numel, dtype, topology)
+
+    def _ways(self, nbytes: int, topology: Topology) -> list[Way]:
+        """The simplest first."""
+        levels = _levels(topology)
+        if len(levels) < 2:
+            return [Way()]
+        choices = []
+        for level in levels[:-1]:
+            if not level.equal and not self.within.lossless:
+                raise UsageError(
+                    f"Hierarchical(within={self.within!r}) needs groups of equal size, and those of level {level.name} "
+                    f"have {level.sizes}: use within=Dense()"
+                )
+            if not level.equal:
+                choices.append(["leader"])
+            elif not self.within.lossless:
+                choices.append(["sharded"])
+            else:
+                choices.append(["leader", "sharded"] if self.shape == "auto" else [self.shape])
+        most = max(1, nbytes // _SMALLEST_CHUNK_BYTES)
+        counts = [self.chunks] if self.chunks else [count for count in _CHUNKS if count <= most]
+        ways = [Way(shapes, count) for count in counts for shapes in itertools.product(*choices)]
+        # Flat would do to ranks of one host what was asked for between hosts: only where that changes nothing.
+        return [Way(), *ways] if self.shape == "auto" and self.lossless else ways
+
+    def _flat(self, topology: Topology) -> Exchange:
+        """What all ranks run together: `across`, but `within` where all of them are in one host."""
+        one_host = len(topology.levels) > 1 and _levels(topology) == [topology.levels[0]]
+        return self.within if one_host else self.across
+
+    def _cost(self, way: Way, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
+        if not way.shapes:
+            return self._flat(topology).cost(numel, dtype, topology)
+        bounds = _bounds(numel, way, _levels(topology))
+        parts = [self._phases(way, stop - start, dtype, topology) for start, stop in bounds]
+        return Cost(tuple(itertools.chain(*parts)), len(parts))
+
+    def _phases(self, way: Way, numel: int, dtype: torch.dtype, topology: Topology) -> list[Phase]:
+        """Of one chunk."""
+        up: list[Phase] = []
+        down: list[Phase] = []
+        levels = _levels(topology)
+        for floor, shape in enumerate(way.shapes):
+            here = topology.among(levels[floor])
+            if shape == "sharded":
+                there, back = self.within.halves_cost(numel, dtype, here)
+                numel = part_of(numel, here.ranks)
+                dtype = dtype if self.within.lossless else torch.float32
+            else:
+                there, back = (Phase.of(kind, numel, dtype.itemsize, here) for kind in ("reduce", "broadcast"))
+                levels = [*levels[: floor + 1], *(level.led_by(levels[floor]) for level in levels[floor + 1 :])]
+            up.append(there)
+            down.insert(0, back)
+        return [*up, *self.across.cost(numel, dtype, topology.among(levels[-1])).phases, *down]
+
+    def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
+        inside, outside = self.within.rounding(dtype, ranks), self.across.rounding(dtype, ranks)
+        return Rounding(
+            (1 + inside.of_sum) * (1 + outside.of_sum) - 1,
+            # What crosses are sums of up to so many.
+            2 * inside.of_largest + 2 * ranks * outside.of_largest,
+            2 * ranks * (inside.absolute + outside.absolute),
+        )
+
+
+def _one_behind_the_other(ways: Sequence[Iterator[Work | None]]) -> None:
+    """Every turn a chunk sets out, and those before it take their next step, the latest first: so a level is given its
+    next collective before anyone waits for the one that it is at."""
+    under_way: list[tuple[Iterator[Work | None], Work | None]] = []
+    waiting = iter(ways)
+    while True:
+        if (chunk := next(waiting, None)) is not None:
+            under_way.insert(0, (chunk, None))
+        if not under_way:
+            return
+        ahead = []
+        for way, work in under_way:
+            if work is not None:
+                work.wait()
+            for step in way:  # at most one
+                ahead.append((way, step))
+                break
+        under_way = ahead
+
+
+def _levels(topology: Topology) -> list[Level]:
+    """The levels at which anybody meets."""
+    return [level for level in topology.levels if level.ranks > 1]
+
+
+@functools.lru_cache(maxsize=4096)
+def _cheapest(exchange: Hierarchical, numel: int, dtype: torch.dtype, topology: Topology) -> Way:
+    ways = exchange._ways(numel * dtype.itemsize, topology)
+    seconds = topology.seconds
+    if seconds is None or len(ways) == 1:
+        return next((way for way in ways if way.shapes), ways[0])
+    return min(ways, key=lambda way: seconds(exchange._cost(way, numel, dtype, topology)))
+
+
+def _bounds(numel: int, way: Way, levels: Sequence[Level]) -> list[tuple[int, int]]:
+    """Where each chunk starts and ends. All but the last divide evenly among the ranks that share them."""
+    shared = 1
+    for shape, level in zip(way.shapes, levels, strict=False):
+        shared *= level.ranks if shape == "sharded" else 1
+    size = max(1, -(-numel // (way.chunks * shared)) * shared)
+    return [(start, min(start + size, numel)) for start in range(0, max(1, numel), size)]
+
+
+def _frozen(levels: Any) -> Any:
+    return tuple(_frozen(entry) for entry in levels) if isinstance(levels, list | tuple) else levels
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """What one rank holds for one chunk."""
+
+    start: int
+    stop: int
+    """In the bucket."""
+    halves: tuple[Halves | None, ...]
+    """By level."""
+    origin: int
+    """In the bucket, of what this rank takes across."""
+    layout: Layout
+    """Of what it takes across."""
+    across: State | None
+    """Only on ranks that get there."""
+
+
+class _Climbed(State):
+    """Buffers, and what `across` keeps of each chunk on the ranks where it runs."""
+
+    def __init__(self, way: Way, chunks: tuple[_Chunk, ...]) -> None:
+        self.way, self.chunks = way, chunks
+
+    def describe(self) -> str:
+        return str(self.way)
+
+    @property
+    def settles(self) -> bool:
+        return any(state.settles for _, state in self._kept)
+
+    @property
+    def _kept(self) -> list[tuple[_Chunk, State]]:
+        return [(chunk, chunk.across) for chunk in self.chunks if chunk.across is not None]
+
+    def kept(self) -> Tensor | None:
+        pieces = [(chunk, kept) for chunk, state in self._kept if (kept := state.kept()) is not None]
+        if not pieces:
+            return None
+        flat = torch.zeros(self.chunks[-1].stop, dtype=pieces[0][1].dtype, device=pieces[0][1].device)
+        for chunk, kept in pieces:
+            place = flat[chunk.origin : chunk.origin + chunk.layout.numel]
+            place.copy_(kept[: place.numel()])  # beyond it there is padding
+        return flat
+
+    def tensors(self, layout: Layout) -> dict[str, dict[str, Tensor]]:
+        """Where chunks or shards divide a parameter, what is kept of its other parts, here or elsewhere, is 0."""
+        flats: dict[str, Tensor] = {}
+        names: dict[str, set[str]] = {}
+        for chunk, state in self._kept:
+            for name, kinds in state.tensors(chunk.layout).items():
+                slot = next(slot for slot in chunk.layout.slots if slot.name == name)
+                for kind, tensor in kinds.items() if name else ():
+                    flat = flats.setdefault(kind, tensor.new_zeros(layout.numel))
+                    start = chunk.origin + slot.offset
+                    flat[start : start + slot.numel] = tensor.reshape(-1)
+                    names.setdefault(name, set()).add(kind)
+        slots = {slot.name: slot for slot in layout.slots}
+        return {name: {kind: slots[name].view(flats[kind]) for kind in sorted(kinds)} for name, kinds in names.items()}
+
+    def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        slots = {slot.name: slot for slot in layout.slots}
+        for chunk, state in self._kept:
+            pieces: dict[str, dict[str, Tensor]] = {}
+            for piece in chunk.layout.slots:
+                if piece.name not in tensors:
+                    continue
+                start = chunk.origin + piece.offset - slots[piece.name].offset
+                pieces[piece.name] = {
+                    kind: _in_memory_order(slots[piece.name], tensor)[start : start + piece.numel]
+                    for kind, tensor in tensors[piece.name].items()
+                }
+            state.load(chunk.layout, pieces)
+
+    def settle(self, finite: Tensor) -> None:
+        for _, state in self._kept:
+            state.settle(finite)
+
+
+def _in_memory_order(slot: Slot, tensor: Tensor) -> Tensor:
+    """As the parameter lies in a bucket."""
+    flat = tensor.new_empty(slot.numel)
+    flat.as_strided(slot.shape, slot.stride).copy_(tensor)
+    return flat

@@ -1,0 +1,188 @@
+"""Ranks in groups in groups: hosts, racks, or whatever a user nests.
+
+    [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]        two racks of two hosts of two ranks
+
+At the innermost level the ranks of each list meet. At the next one the lists do, each represented by one of its ranks:
+by its first, and, where all lists are of one size, also by its second, its third and so on, in groups of their own side
+by side. So a level serves both shapes of a hierarchical exchange: leaders alone, or every rank with its shard.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from syncline.errors import UsageError
+from syncline.exchange.base import Level
+
+Unit = int | tuple["Unit", ...]
+"""A rank, or a group of units."""
+
+_DEEPEST = 16
+_MOST_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Tree:
+    """`root` is nested to the same depth everywhere; `names` are its levels', from the inside out."""
+
+    root: tuple[Unit, ...]
+    names: tuple[str, ...]
+    units: tuple[str, ...]
+    """What a group is called at each level below the outermost: `host`, `rack`."""
+
+    @classmethod
+    def of_hosts(cls, host_of_rank: Sequence[int], rack_of_host: Sequence[int] = ()) -> Tree:
+        """The ranks of each host, the hosts of each rack if there are several."""
+        members: dict[int, list[int]] = {}
+        for rank, host in enumerate(host_of_rank):
+            members.setdefault(host, []).append(rank)
+        hosts = {host: tuple(ranks) for host, ranks in members.items()}
+        if len(set(rack_of_host)) < 2:
+            return cls(tuple(hosts.values()), ("local", "hosts"), ("host",))
+        racks: dict[int, list[Unit]] = {}
+        for host, ranks in hosts.items():
+            racks.setdefault(rack_of_host[host], []).append(ranks)
+        return cls(tuple(map(tuple, racks.values())), ("local", "hosts", "racks"), ("host", "rack"))
+
+    @classmethod
+    def given(cls, levels: Any, ranks: int) -> Tree:
+        """By a user: sizes from the inside out, like (4, 2), or nested lists of ranks, like [[0, 1], [2, 3]]."""
+        if not isinstance(levels, list | tuple) or not levels:
+            raise _wrong(levels, "write sizes, like (4, 2), or nested lists of ranks, like [[0, 1], [2, 3]]")
+        numbers = all(isinstance(entry, int) and not isinstance(entry, bool) for entry in levels)
+        root = _from_sizes(levels, ranks) if numbers else _from_lists(levels, levels)
+        found = sorted(_ranks(root))
+        if found != list(range(ranks)):
+            raise _wrong(levels, f"it must name each of the ranks 0 to {ranks - 1} once")
+        depth = _depth(root)
+        if depth is None:
+            raise _wrong(levels, "every rank must be nested equally deep")
+        if depth > _DEEPEST:
+            raise _wrong(levels, f"it may have up to {_DEEPEST} levels")
+        names = tuple(f"level{number + 1}" for number in range(depth))
+        return cls(root, names, ("group",) * (depth - 1))
+
+    @functools.cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """From the inside out."""
+        units = [_at(self.root, depth) for depth in reversed(range(len(self.names)))]
+        alike = [len({len(unit) for unit in level}) == 1 for level in units]
+        return tuple(
+            Level(name, tuple(group for unit in units[height] for group in _groups(unit, height, alike)))
+            for height, name in enumerate(self.names)
+        )
+
+    def describe(self) -> str:
+        """A line for the whole, and a small tree."""
+        parts = [f"{len(_ranks(self.root))} ranks"]
+        for height, unit in enumerate(self.units):
+            count = len(_at(self.root, len(self.units) - height))
+            parts.append(f"{count} {unit}{'' if count == 1 else 's'}")
+        numbers = [itertools.count() for _ in self.units]
+        return "\n".join([" in ".join(parts), *self._branches(self.root, len(self.units), "", numbers)])
+
+    def _branches(
+        self, unit: tuple[Unit, ...], height: int, indent: str, numbers: Sequence[Iterator[int]]
+    ) -> Iterator[str]:
+        if height == 0:
+            return
+        for place, child in enumerate(unit):
+            assert isinstance(child, tuple)  # noqa: S101 - all ranks are equally deep
+            last = place == len(unit) - 1
+            if place == _MOST_SHOWN - 1 and not last:
+                yield f"{indent}└─ and {len(unit) - place} more"
+                return
+            text = f"{self.units[height - 1]} {next(numbers[height - 1])}"
+            if height == 1:
+                text += f": {'rank' if len(child) == 1 else 'ranks'} {_spans(child)}"
+            yield f"{indent}{'└─' if last else '├─'} {text}"
+            yield from self._branches(child, height - 1, indent + ("   " if last else "│  "), numbers)
+
+
+def _groups(unit: tuple[Unit, ...], height: int, alike: Sequence[bool]) -> list[tuple[int, ...]]:
+    """Who meets in a unit: its children, by those of their ranks that hold the same part of a bucket. In the order of
+    ranks, as process groups have it: the first leads, and each holds the part of its place."""
+    members = [_seats(child, height - 1, alike) for child in unit]
+    return [tuple(sorted(group)) for group in zip(*members, strict=True)]
+
+
+def _seats(unit: Unit, height: int, alike: Sequence[bool]) -> list[int]:
+    """The ranks that speak for a unit at the level above it: one for each part that the levels up to it can divide a
+    bucket into. Levels of unequal groups divide nothing: there the leaders speak for all."""
+    if isinstance(unit, int):
+        return [unit]
+    groups = _groups(unit, height, alike)
+    places = range(len(unit) if alike[height] else 1)
+    return [group[place] for place in places for group in groups]
+
+
+def _at(root: tuple[Unit, ...], depth: int) -> list[tuple[Unit, ...]]:
+    """All units so deep below the root."""
+    units = [root]
+    for _ in range(depth):
+        units = [child for unit in units for child in unit if isinstance(child, tuple)]
+    return units
+
+
+def _from_sizes(sizes: Sequence[int], ranks: int) -> tuple[Unit, ...]:
+    if min(sizes) < 1:
+        raise _wrong(sizes, "a size is at least 1")
+    total = 1
+    for size in sizes:
+        total *= size
+    if total != ranks:
+        raise _wrong(sizes, f"its sizes multiply to {total} ranks, and there are {ranks}")
+    units: list[Unit] = list(range(ranks))
+    for size in sizes:
+        units = [tuple(units[start : start + size]) for start in range(0, len(units), size)]
+    (root,) = units
+    assert isinstance(root, tuple)  # noqa: S101 - it was just made
+    return root
+
+
+def _from_lists(levels: Any, whole: Any, depth: int = 0) -> tuple[Unit, ...]:
+    if depth > _DEEPEST:
+        raise _wrong("levels", f"it may have up to {_DEEPEST} levels")
+    units: list[Unit] = []
+    for entry in levels:
+        if isinstance(entry, list | tuple) and entry:
+            units.append(_from_lists(entry, whole, depth + 1))
+        elif isinstance(entry, int) and not isinstance(entry, bool):
+            units.append(entry)
+        else:
+            raise _wrong(whole, f"{entry!r} is neither a rank nor a list of ranks")
+    return tuple(units)
+
+
+def _ranks(unit: Unit) -> list[int]:
+    return [unit] if isinstance(unit, int) else [rank for child in unit for rank in _ranks(child)]
+
+
+def _depth(unit: Unit) -> int | None:
+    """None where ranks are not equally deep."""
+    if isinstance(unit, int):
+        return 0
+    depths = {_depth(child) for child in unit}
+    (depth,) = depths if len(depths) == 1 else (None,)
+    return None if depth is None else depth + 1
+
+
+def _spans(ranks: tuple[Unit, ...]) -> str:
+    """`0–3, 7`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        assert isinstance(rank, int)  # noqa: S101 - the innermost level holds ranks
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
+
+
+def _wrong(levels: Any, what: str) -> UsageError:
+    text = repr(levels)
+    return UsageError(f"levels={text if len(text) <= 60 else text[:57] + '...'}: {what}")
