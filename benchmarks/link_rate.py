@@ -55,6 +55,12 @@ def cpu_ticks() -> tuple[int, int]:
     return sum(ticks), ticks[7]
 
 
+def stolen_since(before: tuple[int, int]) -> float:
+    """The share of all ticks since then that the machine's own host took away."""
+    total, stolen = cpu_ticks()
+    return round((stolen - before[1]) / max(1, total - before[0]), 4)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[4, 8])
@@ -88,11 +94,10 @@ def main() -> None:
                             "back_to_back": round(steady, 4),
                         }
                     )
-    after = cpu_ticks()
-    stolen = (after[1] - before[1]) / max(1, after[0] - before[0])
+    stolen = stolen_since(before)
     print(f"{stolen:.1%} of the CPU was taken away by the machine's host{': disturbed' if stolen > SETTLED else ''}")
     if options.json:
-        write_json(options.json, {"torch": str(torch.__version__), "stolen": round(stolen, 4), "rows": rows})
+        write_json(options.json, {"torch": str(torch.__version__), "stolen": stolen, "rows": rows})
 
 
 if __name__ == "__main__":

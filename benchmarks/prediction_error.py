@@ -22,9 +22,10 @@ from typing import Any
 import msgspec
 import torch
 
+from link_rate import cpu_ticks, stolen_since
 from syncline._version import __version__
 from syncline.bench.methods import Wrapping
-from syncline.bench.rounds import Contender, combine, take_turns
+from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, format_rate, launch, links
 from syncline.engine import attach
 from syncline.files import write_text
@@ -107,7 +108,7 @@ def on_cluster(rank: Rank, network: Network, cases: list[Case], rounds: int) -> 
         model = Wrapping(rank.device, schedule.bucket_mb).ddp(net)
         if schedule.name != "ddp":
             attach(model, schedule.exchange, lanes=schedule.lanes)
-        contenders.append(Contender(case.name, step_of(model)))
+        contenders.append(Contender(case.name, training_step(model, model)))
     record = take_turns(rank, contenders, warmup=3, rounds=rounds)
     return {
         "record": record,
@@ -128,26 +129,6 @@ def nominal(network: Network) -> int:
     link = network.link("host")
     assert link is not None and link.nominal_bps is not None
     return link.nominal_bps
-
-
-def step_of(model: torch.nn.Module) -> Any:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model().backward()
-        optimizer.step()
-
-    return step
-
-
-def stolen_share(before: list[int], after: list[int]) -> float:
-    spent = [b - a for a, b in zip(before, after, strict=True)]
-    return spent[7] / max(1, sum(spent[:8]))
-
-
-def cpu_times() -> list[int]:
-    return [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
 
 
 def main() -> None:
@@ -171,9 +152,9 @@ def main() -> None:
         spec = ClusterSpec(hosts=hosts, rate_bps=mbit * 10**6)
         nearest = min(networks, key=lambda network: abs(math.log(network.hosts / hosts)))
         there = moved(nearest, spec)
-        before = cpu_times()
+        before = cpu_ticks()
         answers = launch(spec, lambda rank, there=there: on_cluster(rank, there, cases, args.rounds), deadline_s=1200)
-        stolen = stolen_share(before, cpu_times())
+        stolen = stolen_since(before)
         turns = combine([answer["record"] for answer in answers])
         for case in cases:
             predicted = answers[0]["predictions"][case.name]

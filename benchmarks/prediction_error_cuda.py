@@ -9,6 +9,7 @@ only then measure. The second prediction of each row is made from the network th
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from record_profiles import PUBLISHED, of_the_zoo
 from syncline._version import __version__
 from syncline.bench.methods import Wrapping
-from syncline.bench.rounds import Contender, combine, take_turns
+from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.engine import attach
 from syncline.files import write_text
@@ -48,17 +49,6 @@ def loss_of(name: str, device: torch.device) -> tuple[Callable[[], torch.nn.Modu
     return task.build, loss
 
 
-def step_of(model: torch.nn.Module, loss: Callable[[torch.nn.Module], torch.Tensor]) -> Callable[[], None]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss(model).backward()
-        optimizer.step()
-
-    return step
-
-
 def on_cluster(rank: Rank, models: list[str], budget_s: float, rounds: int) -> dict[str, Any]:
     device = rank.device
     if device.type == "cuda":
@@ -82,7 +72,7 @@ def on_cluster(rank: Rank, models: list[str], budget_s: float, rounds: int) -> d
             model = Wrapping(device, schedule.bucket_mb).ddp(build().to(device).train())
             if schedule.name != "ddp":
                 attach(model, schedule.exchange, lanes=schedule.lanes)
-            contenders.append(Contender(f"{name} {text}", step_of(model, loss)))
+            contenders.append(Contender(f"{name} {text}", training_step(model, functools.partial(loss, model))))
         answer["profiles"][name] = msgspec.to_builtins(profile)
         answer["record"] |= take_turns(rank, contenders, warmup=3, rounds=rounds)
         del contenders, model

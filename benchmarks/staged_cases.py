@@ -20,7 +20,7 @@ import msgspec
 import torch
 
 from syncline.bench.methods import Wrapping
-from syncline.bench.rounds import Contender, combine, take_turns
+from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.files import write_text
 from syncline.measure.backward import measure_backward
@@ -135,14 +135,8 @@ def measured(case: Case, rounds: int) -> float:
         rank.init_process_group()
         net = ReplayModel(case.workload, seed=rank.rank, rank=rank.rank)
         model = Wrapping(rank.device, Schedule.parse(case.workload, case.plan).bucket_mb).ddp(net)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-        def step() -> None:
-            optimizer.zero_grad()
-            model().backward()
-            optimizer.step()
-
-        return {"record": take_turns(rank, [Contender("it", step)], warmup=3, rounds=rounds)}
+        contender = Contender("it", training_step(model, model))
+        return {"record": take_turns(rank, [contender], warmup=3, rounds=rounds)}
 
     answers = launch(case.cluster, main, deadline_s=300)
     return combine([answer["record"] for answer in answers])["it"].quartiles.median

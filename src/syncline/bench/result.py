@@ -77,3 +77,5 @@ class BenchResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     torch: str = ""
     syncline: str = ""
     date: str = ""
+    tree: str = ""
+    """Where ranks sit, as an exchange that asks for it found them."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from syncline.cluster import Rank
 
@@ -28,6 +29,18 @@ class Contender:
 
     name: str
     step: Callable[[], None]
+
+
+def training_step(model: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], None]:
+    """One step of plain SGD, so slow that it changes nothing that matters."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of().backward()
+        optimizer.step()
+
+    return step
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from syncline._version import __version__
 from syncline.bench.forecast import Forecast, alone_s, profile_workload
 from syncline.bench.methods import METHODS, RINGS, Prepared, Wrapping, check_methods
 from syncline.bench.result import BenchResult, Cluster, Model, Row
-from syncline.bench.rounds import Contender, Turns, combine, reported_to, take_turns
+from syncline.bench.rounds import Contender, Turns, combine, reported_to, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, format_rate, launch
 from syncline.cluster.isolation import why_not_shaped
 from syncline.errors import UsageError
@@ -95,6 +95,7 @@ def run_bench(
         torch=str(torch.__version__),
         syncline=__version__,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        tree=answers[0]["tree"],
     )
 
 
@@ -145,9 +146,11 @@ def _measure(
         for name, one in prepared.items()
     }
     parameters = [p for p in next(iter(prepared.values())).model.parameters() if p.requires_grad]
+    trees = [one.handle.tree for one in prepared.values() if one.handle is not None]
     return {
         "record": record,
         "about": about,
+        "tree": next((tree.describe() for tree in trees if tree is not None), ""),
         "parameters": sum(p.numel() for p in parameters),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
     }
@@ -186,15 +189,7 @@ def _predict(
 
 
 def _training_step(model: nn.Module, workload: Workload, rank: Rank) -> Callable[[], None]:
-    loss_of = workload.loss_of(model, rank.rank, rank.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        loss_of().backward()
-        optimizer.step()
-
-    return step
+    return training_step(model, workload.loss_of(model, rank.rank, rank.device))
 
 
 def _row(method: str, turns: dict[str, Turns], about: list[dict[str, Any]], shaped: bool) -> Row:

@@ -101,7 +101,16 @@ def _show(spec: ClusterSpec, result: BenchResult) -> None:
     model = result.model
     what = f"{model.name} ({model.parameters:,} parameters, {screen.size(model.gradient_bytes)} of gradients)"
     screen.out.print(f"{what}, {screen.links(spec, result.cluster.emulated)}, {result.rounds} rounds")
-    table = screen.table("method", "ms/step", "quartiles", "predicted", "× ddp", "sent", "foreseen", "wire")
+    if result.tree:
+        screen.out.print(result.tree, highlight=False)
+    # What was sent as foreseen need not be said twice.
+    surprising = any(
+        abs((row.predicted_sent_bytes or 0) - row.sent_bytes) > 1e-3 * row.sent_bytes
+        for row in result.rows
+        if row.sent_bytes and row.predicted_sent_bytes is not None
+    )
+    foreseen = ["foreseen"] if surprising else []
+    table = screen.table("method", "ms/step", "quartiles", "predicted", "× ddp", "sent", *foreseen, "wire")
     for row in result.rows:
         table.add_row(
             row.method,
@@ -110,7 +119,7 @@ def _show(spec: ClusterSpec, result: BenchResult) -> None:
             "–" if row.predicted_ms is None else f"{row.predicted_ms:.1f}",
             "" if row.vs_ddp is None else f"{row.vs_ddp:.2f}",
             screen.size(row.sent_bytes),
-            screen.size(row.predicted_sent_bytes),
+            *([screen.size(row.predicted_sent_bytes)] if surprising else []),
             screen.size(row.wire_bytes),
         )
     screen.out.print(table)
@@ -118,8 +127,8 @@ def _show(spec: ClusterSpec, result: BenchResult) -> None:
         screen.out.print(f"{row.method}: {METHODS[row.method][0]}{row.setting and f'; {row.setting}'}", style="dim")
     screen.out.print(
         "predicted: before the first step was taken, from the workload's profile and the links; × ddp: median of the "
-        "rounds' ratios of step times; sent, foreseen: payload per step of the busiest rank, as counted and as "
-        "predicted; "
-        "wire: what its host's interface counted, headers included",
+        f"rounds' ratios of step times; sent: payload per step of the busiest rank, inside its host and between hosts, "
+        f"as counted{', and as foreseen' if surprising else '; all as foreseen'}; wire: what its host's interface "
+        "counted, headers included",
         style="dim",
     )

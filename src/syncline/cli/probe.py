@@ -10,7 +10,7 @@ import typer
 from syncline.bench.forecast import probe_emulated
 from syncline.cli import options, screen
 from syncline.errors import UsageError
-from syncline.exchange import WORLD
+from syncline.exchange import WORLD, Tree
 from syncline.measure.network import Collective, Network, Point
 from syncline.measure.probe import probe
 from syncline.units import size_text
@@ -69,6 +69,10 @@ def probe_command(
 def _show(network: Network, every: bool) -> None:
     screen.out.print(_summary(network))
     screen.out.print()
+    found = ": racks from what the links carry" if network.racks > 1 else ""
+    tree, _, branches = Tree.of_hosts(network.host_of_rank, network.rack_of_host).describe().partition("\n")
+    screen.out.print(f"{tree}{found}\n{branches}", highlight=False)
+    screen.out.print()
     for entry in network.collectives:
         if every or (entry.level, entry.kind) == (WORLD, "all_reduce"):
             _show_sweep(entry)
@@ -88,20 +92,9 @@ def _summary(network: Network) -> str:
     several = "; ".join(f"{one.streams} at once take {one.slowdown:.2f} times as long" for one in network.overlap)
     if several:
         parts.append(f"Of tiny ones, {several}; one process group works on {network.in_flight} at a time.")
-    if network.racks > 1:
-        groups = [[h for h in range(network.hosts) if network.rack_of_host[h] == r] for r in range(network.racks)]
-        parts.append(
-            "Racks, from what the links carry: " + ", ".join(f"hosts {_ranges(group)}" for group in groups) + "."
-        )
     if network.one_machine:
         parts.append("All hosts are on one machine and share its processors.")
     return " ".join(parts)
-
-
-def _ranges(group: list[int]) -> str:
-    return (
-        ",".join(map(str, group)) if len(group) < 4 or group[-1] - group[0] >= len(group) else f"{group[0]}–{group[-1]}"
-    )
 
 
 def _show_sweep(entry: Collective) -> None:

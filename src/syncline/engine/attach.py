@@ -22,7 +22,7 @@ from syncline.engine.engine import Engine
 from syncline.engine.hook import Switch, other_hooks, switch_of
 from syncline.engine.place import Place, find_place
 from syncline.errors import ExchangeError, MismatchError, SynclineError, UsageError
-from syncline.exchange import Dense, Exchange, settings
+from syncline.exchange import Dense, Exchange, Tree, settings
 from syncline.measure.network import Network
 
 MAX_LANES = 16
@@ -83,8 +83,13 @@ class Handle:
         """What is attached, where ranks sit as far as the exchange asks, and which way buckets go."""
         lines = [f"{self.exchange!r} among {dist.get_world_size(self._ddp.process_group)} ranks"]
         if self._place is not None:
-            lines += [self._place.tree.describe(), self._place.known]
+            lines += [self._place.tree.describe(), f"links: {self._place.known}"]
         return "\n".join([*lines, *(f"buckets: {count} × {way}" for way, count in self.ways.items())])
+
+    @property
+    def tree(self) -> Tree | None:
+        """Where ranks sit, for an exchange that asks."""
+        return None if self._place is None else self._place.tree
 
     @property
     def lanes(self) -> int:

@@ -37,7 +37,7 @@ def find_place(group: dist.ProcessGroup, exchange: Exchange, network: Network | 
     found = Tree.of_hosts(links.host_of_rank, links.rack_of_host)
     tree = exchange.tree(found, group.size())
     agree(group, {"tree": repr(tree.root)}, "where ranks sit")
-    known = f"links {links.how}" + ("" if links.measured else "; for better choices: attach(…, network=…)")
+    known = links.how if links.measured else f"{links.how}; attach(…, network=…) chooses by measured ones"
     return Place(tree, topology_of(links, tree), known)
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from syncline.exchange import EXCHANGES
+from syncline.exchange import EXCHANGES, Climbing
 from syncline.measure.network import Network
 from syncline.measure.profile import Profile
 from syncline.predict.prediction import Losses, Prediction, predict
+from syncline.predict.price import topology_of
 from syncline.predict.schedule import Schedule
 from syncline.units import size_text
 
@@ -18,6 +19,10 @@ _WORTH = 0.02
 """A remedy that saves less of a step than this is not one."""
 _FINE = 0.05
 """Below this loss nothing limits the scaling."""
+_EXCHANGES = {
+    "hierarchical": "Hierarchical(): sums inside hosts, and racks, before between them",
+    "hierarchical+bf16": "Hierarchical(across=Dense(wire='bf16')): the same, bf16 at the top only",
+}
 BUCKETS_MB = (0.25, 1.0, 4.0, 10.0, 25.0, 50.0, 100.0, 400.0)
 
 CAUSES = {
@@ -125,11 +130,7 @@ def _remedies(profile: Profile, network: Network, schedule: Schedule) -> Iterato
         )
         yield Remedy("lanes", f"{best.schedule.lanes} lanes: several buckets at once", best)
     if schedule.exchange.lossless:
-        for name in (name for name, make in EXCHANGES.items() if not make().lossless):
-            other = predict(
-                profile, network, Schedule.of(profile, name, lanes=schedule.lanes, bucket_mb=schedule.bucket_mb)
-            )
-            yield Remedy(name, f"{name} on the wire", other, lossy=True)
+        yield from _other_exchanges(profile, network, schedule)
     for link in network.links:
         if link.name != "local":
             for times in (2.5, 10):
@@ -139,6 +140,18 @@ def _remedies(profile: Profile, network: Network, schedule: Schedule) -> Iterato
     if profile.ranks or profile.jitter_s:
         even = predict(msgspec.structs.replace(profile, ranks=(), jitter_s=0.0), network, schedule)
         yield Remedy("even ranks", "all ranks as fast as a typical one", even)
+
+
+def _other_exchanges(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
+    levels = [level for level in topology_of(network).levels if level.ranks > 1]
+    for name, make in EXCHANGES.items():
+        exchange = make()
+        climbs = isinstance(exchange, Climbing)
+        if name == schedule.exchange_name or (climbs and len(levels) < 2) or (exchange.lossless and not climbs):
+            continue
+        plan = Schedule.of(profile, name, lanes=schedule.lanes, bucket_mb=schedule.bucket_mb)
+        other = predict(profile, network, plan)
+        yield Remedy(name, _EXCHANGES.get(name, f"{name} on the wire"), other, lossy=not exchange.lossless)
 
 
 def _other_buckets(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
