@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 examples/train_digits.py
 syncline cluster run --hosts 4 --rate 100mbit -- torchrun examples/train_digits.py
 syncline cluster run --hosts 4 --rate 100mbit -- torchrun examples/train_digits.py --wire bf16
+syncline cluster run --hosts 2 --per-host 2 --rate 100mbit -- torchrun examples/train_digits.py --hierarchical
 """
 
 import argparse
@@ -22,6 +23,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--batch", type=int, default=32)
 parser.add_argument("--wire", choices=["plain", "fp32", "bf16", "fp16"], default="fp32", help="plain: leave DDP alone")
+parser.add_argument("--hierarchical", action="store_true", help="inside hosts first; --wire is for between them")
 options = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -36,7 +38,8 @@ model = DDP(build_model("cnn"))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
 if options.wire != "plain":
-    handle = syncline.attach(model, syncline.Dense(wire=options.wire))
+    exchange = syncline.Dense(wire=options.wire)
+    handle = syncline.attach(model, syncline.Hierarchical(across=exchange) if options.hierarchical else exchange)
 
 for epoch in range(options.epochs):
     sampler.set_epoch(epoch)
@@ -54,5 +57,6 @@ for epoch in range(options.epochs):
         print(f"epoch {epoch}: {per_step * 1000:.0f} ms per step, {right.float().mean():.1%} of held-out digits right")
 
 if options.wire != "plain" and dist.get_rank() == 0:
+    print(handle.describe())
     print("sent in the last step:", handle.stats().sent_bytes)
 dist.destroy_process_group()

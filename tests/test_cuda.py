@@ -1,4 +1,4 @@
-"""Streams instead of threads, NCCL instead of gloo: two ranks that share one GPU."""
+"""Streams instead of threads, NCCL instead of gloo: two hosts of two ranks that share one GPU."""
 
 from __future__ import annotations
 
@@ -78,6 +78,9 @@ def _main(rank: Rank) -> dict[str, Any]:
         ("bf16", syncline.Dense(wire="bf16"), 2),
         ("fp16", syncline.Dense(wire="fp16"), 1),
         ("stateful", ErrorFeedback(), 2),
+        ("leader", syncline.Hierarchical(shape="leader", chunks=2), 1),
+        ("sharded", syncline.Hierarchical(shape="sharded", chunks=3), 2),
+        ("hierarchical and stateful", syncline.Hierarchical(across=ErrorFeedback()), 1),
     ):
         ddp = _ddp()
         handle = syncline.attach(ddp, exchange, lanes=lanes)
@@ -87,7 +90,7 @@ def _main(rank: Rank) -> dict[str, Any]:
         seen[name] = {
             "equal": torch.equal(trained, plain),
             "difference": (trained - plain).abs().max().item(),
-            "bytes": [sum(stats.sent_bytes.values()), sum(handle.predicted_sent_bytes().values())],
+            "bytes": [stats.sent_bytes, handle.predicted_sent_bytes()],
             "ordered": all(b.ready_s <= b.start_s <= b.end_s for b in stats.buckets),
             "buckets": len(stats.buckets),
             "checksum": trained.double().sum().item(),
@@ -121,17 +124,28 @@ def test_dense_is_bit_equal_to_plain_ddp_on_any_number_of_lanes(seen: list[dict[
     assert all(rank[name]["equal"] for rank in seen for name in ("dense", "two lanes"))
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "stateful"])
+@pytest.mark.parametrize("name", ["leader", "sharded"])
+def test_a_hierarchical_exchange_differs_by_the_order_of_summation_alone(seen: list[dict[str, Any]], name: str) -> None:
+    assert all(rank[name]["difference"] < 1e-6 for rank in seen)
+    assert len({rank[name]["checksum"] for rank in seen}) == 1
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "stateful", "hierarchical and stateful"])
 def test_rounding_exchanges_stay_close_and_ranks_agree(seen: list[dict[str, Any]], name: str) -> None:
     assert all(0 < rank[name]["difference"] < 1e-2 for rank in seen)
-    assert seen[0][name]["checksum"] == seen[1][name]["checksum"]
+    assert len({rank[name]["checksum"] for rank in seen}) == 1
 
 
-@pytest.mark.parametrize("name", ["dense", "two lanes", "bf16", "fp16", "stateful"])
+@pytest.mark.parametrize(
+    "name",
+    ["dense", "two lanes", "bf16", "fp16", "stateful", "leader", "sharded", "hierarchical and stateful"],
+)
 def test_bytes_are_as_predicted_and_timings_are_in_order(seen: list[dict[str, Any]], name: str) -> None:
+    predicted = seen[0][name]["bytes"][1]
+    assert set(predicted) == ({"local", "hosts"} if name in ("leader", "sharded") else {*predicted})
+    for level, expected in predicted.items():
+        assert max(rank[name]["bytes"][0].get(level, 0) for rank in seen) == expected > 0
     for rank in seen:
-        counted, predicted = rank[name]["bytes"]
-        assert counted == predicted > 0
         assert rank[name]["ordered"]
         assert rank[name]["buckets"] > 1
 
@@ -146,4 +160,4 @@ def test_a_non_finite_step_leaves_the_state_finite(seen: list[dict[str, Any]]) -
 
 
 if __name__ == "__main__":
-    print(json.dumps(launch(ClusterSpec(hosts=2, rate_bps=10_000_000_000, device="cuda"), _main)))
+    print(json.dumps(launch(ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=10_000_000_000, device="cuda"), _main)))

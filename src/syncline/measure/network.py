@@ -460,19 +460,19 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             points=(),
         )
 
-    def slowdown(self, streams: int) -> float:
+    def slowdown(self, streams: float) -> float:
         """Of start-ups while so many collectives run at once: between what was measured, and no better beyond it."""
         known = [(1, 1.0), *sorted((entry.streams, entry.slowdown) for entry in self.overlap)]
         most, at_most = known[-1]
         return _between(known, streams) if streams <= most else max(1.0, at_most * streams / most)
 
-    def crowding(self, streams: int) -> float:
+    def crowding(self, streams: float) -> float:
         """Of a full link's bytes while so many collectives share it; beyond what was measured, as for the most."""
         known = [(1, 1.0), *sorted((entry.streams, entry.crowding) for entry in self.overlap)]
         return _between(known, min(streams, known[-1][0]))
 
 
-def _between(known: list[tuple[int, float]], streams: int) -> float:
+def _between(known: list[tuple[int, float]], streams: float) -> float:
     """Along the measured points, straight where both axes count in powers."""
     for (few, at_few), (many, at_many) in itertools.pairwise(known):
         if few <= streams <= many and many > few:
@@ -531,7 +531,7 @@ def assumed_links(host_of_rank: Sequence[int], rate_bps: int = ASSUMED_RATE_BPS,
         collectives=collectives,
         in_flight=1 if backend == "nccl" else 2,
         measured=False,
-        how=f"assumed: {hop_s * 1e6:.0f} µs per message, links at {ETHERNET_EFFICIENCY:.0%} of their rate",
+        how=f"assumed: {rate_bps / 1e9:g} Gbit/s at {ETHERNET_EFFICIENCY:.0%}, {hop_s * 1e6:.0f} µs per message",
     )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from syncline.exchange import WORLD, Cost, Level, Phase, Topology, Tree
 from syncline.measure.network import Network
 from syncline.predict.timeline import Bucket, Capacity, Collective, simulate
+
+_ROUNDS = 4
+"""Until a pace and what it does to itself agree."""
 
 
 def topology_of(network: Network, tree: Tree | None = None) -> Topology:
@@ -45,31 +49,53 @@ def solo_s(network: Network, kind: str, elements: int, itemsize: int) -> float:
 
 
 def pricing(network: Network) -> Callable[[Cost], float]:
-    """Seconds that one bucket takes alone: its chunks enter one behind the other, each as soon as the slowest of its
-    phases, or the busiest of its links, has done with the one before. A formula and no simulation, because those who
-    choose by it ask for every bucket and every way."""
-    rates = {link.name: link.bytes_per_s for link in network.links}
-    known: dict[tuple[object, ...], tuple[float, dict[str, float]]] = {}
+    """Seconds that one bucket takes alone. A formula and no simulation, because those who choose by it ask for every
+    bucket and every way.
 
-    def taken(phase: Phase) -> tuple[float, dict[str, float]]:
-        """Seconds in all, and of each link."""
+    Its first chunk takes its phases one after the other. The others come in at the pace of the slowest phase, or of the
+    busiest link; so many collectives are then under way at once, and slow each other down by what was measured.
+    """
+    rates = {link.name: link.bytes_per_s for link in network.links}
+    known: dict[tuple[object, ...], _Taken] = {}
+
+    def taken(phase: Phase) -> _Taken:
         key = (phase.kind, phase.level.name, len(phase.level.groups), phase.elements, phase.itemsize)
         if key not in known:
             alone = flow(network, phase)
             busy_s = {name: nbytes / rates[name] for name, nbytes in alone.load_bytes.items()}
-            known[key] = (alone.serial_s + max(alone.spread_s, *busy_s.values(), 0.0), busy_s)
+            known[key] = _Taken(alone.serial_s, alone.spread_s, busy_s)
         return known[key]
 
+    def pace_s(phases: Sequence[_Taken]) -> float:
+        """From one chunk to the next. How many are under way and how slow that makes them follow from each other."""
+        links = {name for phase in phases for name in phase.busy_s}
+        busiest_s = max((sum(phase.busy_s.get(name, 0.0) for phase in phases) for name in links), default=0.0)
+        found_s, at_once = 0.0, 1.0
+        for _ in range(_ROUNDS):
+            slower, crowding = network.slowdown(at_once), network.crowding(at_once)
+            times_s = [phase.seconds(slower, crowding) for phase in phases]
+            found_s = max(max(times_s, default=0.0) / network.in_flight, busiest_s * crowding)
+            at_once = max(1.0, sum(times_s) / found_s) if found_s else 1.0
+        return found_s
+
     def seconds(cost: Cost) -> float:
-        total_s = 0.0
-        for number, part in enumerate(cost.parts):
-            phases = [taken(phase) for phase in part]
-            if number == 0:
-                total_s += sum(phase_s for phase_s, _ in phases)
-                continue
-            links = {name for _, busy_s in phases for name in busy_s}
-            busiest_s = max((sum(busy_s.get(name, 0.0) for _, busy_s in phases) for name in links), default=0.0)
-            total_s += max(busiest_s, *(phase_s for phase_s, _ in phases), 0.0)
+        parts = [[taken(phase) for phase in part] for part in cost.parts]
+        total_s = sum(phase.seconds() for phase in parts[0]) if parts else 0.0
+        if len(parts) > 1:  # all but the last are of one size
+            total_s += (len(parts) - 2) * pace_s(parts[0]) + pace_s(parts[-1])
         return total_s
 
     return seconds
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What a phase takes alone."""
+
+    serial_s: float
+    spread_s: float
+    busy_s: Mapping[str, float]
+    """Of each link."""
+
+    def seconds(self, slower: float = 1.0, crowding: float = 1.0) -> float:
+        return self.serial_s * slower + max(self.spread_s * slower, crowding * max(self.busy_s.values(), default=0.0))
