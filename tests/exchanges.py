@@ -16,6 +16,10 @@ class ErrorFeedback:
     """Sends what bf16 can hold of gradient plus residual, and keeps the rest as the next step's residual."""
 
     @property
+    def keeps(self) -> bool:
+        return True
+
+    @property
     def waits(self) -> bool:
         return True
 

@@ -17,7 +17,6 @@ from syncline.exchange import EXCHANGES, Comm, Cost, Dense, Layout, Level, Phase
 from syncline.testing import LAWS, LawBrokenError, check_laws, run_steps
 
 
-
 def hosts(*groups: tuple[int, ...]) -> Topology:
     """Ranks that also meet on their hosts."""
     return dataclasses.replace(Topology.flat(sum(map(len, groups))), levels=(Level("host", groups),))
@@ -94,6 +93,7 @@ class _Broken:
 
     defect: str
     lossless: bool = True
+    keeps: bool = False
     waits: bool = True
 
     def prepare(self, layout: Layout, comm: Comm) -> State:

@@ -118,6 +118,14 @@ def agreement(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, de
             _require(same, f"agreement: rank {rank} ends step {step} with other bits than rank 0")
 
 
+def says_what_it_keeps(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
+    """An exchange that keeps nothing has nothing to save."""
+    if not exchange.keeps:
+        ran = run_steps(exchange, _normal(ranks, numel, dtype, device))
+        kept = [rank for rank in ran if any(rank.memory) or any(tensor is not None for tensor in rank.kept)]
+        _require(not kept, "says what it keeps: it has something to save, and says that it keeps nothing")
+
+
 def identity(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
     """One rank gets back what it gave; a lossless exchange gives the sum, to summation order."""
     if ranks > 1 and not exchange.lossless:
@@ -204,6 +212,7 @@ LAWS: dict[str, Callable[[Exchange, int, int, torch.dtype, str], None]] = {
         conservation,
         agreement,
         identity,
+        says_what_it_keeps,
         honesty,
         commit_on_success,
         data_independence,

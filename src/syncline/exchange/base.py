@@ -11,6 +11,7 @@ belong to the lane that runs it. `syncline.testing` holds the laws that every ex
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter as Counts
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -177,14 +178,19 @@ class Phase:
     """The groups that run it side by side."""
     elements: int
     itemsize: int
-    sent_bytes: int
-    """By the busiest rank."""
+    sent_by: tuple[tuple[int, int], ...]
+    """Sizes of its groups, and bytes that the busiest rank of one of this size sends."""
 
     @classmethod
     def of(cls, kind: str, elements: int, itemsize: int, topology: Topology) -> Phase:
         level = topology.whole
-        sent = max(wire.sent_bytes(kind, elements, itemsize, ranks, topology.backend) for ranks in level.sizes)
-        return cls(kind, level, elements, itemsize, sent)
+        sent = [wire.sent_bytes(kind, elements, itemsize, ranks, topology.backend) for ranks in level.sizes]
+        return cls(kind, level, elements, itemsize, tuple(zip(level.sizes, sent, strict=True)))
+
+    @property
+    def sent_bytes(self) -> int:
+        """By the busiest rank."""
+        return max(sent for _, sent in self.sent_by)
 
     @property
     def ranks(self) -> int:
@@ -208,11 +214,11 @@ class Cost:
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """Per level."""
-        total: dict[str, int] = {}
+        """Per level, by a rank of the group that sends most in all."""
+        total: dict[str, Counts[int]] = {}
         for phase in self.phases:
-            total[phase.level.name] = total.get(phase.level.name, 0) + phase.sent_bytes
-        return total
+            total.setdefault(phase.level.name, Counts()).update(dict(phase.sent_by))
+        return {level: max(by_size.values()) for level, by_size in total.items()}
 
 
 @dataclass(frozen=True)
@@ -268,6 +274,10 @@ class Exchange(Protocol):
     @property
     def lossless(self) -> bool:
         """Whether the result is the sum, to summation order."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether part of what comes in may wait in its state for later steps."""
 
     @property
     def waits(self) -> bool:

@@ -43,6 +43,10 @@ class Dense:
         return self.wire == "fp32"
 
     @property
+    def keeps(self) -> bool:
+        return False
+
+    @property
     def waits(self) -> bool:
         return not self.lossless
 

@@ -51,7 +51,7 @@ from syncline.exchange.base import (
     Work,
 )
 from syncline.exchange.dense import Dense, Halves, part_of
-from syncline.exchange.tree import Tree
+from syncline.exchange.tree import Tree, frozen
 
 SHAPES = ("auto", "leader", "sharded")
 _CHUNKS = (1, 2, 4, 8, 16, 32)
@@ -102,14 +102,29 @@ class Hierarchical:
                 f"Hierarchical(shape='leader', within={self.within!r}): leaders get gradients as they are: use "
                 "within=Dense(), or shape='sharded'"
             )
+        if self.across.keeps and (self.shape == "sharded" or not self.within.lossless):
+            raise UsageError(
+                f"Hierarchical(across={self.across!r}): what it keeps must stay with one rank, and shards change hands "
+                "when DDP changes its buckets: use within=Dense() and shape='leader' or 'auto'"
+            )
         whole = isinstance(self.chunks, int) and not isinstance(self.chunks, bool)
         if self.chunks is not None and not (whole and 1 <= self.chunks <= _MOST_CHUNKS):
             raise UsageError(f"Hierarchical(chunks={self.chunks!r}): there may be 1 to {_MOST_CHUNKS}")
-        object.__setattr__(self, "levels", _frozen(self.levels))
+        object.__setattr__(self, "levels", None if self.levels is None else frozen(self.levels))
+        try:
+            hash(self)
+        except TypeError:
+            raise UsageError(
+                f"Hierarchical(across={self.across!r}): its settings must be hashable: make it a frozen dataclass"
+            ) from None
 
     @property
     def lossless(self) -> bool:
         return self.within.lossless and self.across.lossless
+
+    @property
+    def keeps(self) -> bool:
+        return self.across.keeps
 
     @property
     def waits(self) -> bool:
@@ -117,7 +132,14 @@ class Hierarchical:
 
     def tree(self, found: Tree, ranks: int) -> Tree:
         """The levels to climb: as given, or as found."""
-        return found if self.levels is None else Tree.given(self.levels, ranks)
+        tree = found if self.levels is None else Tree.given(self.levels, ranks)
+        uneven = next((level for level in tree.levels[:-1] if not level.equal), None)
+        if uneven is not None and not self.within.lossless:
+            raise UsageError(
+                f"Hierarchical(within={self.within!r}) needs groups of equal size, and level {uneven.name} has some of "
+                f"{' and '.join(map(str, uneven.sizes))} ranks: use within=Dense()"
+            )
+        return tree
 
     def prepare(self, layout: Layout, comm: Comm) -> State:
         way = self.way(layout.numel, layout.dtype, comm.topology)
@@ -166,22 +188,22 @@ class Hierarchical:
     def _furnish(self, start: int, layout: Layout, way: Way, comm: Comm) -> _Chunk:
         """What this rank needs for one chunk, as far up as it climbs."""
         levels = _levels(comm.topology)
-        origin, stop, halves = start, start + layout.numel, list[Halves | None]()
+        stop, halves = start + layout.numel, list[Halves | None]()
         for shape, level in zip(way.shapes, levels, strict=False):
             group = comm.level(level.name)
             if shape == "sharded" and group is not None:
                 halves.append(self.within.halves(layout, group.size))
                 part = part_of(layout.numel, group.size)
-                layout, origin = layout.piece(group.rank * part, part), origin + group.rank * part
+                layout = layout.piece(group.rank * part, part)
                 if not self.within.lossless:
                     layout = dataclasses.replace(layout, dtype=torch.float32)
             else:
                 halves.append(None)
                 if group is not None and group.rank != 0:
-                    return _Chunk(start, stop, tuple(halves), origin, layout, None)
+                    return _Chunk(start, stop, tuple(halves), layout, None)
         top = comm.level(levels[-1].name)
         assert top is not None  # noqa: S101 - whoever gets there meets others
-        return _Chunk(start, stop, tuple(halves), origin, layout, self.across.prepare(layout, top))
+        return _Chunk(start, stop, tuple(halves), layout, self.across.prepare(layout, top))
 
     # --- what it costs, and so which way it goes ----------------------------------------------------------------
 
@@ -199,12 +221,7 @@ class Hierarchical:
             return [Way()]
         choices = []
         for level in levels[:-1]:
-            if not level.equal and not self.within.lossless:
-                raise UsageError(
-                    f"Hierarchical(within={self.within!r}) needs groups of equal size, and those of level {level.name} "
-                    f"have {level.sizes}: use within=Dense()"
-                )
-            if not level.equal:
+            if not level.equal or self.keeps:
                 choices.append(["leader"])
             elif not self.within.lossless:
                 choices.append(["sharded"])
@@ -248,11 +265,12 @@ class Hierarchical:
 
     def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
         inside, outside = self.within.rounding(dtype, ranks), self.across.rounding(dtype, ranks)
+        levels = max(1, ranks.bit_length() - 1)  # at most, inside: each at least halves those who go on
+        # What is rounded further up are sums of up to so many, each up to so many times the largest.
         return Rounding(
-            (1 + inside.of_sum) * (1 + outside.of_sum) - 1,
-            # What crosses are sums of up to so many.
-            2 * inside.of_largest + 2 * ranks * outside.of_largest,
-            2 * ranks * (inside.absolute + outside.absolute),
+            (1 + inside.of_sum) ** levels * (1 + outside.of_sum) - 1,
+            2 * ranks * (levels * inside.of_largest + outside.of_largest),
+            2 * ranks * (levels * inside.absolute + outside.absolute),
         )
 
 
@@ -299,10 +317,6 @@ def _bounds(numel: int, way: Way, levels: Sequence[Level]) -> list[tuple[int, in
     return [(start, min(start + size, numel)) for start in range(0, max(1, numel), size)]
 
 
-def _frozen(levels: Any) -> Any:
-    return tuple(_frozen(entry) for entry in levels) if isinstance(levels, list | tuple) else levels
-
-
 @dataclass(frozen=True)
 class _Chunk:
     """What one rank holds for one chunk."""
@@ -312,8 +326,6 @@ class _Chunk:
     """In the bucket."""
     halves: tuple[Halves | None, ...]
     """By level."""
-    origin: int
-    """In the bucket, of what this rank takes across."""
     layout: Layout
     """Of what it takes across."""
     across: State | None
@@ -321,7 +333,8 @@ class _Chunk:
 
 
 class _Climbed(State):
-    """Buffers, and what `across` keeps of each chunk on the ranks where it runs."""
+    """Buffers, and what `across` keeps of each chunk, on the ranks that lead all the way: one that keeps anything has
+    leaders at every level, who hold their chunks whole, and hold them whatever the buckets are."""
 
     def __init__(self, way: Way, chunks: tuple[_Chunk, ...]) -> None:
         self.way, self.chunks = way, chunks
@@ -338,43 +351,30 @@ class _Climbed(State):
         return [(chunk, chunk.across) for chunk in self.chunks if chunk.across is not None]
 
     def kept(self) -> Tensor | None:
-        pieces = [(chunk, kept) for chunk, state in self._kept if (kept := state.kept()) is not None]
-        if not pieces:
-            return None
-        flat = torch.zeros(self.chunks[-1].stop, dtype=pieces[0][1].dtype, device=pieces[0][1].device)
-        for chunk, kept in pieces:
-            place = flat[chunk.origin : chunk.origin + chunk.layout.numel]
-            place.copy_(kept[: place.numel()])  # beyond it there is padding
-        return flat
+        pieces = [kept for _, state in self._kept if (kept := state.kept()) is not None]
+        return torch.cat(pieces) if pieces else None
 
     def tensors(self, layout: Layout) -> dict[str, dict[str, Tensor]]:
-        """Where chunks or shards divide a parameter, what is kept of its other parts, here or elsewhere, is 0."""
         flats: dict[str, Tensor] = {}
-        names: dict[str, set[str]] = {}
         for chunk, state in self._kept:
-            for name, kinds in state.tensors(chunk.layout).items():
-                slot = next(slot for slot in chunk.layout.slots if slot.name == name)
-                for kind, tensor in kinds.items() if name else ():
+            held = state.tensors(chunk.layout)
+            for slot in chunk.layout.slots:
+                for kind, tensor in held.get(slot.name, {}).items():
                     flat = flats.setdefault(kind, tensor.new_zeros(layout.numel))
-                    start = chunk.origin + slot.offset
-                    flat[start : start + slot.numel] = tensor.reshape(-1)
-                    names.setdefault(name, set()).add(kind)
-        slots = {slot.name: slot for slot in layout.slots}
-        return {name: {kind: slots[name].view(flats[kind]) for kind in sorted(kinds)} for name, kinds in names.items()}
+                    flat[chunk.start + slot.offset :][: slot.numel] = tensor
+        return {slot.name: {kind: slot.view(flat) for kind, flat in flats.items()} for slot in layout.slots if flats}
 
     def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         slots = {slot.name: slot for slot in layout.slots}
         for chunk, state in self._kept:
             pieces: dict[str, dict[str, Tensor]] = {}
             for piece in chunk.layout.slots:
-                if piece.name not in tensors:
-                    continue
-                start = chunk.origin + piece.offset - slots[piece.name].offset
+                start = chunk.start + piece.offset - slots[piece.name].offset
                 pieces[piece.name] = {
                     kind: _in_memory_order(slots[piece.name], tensor)[start : start + piece.numel]
-                    for kind, tensor in tensors[piece.name].items()
+                    for kind, tensor in tensors.get(piece.name, {}).items()
                 }
-            state.load(chunk.layout, pieces)
+            state.load(chunk.layout, {name: kinds for name, kinds in pieces.items() if kinds})
 
     def settle(self, finite: Tensor) -> None:
         for _, state in self._kept:

@@ -10,7 +10,7 @@ by side. So a level serves both shapes of a hierarchical exchange: leaders alone
 from __future__ import annotations
 
 import functools
-import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,18 +51,15 @@ class Tree:
     @classmethod
     def given(cls, levels: Any, ranks: int) -> Tree:
         """By a user: sizes from the inside out, like (4, 2), or nested lists of ranks, like [[0, 1], [2, 3]]."""
-        if not isinstance(levels, list | tuple) or not levels:
-            raise _wrong(levels, "write sizes, like (4, 2), or nested lists of ranks, like [[0, 1], [2, 3]]")
-        numbers = all(isinstance(entry, int) and not isinstance(entry, bool) for entry in levels)
-        root = _from_sizes(levels, ranks) if numbers else _from_lists(levels, levels)
+        units = frozen(levels)
+        sizes = [unit for unit in units if isinstance(unit, int)]
+        root = _from_sizes(sizes, ranks) if len(sizes) == len(units) else units
         found = sorted(_ranks(root))
         if found != list(range(ranks)):
             raise _wrong(levels, f"it must name each of the ranks 0 to {ranks - 1} once")
         depth = _depth(root)
         if depth is None:
             raise _wrong(levels, "every rank must be nested equally deep")
-        if depth > _DEEPEST:
-            raise _wrong(levels, f"it may have up to {_DEEPEST} levels")
         names = tuple(f"level{number + 1}" for number in range(depth))
         return cls(root, names, ("group",) * (depth - 1))
 
@@ -82,12 +79,9 @@ class Tree:
         for height, unit in enumerate(self.units):
             count = len(_at(self.root, len(self.units) - height))
             parts.append(f"{count} {unit}{'' if count == 1 else 's'}")
-        numbers = [itertools.count() for _ in self.units]
-        return "\n".join([" in ".join(parts), *self._branches(self.root, len(self.units), "", numbers)])
+        return "\n".join([" in ".join(parts), *self._branches(self.root, len(self.units), "")])
 
-    def _branches(
-        self, unit: tuple[Unit, ...], height: int, indent: str, numbers: Sequence[Iterator[int]]
-    ) -> Iterator[str]:
+    def _branches(self, unit: tuple[Unit, ...], height: int, indent: str) -> Iterator[str]:
         if height == 0:
             return
         for place, child in enumerate(unit):
@@ -96,11 +90,16 @@ class Tree:
             if place == _MOST_SHOWN - 1 and not last:
                 yield f"{indent}└─ and {len(unit) - place} more"
                 return
-            text = f"{self.units[height - 1]} {next(numbers[height - 1])}"
+            text = f"{self.units[height - 1]} {self._numbers[child]}"
             if height == 1:
                 text += f": {'rank' if len(child) == 1 else 'ranks'} {_spans(child)}"
             yield f"{indent}{'└─' if last else '├─'} {text}"
-            yield from self._branches(child, height - 1, indent + ("   " if last else "│  "), numbers)
+            yield from self._branches(child, height - 1, indent + ("   " if last else "│  "))
+
+    @functools.cached_property
+    def _numbers(self) -> dict[tuple[Unit, ...], int]:
+        """Of each unit, among those of its level."""
+        return {unit: number for depth in range(len(self.names)) for number, unit in enumerate(_at(self.root, depth))}
 
 
 def _groups(unit: tuple[Unit, ...], height: int, alike: Sequence[bool]) -> list[tuple[int, ...]]:
@@ -128,12 +127,33 @@ def _at(root: tuple[Unit, ...], depth: int) -> list[tuple[Unit, ...]]:
     return units
 
 
+def frozen(levels: Any) -> tuple[Unit, ...]:
+    """What a user nested, as tuples, with nothing but numbers in them."""
+
+    def freeze(entries: Any, depth: int) -> tuple[Unit, ...]:
+        if depth > _DEEPEST:
+            raise _wrong(levels, f"there may be up to {_DEEPEST} levels")
+        units: list[Unit] = []
+        for entry in entries:
+            if isinstance(entry, list | tuple) and entry:
+                units.append(freeze(entry, depth + 1))
+            elif isinstance(entry, int) and not isinstance(entry, bool):
+                units.append(entry)
+            else:
+                raise _wrong(levels, f"{_short(entry)} is neither a number nor a list of numbers")
+        return tuple(units)
+
+    if not isinstance(levels, list | tuple) or not levels:
+        raise _wrong(levels, "write sizes, like (4, 2), or nested lists of ranks, like [[0, 1], [2, 3]]")
+    return freeze(levels, 1)
+
+
 def _from_sizes(sizes: Sequence[int], ranks: int) -> tuple[Unit, ...]:
     if min(sizes) < 1:
         raise _wrong(sizes, "a size is at least 1")
-    total = 1
-    for size in sizes:
-        total *= size
+    if len(sizes) > _DEEPEST:
+        raise _wrong(sizes, f"there may be up to {_DEEPEST} levels")
+    total = math.prod(sizes)
     if total != ranks:
         raise _wrong(sizes, f"its sizes multiply to {total} ranks, and there are {ranks}")
     units: list[Unit] = list(range(ranks))
@@ -142,20 +162,6 @@ def _from_sizes(sizes: Sequence[int], ranks: int) -> tuple[Unit, ...]:
     (root,) = units
     assert isinstance(root, tuple)  # noqa: S101 - it was just made
     return root
-
-
-def _from_lists(levels: Any, whole: Any, depth: int = 0) -> tuple[Unit, ...]:
-    if depth > _DEEPEST:
-        raise _wrong("levels", f"it may have up to {_DEEPEST} levels")
-    units: list[Unit] = []
-    for entry in levels:
-        if isinstance(entry, list | tuple) and entry:
-            units.append(_from_lists(entry, whole, depth + 1))
-        elif isinstance(entry, int) and not isinstance(entry, bool):
-            units.append(entry)
-        else:
-            raise _wrong(whole, f"{entry!r} is neither a rank nor a list of ranks")
-    return tuple(units)
 
 
 def _ranks(unit: Unit) -> list[int]:
@@ -184,5 +190,9 @@ def _spans(ranks: tuple[Unit, ...]) -> str:
 
 
 def _wrong(levels: Any, what: str) -> UsageError:
-    text = repr(levels)
-    return UsageError(f"levels={text if len(text) <= 60 else text[:57] + '...'}: {what}")
+    return UsageError(f"levels={_short(levels)}: {what}")
+
+
+def _short(value: Any) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -59,7 +59,7 @@ def pricing(network: Network) -> Callable[[Cost], float]:
     known: dict[tuple[object, ...], _Taken] = {}
 
     def taken(phase: Phase) -> _Taken:
-        key = (phase.kind, phase.level.name, len(phase.level.groups), phase.elements, phase.itemsize)
+        key = (phase.kind, phase.level, phase.elements, phase.itemsize)
         if key not in known:
             alone = flow(network, phase)
             busy_s = {name: nbytes / rates[name] for name, nbytes in alone.load_bytes.items()}
