@@ -52,7 +52,7 @@ class Tree:
     def given(cls, levels: Any, ranks: int) -> Tree:
         """By a user: sizes from the inside out, like (4, 2), or nested lists of ranks, like [[0, 1], [2, 3]]."""
         units = frozen(levels)
-        sizes = [unit for unit in units if isinstance(unit, int)]
+        sizes = tuple(unit for unit in units if isinstance(unit, int))
         root = _from_sizes(sizes, ranks) if len(sizes) == len(units) else units
         found = sorted(_ranks(root))
         if found != list(range(ranks)):
