@@ -90,7 +90,7 @@ DDP, FLAT, AUTO = Way("ddp"), Way("dense", Dense()), Way("hierarchical", Hierarc
 SHAPES = (
     Way("leader", Hierarchical(shape="leader")),
     Way("sharded", Hierarchical(shape="sharded")),
-    Way("not pipelined", Hierarchical(chunks=1)),
+    Way("not pipelined", Hierarchical(shape="sharded", chunks=1)),
 )
 PAIRS = Hierarchical(levels=[[0, 1], [2, 3], [4, 5], [6, 7]])
 
@@ -108,7 +108,7 @@ def cases() -> dict[str, Case]:
             "8 MB, two racks behind 100 Mbit/s",
             racks,
             vgg16(8_000_000),
-            (DDP, AUTO, Way("two levels", PAIRS), Way("not pipelined", Hierarchical(chunks=1))),
+            (DDP, AUTO, Way("two levels", PAIRS), SHAPES[-1]),
             "1.75",
         ),
         "64 kB": Case("one bucket of 64 kB", two_by_four, equal(1, 64_000), (DDP, FLAT, AUTO), "start-ups"),
@@ -213,7 +213,7 @@ def main() -> None:
     known = cases()
     parser.add_argument("--cases", nargs="+", choices=list(known), default=list(known), metavar="CASE")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--budget", type=float, default=20.0, help="seconds for probing each cluster's links")
+    parser.add_argument("--budget", type=float, default=30.0, help="seconds for probing each cluster's links")
     parser.add_argument("--json")
     options = parser.parse_args()
     results = [run(name, known[name], options.rounds, options.budget) for name in options.cases]

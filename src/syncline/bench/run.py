@@ -29,6 +29,8 @@ from syncline.predict.price import topology_of
 
 PROBE_S = 12.0
 """Enough for the collectives that a bench uses; `syncline probe` takes its time for better ones."""
+PROBE_LEVELS_S = 30.0
+"""The same, where hosts have several ranks, and more than all of them together are measured."""
 WARMUP = 4
 """Rounds before the first that counts: DDP rebuilds its buckets after one, PowerSGD starts to compress after two."""
 
@@ -64,11 +66,11 @@ def run_bench(
     bucket_mb: float | None = None,
     timeout_s: float = 1800.0,
     network: Network | None = None,
-    probe_s: float = PROBE_S,
+    probe_s: float | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> BenchResult:
     """Measures `methods` on the emulated cluster, in one run, after predicting each: from `network`, or from links
-    that are probed for about `probe_s`; without either where that is 0."""
+    that are probed for about `probe_s` (default: as long as it takes); without either where that is 0."""
     check_methods(list(methods))
     if rounds < 1:
         raise UsageError(f"steps is {rounds}: a bench needs at least one")
@@ -76,9 +78,12 @@ def run_bench(
         _check_network(network, spec)
 
     shaped = why_not_shaped() is None
+    if probe_s is None:
+        probe_s = PROBE_LEVELS_S if max(spec.per_host) > 1 and spec.hosts > 1 else PROBE_S
+    budget_s = probe_s
     answers = launch(
         spec,
-        lambda rank: _measure(rank, workload, methods, rounds, bucket_mb, network, probe_s),
+        lambda rank: _measure(rank, workload, methods, rounds, bucket_mb, network, budget_s),
         deadline_s=timeout_s,
         on_event=reported_to(on_progress),
         shaped=shaped,

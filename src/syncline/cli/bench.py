@@ -9,7 +9,7 @@ import typer
 
 from syncline.bench.methods import METHODS, check_methods
 from syncline.bench.result import BenchResult
-from syncline.bench.run import PROBE_S, Workload, run_bench
+from syncline.bench.run import PROBE_LEVELS_S, PROBE_S, Workload, run_bench
 from syncline.cli import options, screen
 from syncline.cluster import ClusterSpec
 from syncline.errors import UsageError
@@ -40,8 +40,13 @@ def bench(
         Path | None, typer.Option(metavar="FILE", help="For predictions: what syncline probe wrote.")
     ] = None,
     probe: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Without --network: how long to probe; 0: no predictions.")
-    ] = PROBE_S,
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help=f"Without --network: how long to probe; {PROBE_S:g}, or {PROBE_LEVELS_S:g} where hosts have several "
+            "ranks; 0: no predictions.",
+        ),
+    ] = None,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The longest that the run may take.")] = 1800,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result for machines.")] = None,
 ) -> None:
@@ -58,7 +63,7 @@ def bench(
             raise UsageError(f"--bucket-mb {bucket_mb:g}: a bucket needs a positive size, in MB")
         if not 0 < timeout < 1e9:
             raise UsageError(f"--timeout {timeout:g}: a run needs a positive number of seconds")
-        if not (probe == 0 or 1 <= probe <= 3600):
+        if probe is not None and not (probe == 0 or 1 <= probe <= 3600):
             raise UsageError(f"--probe {probe:g}: probing takes 1 to 3600 seconds; 0 for no predictions")
         known = None if network is None else Network.load(network)
         screen.check_writable(json)

@@ -320,6 +320,10 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         local, hosts = Tree.of_hosts(self.host_of_rank).levels
         return local.groups if level == "local" else hosts.groups[:1]
 
+    def crosses(self, level: Level) -> bool:
+        """Whether its groups reach beyond their hosts."""
+        return not self._inside_hosts(level.groups)
+
     def _inside_hosts(self, groups: Groups) -> bool:
         return all(len({self.host_of_rank[rank] for rank in group}) == 1 for group in groups)
 

@@ -313,12 +313,14 @@ class _Prober:
 
     def _sweep(self, levels: Sequence[_Level], budget_s: float) -> None:
         """Every kind at every level, by size, up to what one call may take."""
-        longest_s = budget_s / 12
+        # Links are known from the largest all-reduces. The others share what is left: rather more often than larger.
+        sweeps = len(levels) * len(self._kinds)
         entries = []
         for level in levels:
             for kind in self._kinds:
+                first = (level.name, kind) == (WORLD, "all_reduce")
                 sizes = [size for size in _SIZES if kind == "all_reduce" or size not in (1e3, 128e3, 512e3, 2e6, 16e6)]
-                entries += self._pilot(level, kind, sizes, longest_s)
+                entries += self._pilot(level, kind, sizes, budget_s / (12 if first else max(12, 4 * sweeps)))
         self._repeat(entries, budget_s - self._agreed(time.monotonic() - self._start_s))
 
     def _pilot(self, level: _Level, kind: str, sizes: Sequence[float], longest_s: float) -> list[_Entry]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,8 @@ from syncline.predict.timeline import Bucket, Capacity, Collective, simulate
 
 _ROUNDS = 4
 """Until a pace and what it does to itself agree."""
+_MANY = 4
+"""Collectives at once, among which a start-up's waiting is hidden, and only its work is left."""
 
 
 def topology_of(network: Network, tree: Tree | None = None) -> Topology:
@@ -23,8 +26,10 @@ def topology_of(network: Network, tree: Tree | None = None) -> Topology:
 def flow(network: Network, phase: Phase) -> Collective:
     """See `measure.network`."""
     fitted = network.collective(phase.kind, phase.level)
-    least_s = fitted.least_s(phase.sent_bytes)
-    serial_s = min(fitted.serial_s, least_s)
+    # Groups that cross hosts side by side were measured one at a time: on one machine they share its processors.
+    slower = network.slowdown(len(phase.level.groups)) if network.one_machine and network.crosses(phase.level) else 1.0
+    least_s = fitted.least_s(phase.sent_bytes) * slower
+    serial_s = min(fitted.serial_s * slower, least_s)
     loads = network.loads(phase.kind, phase.elements, phase.itemsize, phase.level)
     return Collective(
         kind=phase.kind,
@@ -53,9 +58,11 @@ def pricing(network: Network) -> Callable[[Cost], float]:
     bucket and every way.
 
     Its first chunk takes its phases one after the other. The others come in at the pace of the slowest phase, or of the
-    busiest link; so many collectives are then under way at once, and slow each other down by what was measured.
+    busiest link; so many collectives are then under way at once, and slow each other down by what was measured. What
+    start-ups take of processors comes on top: it does not hide behind links that processors serve, too.
     """
     rates = {link.name: link.bytes_per_s for link in network.links}
+    work = network.slowdown(_MANY) / _MANY
     known: dict[tuple[object, ...], _Taken] = {}
 
     def taken(phase: Phase) -> _Taken:
@@ -63,7 +70,8 @@ def pricing(network: Network) -> Callable[[Cost], float]:
         if key not in known:
             alone = flow(network, phase)
             busy_s = {name: nbytes / rates[name] for name, nbytes in alone.load_bytes.items()}
-            known[key] = _Taken(alone.serial_s, alone.spread_s, busy_s)
+            startup_s = flow(network, dataclasses.replace(phase, sent_by=((phase.ranks, 0),), elements=0)).least_s
+            known[key] = _Taken(alone.serial_s, alone.spread_s, startup_s, busy_s)
         return known[key]
 
     def pace_s(phases: Sequence[_Taken]) -> float:
@@ -76,7 +84,7 @@ def pricing(network: Network) -> Callable[[Cost], float]:
             times_s = [phase.seconds(slower, crowding) for phase in phases]
             found_s = max(max(times_s, default=0.0) / network.in_flight, busiest_s * crowding)
             at_once = max(1.0, sum(times_s) / found_s) if found_s else 1.0
-        return found_s
+        return found_s + work * sum(phase.startup_s for phase in phases)
 
     def seconds(cost: Cost) -> float:
         parts = [[taken(phase) for phase in part] for part in cost.parts]
@@ -94,6 +102,8 @@ class _Taken:
 
     serial_s: float
     spread_s: float
+    startup_s: float
+    """Without any bytes."""
     busy_s: Mapping[str, float]
     """Of each link."""
 

@@ -44,6 +44,10 @@ class Collective:
     load_bytes: Mapping[str, float]
     """Through the busiest link of each kind."""
 
+    @property
+    def least_s(self) -> float:
+        return self.serial_s + self.spread_s
+
 
 @dataclass(frozen=True)
 class Bucket:
