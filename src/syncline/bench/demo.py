@@ -24,6 +24,8 @@ from syncline.models.data import Digits, digits
 
 MODEL = "cnn"
 CONTENDERS = ("nosync", "ddp", "dense", "bf16")
+WITH_LEVELS = ("nosync", "ddp", "dense", "hierarchical", "bf16")
+"""Where hosts have several ranks."""
 BATCH = 32
 LEARNING_RATE, MOMENTUM = 0.02, 0.9
 
@@ -79,7 +81,7 @@ def run_demo(
     )
     turns = combine([answer["record"] for answer in answers])
     rows = []
-    for method in CONTENDERS:
+    for method in _contenders(spec):
         times = turns[method].quartiles
         losses = [answer["losses"][method] for answer in answers]
         rows.append(
@@ -101,7 +103,7 @@ def run_demo(
 
 def _train(rank: Rank, data: Digits, steps: int) -> dict[str, Any]:
     rank.init_process_group()
-    trainings = {method: _prepare(rank, method, data) for method in CONTENDERS}
+    trainings = {method: _prepare(rank, method, data) for method in _contenders(rank.spec)}
     contenders = [Contender(method, training.step) for method, training in trainings.items()]
     record = take_turns(rank, contenders, warmup=0, rounds=steps)
     plain = _weights(trainings["ddp"].prepared.model)
@@ -114,6 +116,10 @@ def _train(rank: Rank, data: Digits, steps: int) -> dict[str, Any]:
             method: (_weights(t.prepared.model) - plain).abs().max().item() for method, t in synchronised.items()
         },
     }
+
+
+def _contenders(spec: ClusterSpec) -> tuple[str, ...]:
+    return WITH_LEVELS if spec.hosts > 1 and max(spec.per_host) > 1 else CONTENDERS
 
 
 def _prepare(rank: Rank, method: str, data: Digits) -> _Training:

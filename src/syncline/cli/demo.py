@@ -17,12 +17,14 @@ NAMES = {
     "nosync": "no communication",
     "ddp": "plain DDP",
     "dense": "Syncline Dense()",
+    "hierarchical": "Syncline Hierarchical()",
     "bf16": 'Syncline Dense("bf16")',
 }
 
 
 def demo(
     hosts: options.Hosts = 4,
+    per_host: options.PerHost = "1",
     rate: options.Rate = "100mbit",
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each method.")] = 60,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result for machines.")] = None,
@@ -32,7 +34,7 @@ def demo(
     syncline demo --hosts 4 --rate 100mbit
     """
     with options.one_line_errors("syncline demo"):
-        spec = options.cluster_spec(hosts=hosts, rate=rate)
+        spec = options.cluster_spec(hosts=hosts, per_host=per_host, rate=rate)
         screen.check_writable(json)
         screen.say_if_not_shaped()
         what = f"Training a CNN on 4,000 real digits, {screen.links(spec, why_not_shaped() is None)}"
@@ -50,8 +52,8 @@ def show(result: DemoResult, console: Console) -> None:
     cluster = result.cluster
     link = f"{format_rate(cluster.rate_bps)} links" if cluster.emulated else "loopback (links are not shaped)"
     console.print(
-        f"A CNN on 4,000 real digits, {result.steps} steps ({result.epochs:.1f} epochs) of {BATCH} images on each of "
-        f"{cluster.hosts} hosts, {link}"
+        f"A CNN on 4,000 real digits, {result.steps} steps ({result.epochs:.1f} epochs) of {BATCH} images on each "
+        f"{'of' if cluster.per_host == 1 else 'rank of'} {cluster.hosts} hosts, {link}"
     )
     console.print()
     table = screen.table("", "per step", "against DDP", "wire", "accuracy", "weights")
@@ -70,12 +72,18 @@ def show(result: DemoResult, console: Console) -> None:
 
 
 def verdict(result: DemoResult) -> str:
-    """What it means, in three sentences; each follows from the figures above it."""
+    """What it means; each sentence follows from the figures above it."""
     floor, plain, dense, bf16 = (result.row(name) for name in ("nosync", "ddp", "dense", "bf16"))
     waiting = max(0.0, 1 - floor.step_ms / plain.step_ms)
     sentences = [f"Plain DDP spends {waiting:.0%} of each step on communication that computation does not hide."]
     same = "the same weights bit for bit" if dense.difference == 0 else "the same weights to summation order"
     sentences.append(f"Dense() gives {same}, {_pace(dense.vs_ddp)}.")
+    if any(row.method == "hierarchical" for row in result.rows):
+        summed = result.row("hierarchical")
+        sentences.append(
+            f"Hierarchical() sums inside hosts first: {_pace(summed.vs_ddp)}, weights as plain DDP's to "
+            f"{summed.difference:.0e}."
+        )
     gap = abs((bf16.held_out_accuracy or 0) - (plain.held_out_accuracy or 0))
     sentences.append(
         f"With 16 bits on the wire, which you have to ask for, a step is {screen.speed(bf16.vs_ddp)} and accuracy on "
