@@ -87,6 +87,10 @@ def bench(
             _show(spec, result)
 
 
+def _short(ms: float) -> str:
+    return f"{ms:.1f}" if ms < 100 else f"{ms:.0f}"
+
+
 def _workload(model: str | None, replay: str | None, scale: str, batch: int) -> Workload:
     if model is not None and replay is not None:
         raise UsageError("--model and --replay exclude each other: name one of them")
@@ -119,9 +123,9 @@ def _show(spec: ClusterSpec, result: BenchResult) -> None:
     for row in result.rows:
         table.add_row(
             row.method,
-            f"{row.step_ms:.1f}",
-            f"{row.step_ms_low:.1f}–{row.step_ms_high:.1f}",
-            "–" if row.predicted_ms is None else f"{row.predicted_ms:.1f}",
+            _short(row.step_ms),
+            f"{_short(row.step_ms_low)}–{_short(row.step_ms_high)}",
+            "–" if row.predicted_ms is None else _short(row.predicted_ms),
             "" if row.vs_ddp is None else f"{row.vs_ddp:.2f}",
             screen.size(row.sent_bytes),
             *([screen.size(row.predicted_sent_bytes)] if surprising else []),
