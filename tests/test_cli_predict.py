@@ -95,7 +95,7 @@ def test_rows_are_every_plan_rate_and_number_of_hosts_and_read_back(files: tuple
     )
     assert answer.exit_code == 0, answer.output
     result = read_json(tmp_path / "r.json", PredictResult)
-    expected = [(p, r, h) for p in ("ddp", "bf16") for r in (10**9, 10**10) for h in (3, 8)]
+    expected = [(p, r, h) for p in ("ddp", "bf16,lanes=2") for r in (10**9, 10**10) for h in (3, 8)]
     assert [(row.plan, row.rate_bps, row.hosts) for row in result.rows] == expected
     assert result.model == "made up"
     for row in result.rows:

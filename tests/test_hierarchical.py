@@ -377,7 +377,7 @@ def test_impossible_settings_are_refused_at_construction_in_one_line(fields: dic
 
 def test_sixteen_bits_inside_need_groups_of_equal_size() -> None:
     exchange = Hierarchical(within=Dense(wire="bf16"), levels=UNEQUAL)
-    with pytest.raises(UsageError, match=r"level1 has some of 1 and 2 and 3 ranks: use within=Dense\(\)") as refused:
+    with pytest.raises(UsageError, match=r"those of level1 have 1 and 2 and 3 ranks: use within=Dense\(\)") as refused:
         place_ranks(exchange, 6)
     assert "\n" not in str(refused.value)
 

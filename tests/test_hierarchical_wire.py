@@ -39,7 +39,7 @@ from exchanges import ErrorFeedback
 from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes
 from syncline.cluster.isolation import why_not_shaped
 from syncline.exchange import Dense, Hierarchical
-from syncline.measure.network import assumed_links
+from syncline.measure.network import assumed_links, assumed_network
 from test_ddp_attach import assert_back_to, native_threads, open_groups
 
 ROUNDING = 1e-6
@@ -394,7 +394,41 @@ def test_sixteen_bits_inside_unequal_groups_are_refused_by_every_rank() -> None:
         exchange = Hierarchical(within=Dense(wire="bf16"), levels=[[0, 1], [2]])
         return refusal(lambda: syncline.attach(model, exchange))
 
-    assert all("level1 has some of 1 and 2 ranks: use within=Dense()" in line for line in on_ranks(3, main))
+    assert all("those of level1 have 1 and 2 ranks: use within=Dense()" in line for line in on_ranks(3, main))
+
+
+def test_a_network_that_one_rank_cannot_read_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    assumed_network(1, 3, 10**9, "gloo").save(tmp_path / "network.json")
+
+    def main(rank: Rank) -> list[str]:
+        model = DDP(seeded(Mlp), **SMALL_BUCKETS)
+        path = tmp_path / ("network.json" if rank.rank else "nowhere.json")
+        differs = refusal(lambda: syncline.attach(model, Hierarchical(), network=path), syncline.MismatchError)
+        missing = refusal(
+            lambda: syncline.attach(model, Hierarchical(), network=tmp_path / "no.json"), syncline.SynclineError
+        )
+        wrong = refusal(lambda: syncline.attach(model, Hierarchical(), network={}))
+        handle = syncline.attach(model, syncline.Dense(), network=tmp_path / "network.json")
+        train(model, square_loss_step(rank), 1)
+        return [differs, missing, wrong, str(handle.ways)]
+
+    for differs, missing, wrong, ways in on_ranks(3, main):
+        assert "network is" in differs and "unreadable" in differs and "nowhere.json" in differs
+        assert "no.json" in missing
+        assert "network is a dict: pass a Network" in wrong
+        assert ways == "{}"
+
+
+def test_flat_is_a_way_too() -> None:
+    def main(rank: Rank) -> list[Any]:
+        model = DDP(seeded(Mlp), **SMALL_BUCKETS)
+        handle = syncline.attach(model, Hierarchical())  # all on one host
+        train(model, square_loss_step(rank), 3)
+        return [list(handle.ways), handle.describe()]
+
+    for ways, text in on_ranks(2, main):
+        assert ways == ["flat"]
+        assert "× flat" in text
 
 
 # --- what it remembers ------------------------------------------------------------------------------------------

@@ -163,8 +163,11 @@ METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
     "dense": ("Syncline, lossless", (_exchange("dense"),)),
     "bf16": ("Syncline, bf16 on the wire, fp32 sums", (_exchange("bf16"),)),
     "fp16": ("Syncline, scaled fp16 on the wire, fp32 sums", (_exchange("fp16"),)),
-    "hierarchical": ("Syncline, lossless, inside hosts before between them", (_exchange("hierarchical"),)),
-    "hierarchical+bf16": ("the same, bf16 between hosts", (_exchange("hierarchical+bf16"),)),
+    "hierarchical": ("Syncline, lossless, sums inside hosts first", (_exchange("hierarchical"),)),
+    "hierarchical+bf16": (
+        "Syncline, sums inside hosts first, bf16 at the top",
+        (_exchange("hierarchical+bf16"),),
+    ),
     "fp16-hook": ("PyTorch's fp16 hook", (_fp16_hook,)),
     "powersgd": (
         "PyTorch's PowerSGD hook, the best of ranks 1, 2, 4, equal shapes batched or not",

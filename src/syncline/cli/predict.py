@@ -69,7 +69,8 @@ def predict_command(
         int | None, typer.Option("--per-host", min=1, metavar="N", help="Ranks on each host, without --network.")
     ] = None,
     plan: Annotated[
-        list[str] | None, typer.Option(metavar="PLAN", help="ddp, dense,lanes=4 or bf16,bucket_mb=5. May be repeated.")
+        list[str] | None,
+        typer.Option(metavar="PLAN", help="ddp, hierarchical, dense,lanes=4 or bf16,bucket_mb=5. May be repeated."),
     ] = None,
     scale: Annotated[str, typer.Option(metavar="T,B", help="Of the profile: times by T, sizes by B.")] = "1,1",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result for machines.")] = None,
@@ -93,7 +94,7 @@ def predict_command(
             raise UsageError("--per-host is for links that are assumed: a --network knows its ranks")
         else:
             cluster = measured
-        schedules = [Schedule.parse(model, text) for text in plan or ["ddp"]]
+        schedules = [Schedule.parse(model, text, cluster.backend) for text in plan or ["ddp"]]
         here = _moved(cluster, counts[0], rates[0])
         found = diagnose(model, here, schedules[0])
         rows = [

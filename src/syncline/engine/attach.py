@@ -22,7 +22,7 @@ from syncline.engine.engine import Engine
 from syncline.engine.hook import Switch, other_hooks, switch_of
 from syncline.engine.place import Place, find_place
 from syncline.errors import ExchangeError, MismatchError, SynclineError, UsageError
-from syncline.exchange import Dense, Exchange, Tree, settings
+from syncline.exchange import Dense, Exchange, Tree, default_lanes, settings
 from syncline.measure.network import Network
 
 MAX_LANES = 16
@@ -114,6 +114,7 @@ class Handle:
             "exchange": settings(self.exchange),
             "rank": dist.get_rank(self._ddp.process_group),
             "world_size": dist.get_world_size(self._ddp.process_group),
+            "levels": self._levels,
             "steps": engine.steps,
             "tensors": engine.tensors(),
         }
@@ -126,12 +127,13 @@ class Handle:
             "exchange": settings(self.exchange),
             "rank": dist.get_rank(self._ddp.process_group),
             "world_size": dist.get_world_size(self._ddp.process_group),
+            "levels": self._levels,
         }
         for field in (*expected, "steps", "tensors"):
             if field not in state:
                 raise UsageError(f"this is not the state of an exchange: {field!r} is missing")
         for field, value in expected.items():
-            if state[field] != value:
+            if _plain(state[field]) != _plain(value):
                 raise UsageError(f"the state's {field} is {state[field]!r}, here it is {value!r}")
         tensors: Mapping[str, Mapping[str, Tensor]] = state["tensors"]
         engine.load(tensors)
@@ -143,10 +145,20 @@ class Handle:
         self._switch.turn_to(None)
 
     @property
+    def _levels(self) -> str | None:
+        """Where ranks sat, for an exchange that keeps something on some of them."""
+        return repr(self._place.tree.root) if self._place is not None and self.exchange.keeps else None
+
+    @property
     def _attached(self) -> Engine:
         if self._switch.engine is not self._engine:
             raise UsageError("this handle is detached, or another attach has replaced it: use the newest, or attach")
         return self._engine
+
+
+def _plain(value: Any) -> Any:
+    """As it comes back from JSON."""
+    return msgspec.json.decode(msgspec.json.encode(value))
 
 
 def attach(
@@ -180,8 +192,10 @@ def attach(
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
     parameters = _parameters(ddp)
     with _current_device(parameters):
-        known = Network.load(network) if isinstance(network, str | os.PathLike) else network
-        _meet(group, _fingerprint(ddp, group, exchange, lanes, parameters, known))
+        known, unread = _read(network)
+        _meet(group, _fingerprint(ddp, group, exchange, lanes, parameters, known, unread))
+        if unread is not None:
+            raise unread
         place = find_place(group, exchange, known)
         engine = Engine(group, parameters, exchange, lanes, timeout, None if place is None else place.topology)
     try:
@@ -193,9 +207,17 @@ def attach(
     return Handle(ddp, switch, engine, place)
 
 
-def default_lanes(exchange: Exchange, backend: str) -> int:
-    """On CUDA the stream goes on by itself, and more communicators than needed get in each other's way."""
-    return 2 if exchange.waits and backend == "gloo" else 1
+def _read(network: object) -> tuple[Network | None, SynclineError | None]:
+    """A file that one rank cannot read is an error for all of them, once they have met."""
+    if network is None or isinstance(network, Network):
+        return network, None
+    if not isinstance(network, str | os.PathLike):
+        kind = type(network).__name__
+        return None, UsageError(f"network is a {kind}: pass a Network, or the file that syncline probe wrote")
+    try:
+        return Network.load(network), None
+    except SynclineError as error:
+        return None, error
 
 
 def _ddp_of(model: nn.Module) -> DDP:
@@ -248,6 +270,7 @@ def _fingerprint(
     lanes: int,
     parameters: Mapping[str, nn.Parameter],
     network: Network | None,
+    unread: SynclineError | None,
 ) -> dict[str, Any]:
     """Everything that must be the same on all ranks for their collectives to fit together."""
     model = {
@@ -268,5 +291,6 @@ def _fingerprint(
     }
     fields = flatten({"exchange": settings(exchange), "ddp": flags, "version": versions, "parameter": model})
     # Ranks choose by it, so it has to be the same file; what it says is none of the fingerprint's business.
-    known = None if network is None else digest(msgspec.to_builtins(network)).hex()[:16]
+    known = None if network is None else f"one with digest {digest(msgspec.to_builtins(network)).hex()[:8]}"
+    known = known if unread is None else f"unreadable: {unread}"
     return {**fields, "lanes": lanes, "network": known}

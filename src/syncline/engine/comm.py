@@ -100,9 +100,10 @@ class LaneGroups:
         topology = topology or Topology.flat(parent.size(), str(dist.get_backend(parent)))
         counter = Counter()
         siblings: dict[str, GroupComm] = {}
-        groups = cls(_warm(GroupComm(_new_group(parent, timeout), topology, counter, siblings)), counter, siblings)
+        groups = cls(GroupComm(_new_group(parent, timeout), topology, counter, siblings), counter, siblings)
         siblings[WORLD] = groups.comm
         try:
+            _warm(groups.comm)
             for level in topology.levels:
                 group = _new_group(parent, timeout, level)
                 if group is not None:

@@ -22,7 +22,7 @@ from syncline.engine.agreement import agree
 from syncline.engine.comm import LaneGroups
 from syncline.engine.lane import Job, Lane, make_lane
 from syncline.errors import ExchangeError, SynclineError, UsageError
-from syncline.exchange import Exchange, Layout, Slot, State, Topology, Work
+from syncline.exchange import Climbing, Exchange, Layout, Slot, State, Topology, Work
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """By parameter name, then by kind, in logical shape."""
@@ -174,6 +174,8 @@ class Engine:
         held = {slot.name: f"{tuple(slot.shape)} at {slot.offset}" for slot in layout.slots}
         agree(comm.group, {"index": bucket.index, "dtype": str(layout.dtype), **held}, "a gradient bucket")
         state = self.exchange.prepare(layout, comm)
+        if isinstance(self.exchange, Climbing):  # it chose by arithmetic, which other machines may do differently
+            agree(comm.group, {"way": state.describe()}, "the way of a gradient bucket")
         with self._lock:
             mine = {slot.name: self._waiting.pop(slot.name) for slot in layout.slots if slot.name in self._waiting}
         if mine:

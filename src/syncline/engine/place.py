@@ -28,11 +28,13 @@ class Place:
 def find_place(group: dist.ProcessGroup, exchange: Exchange, network: Network | None) -> Place | None:
     """Collective; None where the exchange does not ask. Hosts are found by what ranks say of themselves, racks are the
     network's: they show only in what links carry."""
-    if not isinstance(exchange, Climbing):
+    if not isinstance(exchange, Climbing) and network is None:
         return None
     host_of_rank = number([data.decode() for data in gather_bytes(group, host_identity().encode())])
     if network is not None:
         _check(network, host_of_rank, str(dist.get_backend(group)))
+    if not isinstance(exchange, Climbing):
+        return None
     links = network or assumed_links(host_of_rank, backend=str(dist.get_backend(group)))
     found = Tree.of_hosts(links.host_of_rank, links.rack_of_host)
     tree = exchange.tree(found, group.size())

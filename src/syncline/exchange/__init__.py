@@ -19,6 +19,7 @@ from syncline.exchange.base import (
     State,
     Topology,
     Work,
+    default_lanes,
     settings,
 )
 from syncline.exchange.dense import Dense
@@ -54,5 +55,6 @@ __all__ = [
     "Tree",
     "Way",
     "Work",
+    "default_lanes",
     "settings",
 ]

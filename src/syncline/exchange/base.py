@@ -297,6 +297,17 @@ class Exchange(Protocol):
         """How far the applied plus the kept may be from what came in."""
 
 
+def default_lanes(exchange: Waiting, backend: str) -> int:
+    """Two where an exchange waits between its collectives, so that another uses the links meanwhile. Not on CUDA: there
+    the stream goes on by itself, and more communicators than needed get in each other's way."""
+    return 2 if exchange.waits and backend == "gloo" else 1
+
+
+class Waiting(Protocol):
+    @property
+    def waits(self) -> bool: ...
+
+
 @runtime_checkable
 class Climbing(Protocol):
     """An exchange that meets at the levels of a tree, beside the level of all ranks."""

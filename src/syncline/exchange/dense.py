@@ -186,7 +186,7 @@ class _Packed:
         if not self._scaled:
             packed[: part.numel()].copy_(part)
             return
-        largest = torch.linalg.vector_norm(part, ord=torch.inf).to(torch.float32)
+        largest = (part.abs().max() if part.numel() else part.new_zeros(())).to(torch.float32)
         exponent = _FP16_TOP_EXPONENT - torch.frexp(largest).exponent.to(torch.float32)
         exponent = exponent.clamp(-_EXPONENT_LIMIT, _EXPONENT_LIMIT)
         packed[0] = exponent

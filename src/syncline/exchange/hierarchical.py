@@ -78,8 +78,9 @@ class Hierarchical:
     """Sums inside groups through `within`, and among them through `across`, which may be any exchange.
 
     `shape`: `leader` or `sharded` at every level where groups are equal, or `auto`: each level's from what the links
-    are known to take, or flat. `levels`: found by themselves, or sizes from the inside out, like (4, 2), or nested
-    lists of ranks, like [[0, 1], [2, 3]]. `chunks`: from what the links are known to take, or so many.
+    are known to take, or flat, which may be cheaper whatever `levels` and `chunks` say. `levels`: found by themselves,
+    or sizes from the inside out, like (4, 2), or nested lists of ranks, like [[0, 1], [2, 3]]. `chunks`: from what the
+    links are known to take, or so many.
     """
 
     within: Dense = dataclasses.field(default_factory=Dense)
@@ -136,7 +137,7 @@ class Hierarchical:
         uneven = next((level for level in tree.levels[:-1] if not level.equal), None)
         if uneven is not None and not self.within.lossless:
             raise UsageError(
-                f"Hierarchical(within={self.within!r}) needs groups of equal size, and level {uneven.name} has some of "
+                f"Hierarchical(within={self.within!r}) needs groups of equal size, and those of {uneven.name} have "
                 f"{' and '.join(map(str, uneven.sizes))} ranks: use within=Dense()"
             )
         return tree
@@ -144,14 +145,15 @@ class Hierarchical:
     def prepare(self, layout: Layout, comm: Comm) -> State:
         way = self.way(layout.numel, layout.dtype, comm.topology)
         if not way.shapes:
-            return self._flat(comm.topology).prepare(layout, comm)
+            return _Flat(self._flat(comm.topology).prepare(layout, comm))
         bounds = _bounds(layout.numel, way, _levels(comm.topology))
         chunks = tuple(self._furnish(start, layout.piece(start, stop - start), way, comm) for start, stop in bounds)
         return _Climbed(way, chunks)
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
-        if not isinstance(state, _Climbed):
-            return self._flat(comm.topology).run(flat, state, comm)
+        if isinstance(state, _Flat):
+            return self._flat(comm.topology).run(flat, state.inner, comm)
+        assert isinstance(state, _Climbed)  # noqa: S101 - as prepared
         levels = _levels(comm.topology)
         _one_behind_the_other(
             [self._climb(flat[chunk.start : chunk.stop], chunk, 0, state.way, levels, comm) for chunk in state.chunks]
@@ -299,7 +301,7 @@ def _levels(topology: Topology) -> list[Level]:
     return [level for level in topology.levels if level.ranks > 1]
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=512)  # as many as a model has buckets; each keeps a network in memory
 def _cheapest(exchange: Hierarchical, numel: int, dtype: torch.dtype, topology: Topology) -> Way:
     ways = exchange._ways(numel * dtype.itemsize, topology)
     seconds = topology.seconds
@@ -330,6 +332,32 @@ class _Chunk:
     """Of what it takes across."""
     across: State | None
     """Only on ranks that get there."""
+
+
+class _Flat(State):
+    """What the exchange that all ranks run together keeps."""
+
+    def __init__(self, inner: State) -> None:
+        self.inner = inner
+
+    def describe(self) -> str:
+        return str(Way())
+
+    def kept(self) -> Tensor | None:
+        return self.inner.kept()
+
+    def tensors(self, layout: Layout) -> dict[str, dict[str, Tensor]]:
+        return self.inner.tensors(layout)
+
+    def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.inner.load(layout, tensors)
+
+    @property
+    def settles(self) -> bool:
+        return self.inner.settles
+
+    def settle(self, finite: Tensor) -> None:
+        self.inner.settle(finite)
 
 
 class _Climbed(State):

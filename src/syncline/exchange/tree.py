@@ -150,7 +150,7 @@ def frozen(levels: Any) -> tuple[Unit, ...]:
 
 def _from_sizes(sizes: Sequence[int], ranks: int) -> tuple[Unit, ...]:
     if min(sizes) < 1:
-        raise _wrong(sizes, "a size is at least 1")
+        raise _wrong(sizes, "these are sizes, and one is less than 1; for groups of ranks nest lists: [[0, 1], [2, 3]]")
     if len(sizes) > _DEEPEST:
         raise _wrong(sizes, f"there may be up to {_DEEPEST} levels")
     total = math.prod(sizes)

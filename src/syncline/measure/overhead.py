@@ -101,7 +101,7 @@ class SilentComm:
 
     def level(self, name: str) -> Comm | None:
         """As the first rank, which leads everywhere."""
-        level = next(level for level in self.topology.levels if level.name == name)
+        level = next(level for level in (self.topology.whole, *self.topology.levels) if level.name == name)
         return dataclasses.replace(self, topology=self.topology.among(level)) if len(level.groups[0]) > 1 else None
 
     def all_reduce(self, tensor: Tensor) -> SilentWork:

@@ -20,8 +20,8 @@ _WORTH = 0.02
 _FINE = 0.05
 """Below this loss nothing limits the scaling."""
 _EXCHANGES = {
-    "hierarchical": "Hierarchical(): sums inside hosts, and racks, before between them",
-    "hierarchical+bf16": "Hierarchical(across=Dense(wire='bf16')): the same, bf16 at the top only",
+    "hierarchical": "sums inside hosts first (hierarchical)",
+    "hierarchical+bf16": "sums inside hosts first, bf16 at the top",
 }
 BUCKETS_MB = (0.25, 1.0, 4.0, 10.0, 25.0, 50.0, 100.0, 400.0)
 
@@ -95,9 +95,10 @@ def _why(culprit: str, profile: Profile, network: Network, prediction: Predictio
         return f"{middle}, and starting a collective takes {startup_ms:.3g} ms however little it carries"
     if culprit in ("host", "rack", "local"):
         link = network.link(culprit)
-        rate = "" if link is None else f" at {link.bytes_per_s * 8 / 1e6:,.0f} Mbit/s each"
-        what = f"{size_text(prediction.sent_bytes)} per rank and step, over links{rate}"
-        busy_s = 0.0 if link is None else prediction.sent_bytes / link.bytes_per_s
+        rate = "" if link is None else f", at {link.bytes_per_s * 8 / 1e6:,.0f} Mbit/s"
+        nbytes = prediction.link_bytes(culprit)
+        what = f"{size_text(nbytes)} per step through each of them{rate}"
+        busy_s = 0.0 if link is None else nbytes / link.bytes_per_s
         if busy_s > prediction.backward_s:
             return f"{what}: longer than backward takes"
         return f"{what}: the last gradients are there when backward ends, and nothing is left to hide them behind"

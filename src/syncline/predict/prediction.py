@@ -114,6 +114,12 @@ class Prediction:
         """By the busiest rank."""
         return sum(phase.sent_bytes for cost in _costs(self._case) for phase in cost.phases)
 
+    def link_bytes(self, name: str) -> int:
+        """Through the busiest link of a kind."""
+        phases = [phase for cost in _costs(self._case) for phase in cost.phases]
+        network = self._case.network
+        return sum(network.loads(one.kind, one.elements, one.itemsize, one.level).get(name, 0) for one in phases)
+
     @functools.cached_property
     def low_s(self) -> float:
         """With the network's figures at the cheap end of their confidence intervals, and the profile's low quartile."""
@@ -206,11 +212,13 @@ def _iteration(case: _Case) -> tuple[float, Timeline]:
     work = overheads.work.get(schedule.exchange_name)
     sizes = schedule.bucket_bytes(profile)
     buckets = []
-    for index, (cost, nbytes) in enumerate(zip(_costs(case), sizes, strict=True)):
+    costs = _costs(case)
+    for index, (cost, nbytes) in enumerate(zip(costs, sizes, strict=True)):
         own_s = work.fixed_s + work.s_per_byte * nbytes if work is not None else 0.0
         stages = [stage for phases in cost.parts for stage in _stages(network, phases, own_s / cost.chunks)]
         buckets.append(Bucket(str(index), ready_s[index], index % schedule.lanes, tuple(stages), cost.chunks))
-    in_flight = 1 if schedule.exchange.waits else network.in_flight
+    waits = schedule.exchange.waits and any(len(cost.phases) > 1 for cost in costs)
+    in_flight = 1 if waits else network.in_flight
     timeline = simulate(
         buckets, capacities(network), in_flight, network.slowdown, network.crowding, chunks_in_flight=network.in_flight
     )

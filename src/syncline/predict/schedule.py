@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES, Cost, Dense, Topology
+from syncline.exchange import EXCHANGES, Cost, Dense, Topology, default_lanes
 from syncline.measure.profile import Gradient, Profile
 
 MIB = 1024 * 1024
@@ -43,28 +43,37 @@ class Schedule:
     bucket_mb: float | None = None
 
     @classmethod
-    def of(cls, profile: Profile, name: str = "ddp", *, lanes: int = 1, bucket_mb: float | None = None) -> Schedule:
-        """`ddp`, or an exchange by its name, on DDP's buckets."""
+    def of(
+        cls,
+        profile: Profile,
+        name: str = "ddp",
+        *,
+        lanes: int | None = None,
+        bucket_mb: float | None = None,
+        backend: str = "nccl",
+    ) -> Schedule:
+        """`ddp`, or an exchange by its name, on DDP's buckets; on as many lanes as `attach` gives it by default."""
         if name != "ddp" and name not in EXCHANGES:
             raise UsageError(f"no exchange is called {name!r}; known: ddp, {', '.join(EXCHANGES)}")
+        made = EXCHANGES["dense" if name == "ddp" else name]()
+        lanes = default_lanes(made, backend) if lanes is None else lanes
         if not 1 <= lanes <= MAX_LANES:
             raise UsageError(f"lanes is {lanes}: there may be 1 to {MAX_LANES}")
         if name == "ddp" and lanes != 1:
             raise UsageError("plain DDP has one lane; for several, name an exchange: dense,lanes=4")
         if bucket_mb is not None and not 0 < bucket_mb < 1e6:
             raise UsageError(f"bucket_mb is {bucket_mb:g}: a bucket needs a positive size, in MB")
-        exchange = "dense" if name == "ddp" else name
         return cls(
             name=name,
             buckets=ddp_buckets(profile.gradients, bucket_mb),
-            exchange=EXCHANGES[exchange](),
-            exchange_name=exchange,
+            exchange=made,
+            exchange_name="dense" if name == "ddp" else name,
             lanes=lanes,
             bucket_mb=bucket_mb,
         )
 
     @classmethod
-    def parse(cls, profile: Profile, text: str) -> Schedule:
+    def parse(cls, profile: Profile, text: str, backend: str = "nccl") -> Schedule:
         """`ddp`, `dense,lanes=4`, `bf16,bucket_mb=5`."""
         name, *options = text.split(",")
         given: dict[str, float] = {}
@@ -75,10 +84,11 @@ class Schedule:
             if match[1] in given:
                 raise UsageError(f"plan {text!r}: {match[1]} is given twice")
             given[match[1]] = float(match[2])
-        lanes = given.get("lanes", 1.0)
-        if lanes != int(lanes):
+        lanes = given.get("lanes")
+        if lanes is not None and lanes != int(lanes):
             raise UsageError(f"plan {text!r}: lanes is a whole number")
-        return cls.of(profile, name.strip(), lanes=int(lanes), bucket_mb=given.get("bucket_mb"))
+        whole = None if lanes is None else int(lanes)
+        return cls.of(profile, name.strip(), lanes=whole, bucket_mb=given.get("bucket_mb"), backend=backend)
 
     def bucket_bytes(self, profile: Profile) -> list[int]:
         """What each bucket holds."""
