@@ -20,8 +20,8 @@ _WORTH = 0.02
 _FINE = 0.05
 """Below this loss nothing limits the scaling."""
 _EXCHANGES = {
-    "hierarchical": "sums inside hosts first (hierarchical)",
-    "hierarchical+bf16": "sums inside hosts first, bf16 at the top",
+    "hierarchical": "inside hosts first (hierarchical)",
+    "hierarchical+bf16": "inside hosts first, bf16 at the top",
 }
 BUCKETS_MB = (0.25, 1.0, 4.0, 10.0, 25.0, 50.0, 100.0, 400.0)
 
