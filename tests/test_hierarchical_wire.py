@@ -7,6 +7,7 @@ import copy
 import gc
 import hashlib
 import io
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -532,3 +533,18 @@ def test_when_a_rank_dies_within_a_step_every_survivor_raises_in_time(lost: int,
         assert outcome.value["refusal"].startswith("the state is unusable, because an exchange failed")
         assert outcome.value["after_s"] < timeout_s + 5
         assert outcome.value["detached_after_s"] < 2 * timeout_s + 5
+
+
+def test_what_was_kept_on_other_leaders_is_refused_and_json_makes_no_difference() -> None:
+    def main(rank: Rank) -> list[str]:
+        model = DDP(seeded(Mlp), **SMALL_BUCKETS)
+        handle = syncline.attach(model, Hierarchical(across=ErrorFeedback(), levels=(2, 2)))
+        train(model, square_loss_step(rank), 2)
+        state = handle.state_dict()
+        handle.load_state_dict({**state, "exchange": json.loads(json.dumps(state["exchange"]))})
+        elsewhere = {**state, "levels": "((0, 2), (1, 3))"}
+        return [refusal(lambda: handle.load_state_dict(elsewhere)), state["levels"]]
+
+    for refused, levels in on_ranks(4, main):
+        assert levels == "((0, 1), (2, 3))"
+        assert "the state's levels is '((0, 2), (1, 3))', here it is '((0, 1), (2, 3))'" in refused
