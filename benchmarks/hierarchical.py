@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import syncline
+from equal_gradients import equal_gradients
 from link_rate import cpu_ticks, stolen_since
 from syncline.bench.forecast import profile_workload
 from syncline.bench.methods import Wrapping
@@ -28,7 +29,7 @@ from syncline.engine import attach
 from syncline.exchange import Dense, Exchange, Hierarchical
 from syncline.files import write_json
 from syncline.measure.probe import probe
-from syncline.measure.profile import Gradient, Profile, load_profile
+from syncline.measure.profile import Profile, load_profile
 from syncline.predict import Schedule, ddp_buckets, predict
 from syncline.predict.price import topology_of
 
@@ -60,30 +61,9 @@ def vgg16(nbytes: int) -> Profile:
     return recorded.scaled(time=0.2, bytes=nbytes / recorded.gradient_bytes)
 
 
-def equal(count: int, nbytes: int) -> Profile:
-    """So many gradients of one size, ready one after the other within 2 ms."""
-    gradients = tuple(
-        Gradient(
-            name=f"layer{place}",
-            shape=(nbytes // 4,),
-            dtype="float32",
-            bytes=nbytes,
-            ready_s=0.002 * (place + 1) / count,
-        )
-        for place in range(count)
-    )
-    return Profile(
-        model=f"{count} × {nbytes // 1000} kB",
-        gradients=gradients,
-        forward_s=0.001,
-        backward_s=0.002,
-        update_s=0.0,
-        device="cpu",
-        where="",
-        how="made up",
-        steps=1,
-        batch=None,
-    )
+def of_64_kb(count: int) -> Profile:
+    """So many gradients of 64 kB."""
+    return equal_gradients(count, 64_000, forward_s=0.001, backward_s=0.002)
 
 
 DDP, FLAT, AUTO = Way("ddp"), Way("dense", Dense()), Way("hierarchical", Hierarchical())
@@ -111,11 +91,11 @@ def cases() -> dict[str, Case]:
             (DDP, AUTO, Way("two levels", PAIRS), SHAPES[-1]),
             "1.75",
         ),
-        "64 kB": Case("one bucket of 64 kB", two_by_four, equal(1, 64_000), (DDP, FLAT, AUTO), "start-ups"),
+        "64 kB": Case("one bucket of 64 kB", two_by_four, of_64_kb(1), (DDP, FLAT, AUTO), "start-ups"),
         "16 × 64 kB": Case(
             "16 buckets of 64 kB",
             two_by_four,
-            equal(16, 64_000),
+            of_64_kb(16),
             (DDP, FLAT, Way("dense, 4 lanes", Dense(), 4), AUTO, Way("hierarchical, 4 lanes", Hierarchical(), 4)),
             "1.75, and start-ups",
             bucket_mb=0.06,

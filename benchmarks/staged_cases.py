@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
+from equal_gradients import equal_gradients
 from syncline.bench.methods import Wrapping
 from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, launch
@@ -27,7 +28,7 @@ from syncline.measure.backward import measure_backward
 from syncline.measure.network import Network
 from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
-from syncline.measure.profile import Gradient, Profile, RankTimes, load_profile
+from syncline.measure.profile import Profile, RankTimes, load_profile
 from syncline.models.replay import ReplayModel
 from syncline.predict import Schedule, predict
 from syncline.predict.diagnosis import diagnose, lost_to
@@ -47,22 +48,7 @@ class Case:
 
 def tiny_tensors() -> Profile:
     """400 gradients of 2 kB, one every half millisecond."""
-    gradients = tuple(
-        Gradient(name=f"layer{i}.weight", shape=(512,), dtype="float32", bytes=2048, ready_s=0.0005 * (i + 1))
-        for i in range(400)
-    )
-    return Profile(
-        model="400 tiny tensors",
-        gradients=gradients,
-        forward_s=0.1,
-        backward_s=0.2,
-        update_s=0.0,
-        device="cpu",
-        where="made up",
-        how="made up",
-        steps=1,
-        batch=None,
-    )
+    return equal_gradients(400, 2048, forward_s=0.1, backward_s=0.2)
 
 
 def resnet() -> Profile:

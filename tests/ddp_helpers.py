@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import copy
+import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo  # DDP imports it, and that takes seconds: once here, not in every rank
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -156,3 +161,80 @@ def refusal(action: Callable[[], Any], error: type[Exception] = syncline.UsageEr
         assert "\n" not in text and text, text
         return text
     raise AssertionError(f"nothing was raised where {error.__name__} was expected")
+
+
+class Branches(nn.Module):
+    """A trunk and three heads, of which a step uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(16, 16)
+        self.heads = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
+
+    def forward(self, x: Tensor, head: int) -> Tensor:
+        return self.heads[head](torch.tanh(self.trunk(x)))
+
+
+def branch_step(rank: Rank) -> Step:
+    """Ranks use different heads of `Branches`; the third is nobody's."""
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        head = (rank.rank + number // 2) % 2
+        model(batch(rank.rank, number), head).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+class MixedTypes(nn.Module):
+    """Layers of several types: DDP gives each type buckets of its own."""
+
+    def __init__(self, *types: torch.dtype) -> None:
+        super().__init__()
+        types = types or (torch.float32, torch.bfloat16, torch.float16, torch.float32)
+        self.layers = nn.ModuleList([nn.Linear(16, 16, dtype=dtype) for dtype in types])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x.float()
+
+
+class Images(nn.Module):
+    """Convolutions with batch normalisation, in channels-last memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 4, 3)
+        self.to(memory_format=torch.channels_last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.relu(self.norm(self.first(x))))
+
+
+def image_step(rank: Rank) -> Step:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
+        images = batch(rank.rank, number, 4, 3, 8, 8).to(memory_format=torch.channels_last)
+        model(images * (1 + rank.rank)).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def open_groups() -> int:
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def native_threads() -> int:
+    """Gloo's own among them, which Python does not see."""
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def assert_back_to(groups: int, threads: int) -> None:
+    """A thread that was joined may take the kernel a moment longer to remove; one that leaked stays for good."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end and native_threads() > threads:
+        os.sched_yield()
+    assert (open_groups(), native_threads()) == (groups, threads)

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import pickle
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +25,11 @@ from ddp_helpers import (
     Mlp,
     Way,
     assert_alike,
+    assert_back_to,
     batch,
+    native_threads,
     on_ranks,
+    open_groups,
     refusal,
     seeded,
     square_loss_step,
@@ -38,23 +39,6 @@ from exchanges import ErrorFeedback
 from syncline.cluster import Rank
 from syncline.engine.comm import LaneGroups
 from syncline.exchange import Comm, State, Work
-
-
-def open_groups() -> int:
-    return len(dist.distributed_c10d._world.pg_names)
-
-
-def native_threads() -> int:
-    """Gloo's own among them, which Python does not see."""
-    return len(list(Path("/proc/self/task").iterdir()))
-
-
-def assert_back_to(groups: int, threads: int) -> None:
-    """A thread that was joined may take the kernel a moment longer to remove; one that leaked stays for good."""
-    end = time.monotonic() + 10
-    while time.monotonic() < end and native_threads() > threads:
-        os.sched_yield()
-    assert (open_groups(), native_threads()) == (groups, threads)
 
 
 def test_wrong_arguments_are_refused_in_one_line() -> None:

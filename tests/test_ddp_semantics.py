@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -20,13 +18,18 @@ from ddp_helpers import (
     EXACT,
     SMALL_BUCKETS,
     WAYS,
+    Branches,
+    Images,
+    MixedTypes,
     Mlp,
     Trained,
     Way,
     assert_alike,
     assert_trains_like_plain_ddp,
     batch,
+    branch_step,
     gradients,
+    image_step,
     on_ranks,
     refusal,
     seeded,
@@ -106,26 +109,9 @@ def test_join_by_the_effective_world_size_is_refused_on_every_rank(attached: boo
     assert all("divide_by_initial_world_size=False" in line for line in on_ranks(2, main))
 
 
-class Branches(nn.Module):
-    """A trunk and three heads, of which a step uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(16, 16)
-        self.heads = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
-
-    def forward(self, x: Tensor, head: int) -> Tensor:
-        return self.heads[head](torch.tanh(self.trunk(x)))
-
-
 def test_parameters_that_some_or_all_ranks_leave_unused() -> None:
     def main(rank: Rank) -> None:
-        def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-            head = (rank.rank + number // 2) % 2  # ranks differ; the third head is nobody's
-            model(batch(rank.rank, number), head).square().mean().backward()
-            optimizer.step()
-
-        plain = assert_trains_like_plain_ddp(Branches, step, find_unused_parameters=True)
+        plain = assert_trains_like_plain_ddp(Branches, branch_step(rank), find_unused_parameters=True)
         assert plain.gradients[0]["module.heads.0.weight"] is not None
         assert plain.gradients[0]["module.heads.2.weight"] is None
 
@@ -249,20 +235,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all_of_them() -> None:
     assert first == second
 
 
-class MixedTypes(nn.Module):
-    """Layers of three types: DDP gives each type buckets of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        types = (torch.float32, torch.bfloat16, torch.float16, torch.float32)
-        self.layers = nn.ModuleList([nn.Linear(16, 16, dtype=dtype) for dtype in types])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x.to(layer.weight.dtype)))
-        return x.float()
-
-
 def test_parameters_of_several_types_in_one_model() -> None:
     def main(rank: Rank) -> None:
         assert_trains_like_plain_ddp(MixedTypes, square_loss_step(rank))
@@ -272,29 +244,6 @@ def test_parameters_of_several_types_in_one_model() -> None:
         assert handle.stats().sent_bytes == handle.predicted_sent_bytes()  # each bucket in its own type's bytes
 
     on_ranks(2, main)
-
-
-class Images(nn.Module):
-    """Convolutions with batch normalisation, in channels-last memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3)
-        self.norm = nn.BatchNorm2d(8)
-        self.second = nn.Conv2d(8, 4, 3)
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(F.relu(self.norm(self.first(x))))
-
-
-def image_step(rank: Rank) -> Any:
-    def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-        images = batch(rank.rank, number, 4, 3, 8, 8).to(memory_format=torch.channels_last)
-        model(images * (1 + rank.rank)).square().mean().backward()
-        optimizer.step()
-
-    return step
 
 
 @pytest.mark.parametrize("broadcast", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import hashlib
 import io
@@ -24,13 +25,21 @@ import syncline
 from ddp_helpers import (
     SMALL_BUCKETS,
     TIMEOUT_S,
+    Branches,
+    Images,
+    MixedTypes,
     Mlp,
     Trained,
     Way,
     assert_alike,
+    assert_back_to,
     assert_trains_like_plain_ddp,
     batch,
+    branch_step,
+    image_step,
+    native_threads,
     on_ranks,
+    open_groups,
     refusal,
     seeded,
     square_loss_step,
@@ -41,7 +50,6 @@ from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes
 from syncline.cluster.isolation import why_not_shaped
 from syncline.exchange import Dense, Hierarchical
 from syncline.measure.network import assumed_links, assumed_network
-from test_ddp_attach import assert_back_to, native_threads, open_groups
 
 ROUNDING = 1e-6
 LEVELS = (2, 2)
@@ -202,66 +210,18 @@ def test_training_accumulating_and_static_graphs_equal_plain_ddp() -> None:
     assert all(rank == everyone[0] for rank in everyone)
 
 
-class Branches(nn.Module):
-    """A trunk and three heads, of which a step uses one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(16, 16)
-        self.heads = nn.ModuleList([nn.Linear(16, 16) for _ in range(3)])
-
-    def forward(self, x: Tensor, head: int) -> Tensor:
-        return self.heads[head](torch.tanh(self.trunk(x)))
-
-
-class MixedTypes(nn.Module):
-    """Layers of several types: DDP gives each type buckets of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        types = (torch.float32, torch.bfloat16, torch.float64)
-        self.layers = nn.ModuleList([nn.Linear(16, 16, dtype=dtype) for dtype in types])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x.to(layer.weight.dtype)))
-        return x.float()
-
-
-class Images(nn.Module):
-    """Convolutions in channels-last memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 8, 3)
-        self.second = nn.Conv2d(8, 4, 3)
-        self.to(memory_format=torch.channels_last)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.tanh(self.first(x)))
-
-
 def test_unused_parameters_several_types_channels_last_and_join_equal_plain_ddp() -> None:
     def main(rank: Rank) -> None:
-        def use_a_branch(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-            head = (rank.rank + number // 2) % 2  # ranks differ; the third head is nobody's
-            model(batch(rank.rank, number), head).square().mean().backward()
-            optimizer.step()
-
-        def see(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-            images = batch(rank.rank, number, 4, 3, 8, 8).to(memory_format=torch.channels_last)
-            model(images).square().mean().backward()
-            optimizer.step()
-
         def final(model: DDP) -> Trained:
             with model.join():
                 train(model, square_loss_step(rank), 2 + rank.rank)
             return Trained(final=copy.deepcopy(model.state_dict()))
 
-        assert_trains_like_plain_ddp(Branches, use_a_branch, ways=WAYS, find_unused_parameters=True)
-        assert_trains_like_plain_ddp(Images, see, ways=WAYS)
+        assert_trains_like_plain_ddp(Branches, branch_step(rank), ways=WAYS, find_unused_parameters=True)
+        assert_trains_like_plain_ddp(Images, image_step(rank), ways=WAYS)
         coarse = tuple(Way(way.exchange, way.lanes, error=0.02) for way in WAYS)  # one of the types has 8 bits
-        assert_trains_like_plain_ddp(MixedTypes, square_loss_step(rank), ways=coarse)
+        types = functools.partial(MixedTypes, torch.float32, torch.bfloat16, torch.float64)
+        assert_trains_like_plain_ddp(types, square_loss_step(rank), ways=coarse)
         plain = final(DDP(seeded(Mlp), **SMALL_BUCKETS))
         for way in WAYS:
             model = DDP(seeded(Mlp), **SMALL_BUCKETS)

@@ -8,6 +8,7 @@ They run any number of ranks in this process, over a `Comm` that is stricter tha
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from syncline.engine.local import LocalComm, run_ranks
 from syncline.errors import MismatchError, UsageError
-from syncline.exchange import WORLD, Climbing, Exchange, Layout, Level, State, Topology, Tree
+from syncline.exchange import Climbing, Exchange, Layout, State, Topology, Tree
 
 Inputs = Sequence[Sequence[Tensor]]
 """What comes in: per step, per rank."""
@@ -83,7 +84,7 @@ def place_ranks(exchange: Exchange, ranks: int) -> Topology:
     if not isinstance(exchange, Climbing):
         return Topology.flat(ranks)
     tree = exchange.tree(Tree.of_hosts([rank // 2 for rank in range(ranks)]), ranks)
-    return Topology(Level(WORLD, (tuple(range(ranks)),)), tree.levels)
+    return dataclasses.replace(Topology.flat(ranks), levels=tree.levels)
 
 
 def conservation(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:

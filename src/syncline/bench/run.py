@@ -78,9 +78,8 @@ def run_bench(
         _check_network(network, spec)
 
     shaped = why_not_shaped() is None
-    if probe_s is None:
-        probe_s = PROBE_LEVELS_S if max(spec.per_host) > 1 and spec.hosts > 1 else PROBE_S
-    budget_s = probe_s
+    usual_s = PROBE_LEVELS_S if max(spec.per_host) > 1 and spec.hosts > 1 else PROBE_S
+    budget_s = usual_s if probe_s is None else probe_s
     answers = launch(
         spec,
         lambda rank: _measure(rank, workload, methods, rounds, bucket_mb, network, budget_s),

@@ -87,10 +87,6 @@ def bench(
             _show(spec, result)
 
 
-def _short(ms: float) -> str:
-    return f"{ms:.1f}" if ms < 100 else f"{ms:.0f}"
-
-
 def _workload(model: str | None, replay: str | None, scale: str, batch: int) -> Workload:
     if model is not None and replay is not None:
         raise UsageError("--model and --replay exclude each other: name one of them")
@@ -123,9 +119,9 @@ def _show(spec: ClusterSpec, result: BenchResult) -> None:
     for row in result.rows:
         table.add_row(
             row.method,
-            _short(row.step_ms),
-            f"{_short(row.step_ms_low)}–{_short(row.step_ms_high)}",
-            "–" if row.predicted_ms is None else _short(row.predicted_ms),
+            screen.ms(row.step_ms, unit=""),
+            f"{screen.ms(row.step_ms_low, unit='')}–{screen.ms(row.step_ms_high, unit='')}",
+            "–" if row.predicted_ms is None else screen.ms(row.predicted_ms, unit=""),
             "" if row.vs_ddp is None else f"{row.vs_ddp:.2f}",
             screen.size(row.sent_bytes),
             *([screen.size(row.predicted_sent_bytes)] if surprising else []),

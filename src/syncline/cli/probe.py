@@ -10,7 +10,7 @@ import typer
 from syncline.bench.forecast import probe_emulated
 from syncline.cli import options, screen
 from syncline.errors import UsageError
-from syncline.exchange import WORLD, Tree
+from syncline.exchange import WORLD
 from syncline.measure.network import Collective, Network, Point
 from syncline.measure.probe import probe
 from syncline.units import size_text
@@ -70,7 +70,7 @@ def _show(network: Network, every: bool) -> None:
     screen.out.print(_summary(network))
     screen.out.print()
     found = ": racks from what the links carry" if network.racks > 1 else ""
-    tree, _, branches = Tree.of_hosts(network.host_of_rank, network.rack_of_host).describe().partition("\n")
+    tree, _, branches = network.tree.describe().partition("\n")
     screen.out.print(f"{tree}{found}\n{branches}", highlight=False)
     screen.out.print()
     for entry in network.collectives:

@@ -70,8 +70,8 @@ def table(*columns: str) -> Table:
     return made
 
 
-def ms(value: float) -> str:
-    return f"{value:.0f} ms" if value >= 100 else f"{value:.1f} ms"
+def ms(value: float, unit: str = " ms") -> str:
+    return f"{value:.0f}{unit}" if value >= 100 else f"{value:.1f}{unit}"
 
 
 def size(nbytes: float | None) -> str:

@@ -109,26 +109,12 @@ class Handle:
         engine = self._attached
         if engine.error is not None:
             raise ExchangeError(f"the state is unusable, because an exchange failed: {engine.error}")
-        return {
-            "schema": _STATE_SCHEMA,
-            "exchange": settings(self.exchange),
-            "rank": dist.get_rank(self._ddp.process_group),
-            "world_size": dist.get_world_size(self._ddp.process_group),
-            "levels": self._levels,
-            "steps": engine.steps,
-            "tensors": engine.tensors(),
-        }
+        return {**self._identity, "steps": engine.steps, "tensors": engine.tensors()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken: same exchange, same rank of as many."""
         engine = self._attached
-        expected = {
-            "schema": _STATE_SCHEMA,
-            "exchange": settings(self.exchange),
-            "rank": dist.get_rank(self._ddp.process_group),
-            "world_size": dist.get_world_size(self._ddp.process_group),
-            "levels": self._levels,
-        }
+        expected = self._identity
         for field in (*expected, "steps", "tensors"):
             if field not in state:
                 raise UsageError(f"this is not the state of an exchange: {field!r} is missing")
@@ -145,9 +131,16 @@ class Handle:
         self._switch.turn_to(None)
 
     @property
-    def _levels(self) -> str | None:
-        """Where ranks sat, for an exchange that keeps something on some of them."""
-        return repr(self._place.tree.root) if self._place is not None and self.exchange.keeps else None
+    def _identity(self) -> dict[str, Any]:
+        """What a state must have been saved by to be loaded here. Levels count for what keeps something on leaders."""
+        levels = repr(self._place.tree.root) if self._place is not None and self.exchange.keeps else None
+        return {
+            "schema": _STATE_SCHEMA,
+            "exchange": settings(self.exchange),
+            "rank": dist.get_rank(self._ddp.process_group),
+            "world_size": dist.get_world_size(self._ddp.process_group),
+            "levels": levels,
+        }
 
     @property
     def _attached(self) -> Engine:
@@ -192,10 +185,10 @@ def attach(
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
     parameters = _parameters(ddp)
     with _current_device(parameters):
-        known, unread = _read(network)
-        _meet(group, _fingerprint(ddp, group, exchange, lanes, parameters, known, unread))
-        if unread is not None:
-            raise unread
+        known = _read(network)
+        _meet(group, _fingerprint(ddp, group, exchange, lanes, parameters, known))
+        if isinstance(known, SynclineError):
+            raise known
         place = find_place(group, exchange, known)
         engine = Engine(group, parameters, exchange, lanes, timeout, None if place is None else place.topology)
     try:
@@ -207,17 +200,17 @@ def attach(
     return Handle(ddp, switch, engine, place)
 
 
-def _read(network: object) -> tuple[Network | None, SynclineError | None]:
-    """A file that one rank cannot read is an error for all of them, once they have met."""
+def _read(network: object) -> Network | SynclineError | None:
+    """An error is returned: what one rank cannot read is an error for all of them, once they have met."""
     if network is None or isinstance(network, Network):
-        return network, None
+        return network
     if not isinstance(network, str | os.PathLike):
         kind = type(network).__name__
-        return None, UsageError(f"network is a {kind}: pass a Network, or the file that syncline probe wrote")
+        return UsageError(f"network is a {kind}: pass a Network, or the file that syncline probe wrote")
     try:
-        return Network.load(network), None
+        return Network.load(network)
     except SynclineError as error:
-        return None, error
+        return error
 
 
 def _ddp_of(model: nn.Module) -> DDP:
@@ -269,8 +262,7 @@ def _fingerprint(
     exchange: Exchange,
     lanes: int,
     parameters: Mapping[str, nn.Parameter],
-    network: Network | None,
-    unread: SynclineError | None,
+    network: Network | SynclineError | None,
 ) -> dict[str, Any]:
     """Everything that must be the same on all ranks for their collectives to fit together."""
     model = {
@@ -291,6 +283,7 @@ def _fingerprint(
     }
     fields = flatten({"exchange": settings(exchange), "ddp": flags, "version": versions, "parameter": model})
     # Ranks choose by it, so it has to be the same file; what it says is none of the fingerprint's business.
-    known = None if network is None else f"one with digest {digest(msgspec.to_builtins(network)).hex()[:8]}"
-    known = known if unread is None else f"unreadable: {unread}"
+    known = f"unreadable: {network}" if isinstance(network, SynclineError) else None
+    if isinstance(network, Network):
+        known = f"one with digest {digest(msgspec.to_builtins(network)).hex()[:8]}"
     return {**fields, "lanes": lanes, "network": known}

@@ -36,8 +36,7 @@ def find_place(group: dist.ProcessGroup, exchange: Exchange, network: Network | 
     if not isinstance(exchange, Climbing):
         return None
     links = network or assumed_links(host_of_rank, backend=str(dist.get_backend(group)))
-    found = Tree.of_hosts(links.host_of_rank, links.rack_of_host)
-    tree = exchange.tree(found, group.size())
+    tree = exchange.tree(links.tree, group.size())
     agree(group, {"tree": repr(tree.root)}, "where ranks sit")
     known = links.how if links.measured else f"{links.how}; attach(…, network=…) chooses by measured ones"
     return Place(tree, topology_of(links, tree), known)

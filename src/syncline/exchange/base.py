@@ -297,15 +297,10 @@ class Exchange(Protocol):
         """How far the applied plus the kept may be from what came in."""
 
 
-def default_lanes(exchange: Waiting, backend: str) -> int:
+def default_lanes(exchange: Exchange, backend: str) -> int:
     """Two where an exchange waits between its collectives, so that another uses the links meanwhile. Not on CUDA: there
     the stream goes on by itself, and more communicators than needed get in each other's way."""
     return 2 if exchange.waits and backend == "gloo" else 1
-
-
-class Waiting(Protocol):
-    @property
-    def waits(self) -> bool: ...
 
 
 @runtime_checkable

@@ -53,12 +53,12 @@ class Dense:
     def prepare(self, layout: Layout, comm: Comm) -> State:
         if self.lossless or comm.size == 1:
             return State()
-        return _Kept(self.halves(layout, comm.size))
+        return _Buffers(self.halves(layout, comm.size))
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
         if comm.size == 1:
             return None
-        if not isinstance(state, _Kept):
+        if not isinstance(state, _Buffers):
             return comm.all_reduce(flat)
         halves = state.halves
         halves.scatter(flat, comm).wait()
@@ -200,7 +200,7 @@ class _Packed:
         return packed[1:].to(torch.float32) * torch.exp2(-packed[0].to(torch.float32))
 
 
-class _Kept(State):
+class _Buffers(State):
     """Buffers, and nothing that a checkpoint would need."""
 
     def __init__(self, halves: Halves) -> None:

@@ -166,7 +166,8 @@ class Hierarchical:
         """A chunk's steps, up from a floor, across, and down again. Yields what must end before the next one."""
         group = comm.level(levels[floor].name)
         if floor == len(way.shapes):
-            yield self.across.run(flat, chunk.across or State(), group) if group is not None else None
+            assert group is not None and chunk.across is not None  # noqa: S101 - as prepared
+            yield self.across.run(flat, chunk.across, group)
         elif group is None:  # alone in a group of one: nobody to sum with, nobody to tell
             yield None
             yield from self._climb(flat, chunk, floor + 1, way, levels, comm)

@@ -250,6 +250,11 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def save(self, path: str | os.PathLike[str]) -> None:
         write_json(path, self)
 
+    @functools.cached_property
+    def tree(self) -> Tree:
+        """Its ranks in hosts, and in racks where there are several."""
+        return Tree.of_hosts(self.host_of_rank, self.rack_of_host)
+
     def link(self, name: str) -> Link | None:
         return next((link for link in self.links if link.name == name), None)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from syncline.exchange import Climbing, Cost, Phase, Topology, Tree
+from syncline.exchange import Climbing, Cost, Phase, Topology
 from syncline.measure.network import Network
 from syncline.measure.profile import Gradient, Overheads, Profile
 from syncline.predict.price import capacities, flow, solo_s, topology_of
@@ -144,9 +144,8 @@ class Prediction:
 
 def predict(profile: Profile, network: Network, schedule: Schedule, *, paced: bool = False) -> Prediction:
     """`paced`: gradients come at their offsets whatever the thread did in between, as those of a replayed profile."""
-    tree = Tree.of_hosts(network.host_of_rank, network.rack_of_host)
-    if isinstance(schedule.exchange, Climbing):
-        tree = schedule.exchange.tree(tree, network.ranks)
+    exchange = schedule.exchange
+    tree = exchange.tree(network.tree, network.ranks) if isinstance(exchange, Climbing) else network.tree
     case = _Case(profile, network, schedule, paced, topology=topology_of(network, tree))
     iteration_s, timeline = _iteration(case)
     return Prediction(iteration_s, timeline, case)

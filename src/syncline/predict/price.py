@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from syncline.exchange import WORLD, Cost, Level, Phase, Topology, Tree
+from syncline.exchange import Cost, Phase, Topology, Tree
 from syncline.measure.network import Network
 from syncline.predict.timeline import Bucket, Capacity, Collective, simulate
 
@@ -18,16 +18,13 @@ _MANY = 4
 
 def topology_of(network: Network, tree: Tree | None = None) -> Topology:
     """Who meets whom on this network, at the levels of `tree` or of its own hosts and racks, with what that takes."""
-    everyone = Level(WORLD, (tuple(range(network.ranks)),))
-    tree = tree or Tree.of_hosts(network.host_of_rank, network.rack_of_host)
-    return Topology(everyone, tree.levels, network.backend, seconds=pricing(network))
+    flat = Topology.flat(network.ranks, network.backend)
+    return dataclasses.replace(flat, levels=(tree or network.tree).levels, seconds=pricing(network))
 
 
 def flow(network: Network, phase: Phase) -> Collective:
     """See `measure.network`."""
-    fitted = network.collective(phase.kind, phase.level)
-    # Groups that cross hosts side by side were measured one at a time: on one machine they share its processors.
-    slower = network.slowdown(len(phase.level.groups)) if network.one_machine and network.crosses(phase.level) else 1.0
+    fitted, slower = network.collective(phase.kind, phase.level), _side_by_side(network, phase)
     least_s = fitted.least_s(phase.sent_bytes) * slower
     serial_s = min(fitted.serial_s * slower, least_s)
     loads = network.loads(phase.kind, phase.elements, phase.itemsize, phase.level)
@@ -38,6 +35,13 @@ def flow(network: Network, phase: Phase) -> Collective:
         spread_s=least_s - serial_s,
         load_bytes={name: nbytes * fitted.load for name, nbytes in loads.items()},
     )
+
+
+def _side_by_side(network: Network, phase: Phase) -> float:
+    """How much longer start-ups take than measured: groups that cross hosts side by side were measured one at a time,
+    and on one machine they share its processors."""
+    shared = network.one_machine and network.crosses(phase.level)
+    return network.slowdown(len(phase.level.groups)) if shared else 1.0
 
 
 def capacities(network: Network) -> Mapping[str, Capacity]:
@@ -70,7 +74,7 @@ def pricing(network: Network) -> Callable[[Cost], float]:
         if key not in known:
             alone = flow(network, phase)
             busy_s = {name: nbytes / rates[name] for name, nbytes in alone.load_bytes.items()}
-            startup_s = flow(network, dataclasses.replace(phase, sent_by=((phase.ranks, 0),), elements=0)).least_s
+            startup_s = network.collective(phase.kind, phase.level).least_s(0) * _side_by_side(network, phase)
             known[key] = _Taken(alone.serial_s, alone.spread_s, startup_s, busy_s)
         return known[key]
 

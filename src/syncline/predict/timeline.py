@@ -44,10 +44,6 @@ class Collective:
     load_bytes: Mapping[str, float]
     """Through the busiest link of each kind."""
 
-    @property
-    def least_s(self) -> float:
-        return self.serial_s + self.spread_s
-
 
 @dataclass(frozen=True)
 class Bucket:
@@ -167,9 +163,8 @@ class _Simulation:
         self._links = {name: _LinkState(capacity) for name, capacity in links.items()}
         self._in_flight, self._slowdown, self._crowding = in_flight, slowdown, crowding
         self._chunks_in_flight = chunks_in_flight
-        self._running: dict[str, int] = {}
-        """Buckets under way, and how many of their stages are still to end."""
-        self._lane_of: dict[str, int] = {}
+        self._running: dict[int, dict[str, int]] = {lane: {} for lane in self._queues}
+        """By lane: buckets under way, and how many of their stages are still to end."""
         self._ended: set[tuple[str, int]] = set()
         self._now_s = 0.0
         self._active: list[_Active] = []
@@ -186,18 +181,15 @@ class _Simulation:
 
     def _admit(self) -> None:
         for lane, queue in self._queues.items():
-            while queue and self._busy(lane) < self._in_flight and queue[-1].ready_s <= self._now_s + _EPSILON:
+            running = self._running[lane]
+            while queue and len(running) < self._in_flight and queue[-1].ready_s <= self._now_s + _EPSILON:
                 bucket = queue.pop()
                 if not bucket.stages:
                     self._end_s[bucket.name] = self._now_s
                     continue
-                self._running.setdefault(bucket.name, len(bucket.stages))
-                self._lane_of[bucket.name] = lane
+                running[bucket.name] = len(bucket.stages)
                 for chunk in range(min(self._chunks_in_flight, bucket.chunks)):
                     self._begin(bucket, chunk * bucket.each)
-
-    def _busy(self, lane: int) -> int:
-        return sum(1 for name in self._running if self._lane_of[name] == lane)
 
     def _begin(self, bucket: Bucket, stage: int) -> None:
         current = bucket.stages[stage]
@@ -260,7 +252,7 @@ class _Simulation:
         waits = [_left_s(one) for one in self._active]
         waits += [state.until_empty_s() for state in self._links.values()]
         for lane, queue in self._queues.items():
-            if queue and self._busy(lane) < self._in_flight:
+            if queue and len(self._running[lane]) < self._in_flight:
                 waits.append(queue[-1].ready_s - self._now_s)
         return max(0.0, min(waits))
 
@@ -290,9 +282,10 @@ class _Simulation:
         bucket = one.bucket
         self._spans.append(Span(bucket.name, bucket.lane, what, one.started_s, self._now_s))
         self._ended.add((bucket.name, one.stage))
-        self._running[bucket.name] -= 1
-        if not self._running[bucket.name]:
-            del self._running[bucket.name]
+        running = self._running[bucket.lane]
+        running[bucket.name] -= 1
+        if not running[bucket.name]:
+            del running[bucket.name]
             self._end_s[bucket.name] = self._now_s
         self._follow(bucket, one.stage)
 
