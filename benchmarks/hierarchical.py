@@ -82,6 +82,19 @@ def cases() -> dict[str, Case]:
     racks = ClusterSpec(hosts=4, per_host=(2,) * 4, rate_bps=200 * MBIT, racks=2, trunk_rate_bps=100 * MBIT)
     return {
         "2 × 4": Case("8 MB", two_by_four, vgg16(8_000_000), (DDP, FLAT, AUTO, *SHAPES), "1.75"),
+        "2 × 4 settings": Case(
+            "8 MB, lanes and chunks",
+            two_by_four,
+            vgg16(8_000_000),
+            (
+                DDP,
+                AUTO,
+                Way("one lane", Hierarchical(), 1),
+                Way("4 chunks", Hierarchical(shape="sharded", chunks=4)),
+                Way("32 chunks", Hierarchical(shape="sharded", chunks=32)),
+            ),
+            "1.75",
+        ),
         "4 × 2 scrambled": Case("8 MB, ranks dealt over the hosts", scrambled, vgg16(8_000_000), (DDP, AUTO), "2.33"),
         "4 × 2": Case("8 MB, ranks host by host", four_by_two, vgg16(8_000_000), (DDP, FLAT, AUTO), "1.17"),
         "2 × 2 × 2": Case(
