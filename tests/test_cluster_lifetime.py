@@ -25,6 +25,7 @@ needs_namespaces = pytest.mark.skipif(why_not_shaped() is not None, reason=f"no 
 both_ways = pytest.mark.parametrize("shaped", [pytest.param(True, marks=needs_namespaces), False])
 NOBODY = 65534
 GONE_WITHIN_S = 5.0
+THERE_WITHIN_S = 30.0
 CLUSTER_RUN = [sys.executable, "-m", "syncline", "cluster", "run"]
 
 
@@ -38,6 +39,16 @@ def forked(main: Callable[[], int | None]) -> Iterator[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
         process.wait(30)
+
+
+@contextlib.contextmanager
+def killed_at_last(command: subprocess.Popen[bytes]) -> Iterator[None]:
+    """A failing test must not wait for a command that never ends."""
+    with command:
+        try:
+            yield
+        finally:
+            command.kill()
 
 
 def read_lines(pipe: int, count: int) -> list[str]:
@@ -80,6 +91,14 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.status() != psutil.STATUS_ZOMBIE:  # which waits for init to collect it
                 found.append(process)
+    return found
+
+
+def once_there(find: Callable[[], list[psutil.Process]], count: int) -> list[psutil.Process]:
+    end = time.monotonic() + THERE_WITHIN_S
+    while len(found := find()) < count:
+        assert time.monotonic() < end, f"only {len(found)} of {count} after {THERE_WITHIN_S:g} s: {found}"
+        time.sleep(0.05)
     return found
 
 
@@ -170,12 +189,13 @@ def test_killing_cluster_run_ends_commands_and_their_daemons(shaped: bool) -> No
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
-    with command:
+    with killed_at_last(command):
         assert command.stdout is not None
         read_lines(command.stdout.fileno(), 2)
-        processes = carriers_of(marker)
+        # The tree as above without ranks, and on each host a shell and two sleeps. One that is just becoming its
+        # program has no environment to read.
+        processes = once_there(lambda: carriers_of(marker), 5 + 2 * 3)
         networks = networks_of(processes) - networks_of([psutil.Process()])
-        assert len(processes) >= 5 + 2 * 3  # the tree as above without ranks, and on each host a shell and two sleeps
         assert len(networks) == (3 if shaped else 0)
         processes += holders_of(networks)
         command.send_signal(signal.SIGKILL)
