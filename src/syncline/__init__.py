@@ -13,7 +13,7 @@ from syncline.errors import (
     SynclineError,
     UsageError,
 )
-from syncline.exchange import Dense, Exchange, Hierarchical
+from syncline.exchange import Dense, Exchange, Hierarchical, OkTopk
 from syncline.measure.backward import measure_backward
 from syncline.measure.network import Network
 from syncline.measure.profile import Profile
@@ -29,6 +29,7 @@ __all__ = [
     "Hierarchical",
     "MismatchError",
     "Network",
+    "OkTopk",
     "Profile",
     "Stats",
     "SynclineError",

@@ -59,10 +59,11 @@ def run_steps(
         ran = Ran([], [], [], [], {}, {})
         for number, given in enumerate(inputs):
             flat = given[comm.rank].clone()
+            state.begin(number)
             last = exchange.run(flat, state, comm)
             if last is not None:
                 last.wait()
-            verdict = torch.isfinite(flat).all()
+            verdict = state.finite(flat)
             state.settle(verdict if finite is None else torch.full_like(verdict, finite[number]))
             ran.results.append(flat)
             ran.kept.append(_copy(state.kept()))
@@ -192,10 +193,11 @@ def no_host_synchronisation(exchange: Exchange, ranks: int, numel: int, dtype: t
         state = exchange.prepare(layout, comm)
         flat = inputs[0][comm.rank].clone()
         prepared.wait(30)  # the mode is the whole process's
+        state.begin(0)
         last = exchange.run(flat, state, comm)
         if last is not None:
             last.wait()
-        state.settle(torch.isfinite(flat).all())
+        state.settle(state.finite(flat))
 
     try:
         run_ranks(place_ranks(exchange, ranks), main)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -38,10 +38,6 @@ class Bucket:
     state: State | None = None
     """None until all ranks have agreed on the layout."""
 
-    @property
-    def settles(self) -> bool:
-        return self.state is not None and self.state.settles
-
 
 @dataclass
 class Step:
@@ -66,6 +62,7 @@ class Engine:
         lanes: int,
         timeout: timedelta,
         topology: Topology | None = None,
+        scale: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
         self.exchange = exchange
         self.error: BaseException | None = None
@@ -76,6 +73,7 @@ class Engine:
         self._parameters = dict(parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._ranks = group.size()
+        self._scale = scale
         self._groups: list[LaneGroups] = []
         self._lanes: list[Lane] = []
         device = next(iter(parameters.values())).device
@@ -166,6 +164,7 @@ class Engine:
         comm = self._groups[bucket.lane].comm
         if bucket.state is None:
             bucket.state = self._prepare(bucket)
+        bucket.state.begin(self.steps, self._scale())
         flat.mul_(1 / self._ranks)  # not div_: the very operation with which plain DDP averages
         return self.exchange.run(flat, bucket.state, comm)
 
@@ -196,7 +195,7 @@ class Engine:
 
     def _succeed(self, job: Job, bucket: Bucket, step: Step) -> None:
         # The result is the same on all ranks, so they agree on whether it is finite without asking each other.
-        finite = [torch.isfinite(job.flat).all()] if bucket.settles else []
+        finite = [bucket.state.finite(job.flat)] if bucket.state is not None and bucket.state.settles else []
         with self._lock:
             step.finite += finite
             step.unfinished -= 1

@@ -24,6 +24,7 @@ from syncline.exchange.base import (
 )
 from syncline.exchange.dense import Dense
 from syncline.exchange.hierarchical import Hierarchical, Way
+from syncline.exchange.oktopk import OkTopk
 from syncline.exchange.tree import Tree
 
 EXCHANGES: dict[str, Callable[[], Exchange]] = {
@@ -32,6 +33,8 @@ EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "fp16": lambda: Dense(wire="fp16"),
     "hierarchical": Hierarchical,
     "hierarchical+bf16": lambda: Hierarchical(across=Dense(wire="bf16")),
+    "oktopk": OkTopk,
+    "hierarchical+oktopk": lambda: Hierarchical(across=OkTopk()),
 }
 """By the name that the bench and the laws use."""
 
@@ -47,6 +50,7 @@ __all__ = [
     "Hierarchical",
     "Layout",
     "Level",
+    "OkTopk",
     "Phase",
     "Rounding",
     "Slot",

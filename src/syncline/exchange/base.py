@@ -257,6 +257,14 @@ class State:
         """Takes over what `tensors` returned, here or from another layout, in place of all that it keeps: parameters
         of this bucket that are not named start anew. Without communication."""
 
+    def begin(self, step: int, scale: Tensor | None = None) -> None:
+        """A step begins, after so many. `scale`: its gradients are multiplied by this 0-dim tensor, as GradScaler does.
+        What is kept is in that measure from then on, and in the gradients' own in `tensors`."""
+
+    def finite(self, flat: Tensor) -> Tensor:
+        """Whether the sum that `run` left in `flat` is, as a 0-dim tensor; for those who know without looking."""
+        return torch.isfinite(flat).all()
+
     @property
     def settles(self) -> bool:
         """Whether the end of a step means anything to it."""

@@ -344,6 +344,12 @@ class _Flat(State):
     def describe(self) -> str:
         return str(Way())
 
+    def begin(self, step: int, scale: Tensor | None = None) -> None:
+        self.inner.begin(step, scale)
+
+    def finite(self, flat: Tensor) -> Tensor:
+        return self.inner.finite(flat)
+
     def kept(self) -> Tensor | None:
         return self.inner.kept()
 
@@ -370,6 +376,16 @@ class _Climbed(State):
 
     def describe(self) -> str:
         return str(self.way)
+
+    def begin(self, step: int, scale: Tensor | None = None) -> None:
+        for _, state in self._kept:
+            state.begin(step, scale)
+
+    def finite(self, flat: Tensor) -> Tensor:
+        if not self._kept:
+            return super().finite(flat)
+        # Those who keep something lead all the way, with whole chunks.
+        return torch.stack([state.finite(flat[chunk.start : chunk.stop]) for chunk, state in self._kept]).all()
 
     @property
     def settles(self) -> bool:

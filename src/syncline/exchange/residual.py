@@ -1,0 +1,110 @@
+"""What sparse exchanges keep of a bucket: everything that was not applied yet.
+
+There are two copies of it, and a step writes the one that is not in force. At its end they change places if the step
+was finite; if not, everything is as it was, without a copy having been made. Which one is in force is a number on the
+device, so nobody waits to know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from syncline.exchange.base import Layout, State
+
+
+class Residual(State):
+    """In fp32, whatever the bucket's type; with momentum, each rank's own velocity beside it."""
+
+    def __init__(self, layout: Layout, momentum: float = 0.0) -> None:
+        self._numel, self._device, self._momentum = layout.numel, layout.device, momentum
+        self._pairs: dict[str, Tensor] = {}
+        self.turn = torch.zeros((), dtype=torch.int32, device=layout.device)
+        """Which of each pair is in force."""
+        self.ratio: Tensor | None = None
+        """What is kept, times this, is in the measure of the step that began."""
+        self.step = 0
+        self._scale = self._measure = torch.ones((), device=layout.device)
+        self._changed = False
+
+    @property
+    def residual(self) -> Tensor:
+        """Both copies."""
+        return self._pair("residual")
+
+    @property
+    def velocity(self) -> Tensor | None:
+        return self._pair("velocity") if self._momentum else None
+
+    def _pair(self, kind: str) -> Tensor:
+        if kind not in self._pairs:
+            self._pairs[kind] = torch.zeros(2, self._numel, device=self._device)
+        return self._pairs[kind]
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, scale: Tensor | None = None) -> None:
+        self.step = step
+        if scale is not None:
+            self._scale = scale.to(device=self._device, dtype=torch.float32, copy=True)
+            self.ratio = self._scale / self._measure
+
+    def accelerate(self, flat: Tensor) -> None:
+        """Turns the gradient into this rank's velocity, where it has one."""
+        if self.velocity is not None:
+            velocity = self._in_force("velocity").mul_(self._momentum).add_(flat)
+            self.put("velocity", velocity)
+            flat.copy_(velocity)
+
+    def hold(self) -> None:
+        """Keeps what is kept, where the step changes something else."""
+        if self._changed and "residual" in self._pairs:
+            self.put("residual", self._in_force("residual"))
+
+    def give_up(self, flat: Tensor) -> None:
+        """Adds all that is kept to a bucket that goes whole: what it kept in other buckets, or in a checkpoint."""
+        if "residual" in self._pairs:
+            flat.add_(self._in_force("residual"))
+            self.put("residual", torch.zeros(self._numel, device=self._device))
+
+    def put(self, kind: str, value: Tensor | None = None) -> None:
+        """What is to be in force if this step counts; None where it was written to the pair already."""
+        if value is not None:
+            self._pair(kind).index_copy_(0, (1 - self.turn).to(torch.int64).view(1), value.view(1, -1))
+        self._changed = True
+
+    def settle(self, finite: Tensor) -> None:
+        if self._changed:
+            self._changed = False
+            self.turn = torch.where(finite, 1 - self.turn, self.turn)
+            if self.ratio is not None:
+                self._measure = torch.where(finite, self._scale, self._measure)
+
+    # --- between steps ------------------------------------------------------------------------------------------
+
+    def kept(self) -> Tensor | None:
+        return self._at_rest("residual") if "residual" in self._pairs else None
+
+    def tensors(self, layout: Layout) -> dict[str, dict[str, Tensor]]:
+        flats = {kind: self._at_rest(kind) / self._measure for kind in self._pairs}
+        return {slot.name: {kind: slot.view(flat) for kind, flat in flats.items()} for slot in layout.slots if flats}
+
+    def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        self.turn = torch.zeros_like(self.turn)
+        self._measure, self.ratio = torch.ones_like(self._measure), None
+        for pair in self._pairs.values():
+            pair.zero_()
+        for slot in layout.slots:
+            for kind, tensor in tensors.get(slot.name, {}).items():
+                if kind == "residual" or self._momentum:
+                    slot.view(self._pair(kind)[0]).copy_(tensor)
+
+    def _at_rest(self, kind: str) -> Tensor:
+        return self._pair(kind).index_select(0, self.turn.view(1))[0]
+
+    def _in_force(self, kind: str) -> Tensor:
+        """A copy, in the measure of the step."""
+        value = self._at_rest(kind)
+        return value if self.ratio is None else value.mul_(self.ratio)

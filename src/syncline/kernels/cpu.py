@@ -1,0 +1,226 @@
+"""Selection on the CPU: one pass over a bucket, then a few over what is worth a look.
+
+The pass goes chunk by chunk, each small enough to stay in a cache while it is added, cleared and compared. What it is
+compared with is a guess, from what the last step selected, that lets twice as much pass as is needed or so. Those
+candidates are sorted out exactly, so the guess decides how long it takes and never what is selected: where too few
+passed, it is lowered and everything compared again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from syncline.errors import ExchangeError
+from syncline.kernels.slots import KEY_SHIFT, KEYS, SLACK, Slots
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
+
+_CHUNK = 1 << 17
+_SAMPLE = 1 << 12
+_TOP_EXPONENT = 141
+"""Of fp32, biased, plus 14: times two to this less the largest one's, all values are under 2^15."""
+_EXPONENT_LIMIT = 120
+
+
+class CpuKernels:
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._shift = slots.cell.bit_length() - 1
+        self._guess = KEYS
+        self._magnitude = np.empty(_CHUNK, np.float32)
+        self._passed = np.empty(_CHUNK, np.bool_)
+        self._sum = torch.zeros(slots.cells * slots.cell)
+        self._touched = np.zeros(self._sum.numel(), np.bool_)
+        self._sent: tuple[Ints, Floats] = (np.empty(0, np.int64), np.empty(0, np.float32))
+
+    def pack(self, flat: Tensor, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
+        before, after = kept[int(turn)], kept[1 - int(turn)]
+        layout, sums = self._slots, after.numpy()
+        candidates = self._accumulate(flat, before, after, ratio)
+        while True:
+            values = sums[candidates]
+            keys = _keys(values)
+            region = (candidates >> self._shift) % layout.regions
+            counts = np.bincount(region * KEYS + keys, minlength=layout.regions * KEYS).reshape(layout.regions, KEYS)
+            if self._guess <= 1 or counts.sum(1).min() >= layout.entries:
+                break
+            self._guess = self._lower(sums)
+            candidates = self._compare(sums)
+        chosen, smallest = _largest(keys, region, counts, layout.entries)
+        self._guess = max(1, smallest - SLACK)
+        places = candidates[chosen]
+        self._sent = places, self._write(places, region[chosen], values[chosen], counts, _words(slots, layout))
+
+    def _accumulate(self, flat: Tensor, before: Tensor, after: Tensor, ratio: Tensor | None) -> Ints:
+        found, sums = [], after.numpy()
+        level = _magnitude_of(self._guess)
+        for start in range(0, flat.numel(), _CHUNK):
+            stop = min(start + _CHUNK, flat.numel())
+            gradient, sum_ = flat[start:stop], after[start:stop]
+            if ratio is None:
+                torch.add(before[start:stop], gradient, out=sum_)
+            else:
+                torch.mul(before[start:stop], ratio, out=sum_).add_(gradient)
+            gradient.zero_()
+            found.append(self._above(sums[start:stop], level, start))
+        return np.concatenate(found)
+
+    def _compare(self, values: Floats) -> Ints:
+        level = _magnitude_of(self._guess)
+        starts = range(0, len(values), _CHUNK)
+        return np.concatenate([self._above(values[start : start + _CHUNK], level, start) for start in starts])
+
+    def _above(self, values: Floats, level: float, start: int) -> Ints:
+        """Where they are not below a level; what is not a number is above all of them."""
+        magnitude, passed = self._magnitude[: len(values)], self._passed[: len(values)]
+        np.abs(values, out=magnitude)
+        np.less(magnitude, level, out=passed)
+        np.logical_not(passed, out=passed)
+        return np.flatnonzero(passed) + start
+
+    def _lower(self, values: Floats) -> int:
+        """A guess from a sample, if it is lower than the one that was too high; or none at all."""
+        layout = self._slots
+        sample = _keys(np.ascontiguousarray(values[:: max(1, len(values) // _SAMPLE)]))
+        sample.sort()
+        share = min(1.0, 2 * layout.entries * layout.regions / layout.numel)
+        guess = int(sample[int((1 - share) * (len(sample) - 1))]) - SLACK
+        return max(1, guess) if guess < self._guess else 1
+
+    def total(self, received: Tensor) -> Tensor:
+        layout, words = self._slots, _words(received, self._slots)
+        self._sum.zero_()
+        self._touched.fill(False)
+        total = self._sum.numpy()
+        for source in range(len(words)):
+            cell, place, _, values = _entries(words[source : source + 1], layout, f"rank {source}")
+            where = (cell << self._shift) + place
+            total[where] += values
+            self._touched[where] = True
+        return self._sum
+
+    def select(self, rank: int, kept: Tensor, turn: Tensor, dtype: torch.dtype, slot: Tensor) -> None:
+        layout, after = self._slots, kept[1 - int(turn)].numpy()
+        places = np.flatnonzero(self._touched)
+        values = self._sum.numpy()[places]
+        keys = _keys(values)
+        if len(keys) > layout.entries or not keys.all():
+            places, values, keys = places[keys > 0], values[keys > 0], keys[keys > 0]
+        counts = np.bincount(keys, minlength=KEYS).reshape(1, KEYS)
+        chosen, _ = _largest(keys, np.zeros(len(keys), np.int64), counts, layout.entries)
+        places, values = places[chosen], values[chosen]
+        sent = self._write(places, np.zeros(len(places), np.int64), values, counts, _words(slot, layout))
+        applied = sent if dtype == torch.float32 else torch.from_numpy(sent).to(dtype).to(torch.float32).numpy()
+        cell = (places >> self._shift) * layout.regions + rank
+        with np.errstate(invalid="ignore"):  # infinities: the step will not count
+            lost = np.where(applied != 0, values - applied, np.float32(0))
+            after[(cell << self._shift) + (places & (layout.cell - 1))] += lost
+
+    def spread(self, gathered: Tensor, flat: Tensor) -> Tensor:
+        layout = self._slots
+        cell, place, region, values = _entries(_words(gathered, layout), layout, "a region's owner")
+        where = ((cell * layout.regions + region) << self._shift) + place
+        if where.max(initial=0) >= layout.numel:
+            raise ExchangeError(f"a region's owner sent entry {int(where.max())} of a bucket of {layout.numel}")
+        applied = torch.from_numpy(values).to(flat.dtype)
+        flat[torch.from_numpy(where)] = applied
+        return torch.isfinite(applied).all()
+
+    def release(self, flat: Tensor, kept: Tensor, turn: Tensor, velocity: Tensor | None = None) -> None:
+        where, values = self._sent
+        accepted = (flat[torch.from_numpy(where)] != 0).numpy()
+        where = where[accepted]
+        with np.errstate(invalid="ignore"):
+            kept[1 - int(turn)].numpy()[where] -= values[accepted]
+        if velocity is not None:
+            velocity[1 - int(turn)].numpy()[where] = 0
+
+    def _write(self, places: Ints, region: Ints, values: Floats, counts: Ints, words: npt.NDArray[np.int16]) -> Floats:
+        """Entries into slots, and their values as they come out of them. `counts`: of all candidates, by key."""
+        layout, regions = self._slots, len(words)
+        cell = (places >> self._shift) // regions
+        words[:, 1 : 1 + layout.cells] = np.bincount(
+            region * layout.cells + cell, minlength=regions * layout.cells
+        ).reshape(regions, layout.cells)
+        order = slice(None) if regions == 1 else np.argsort(region.astype(np.int16), kind="stable")  # a radix sort
+        row = region[order]
+        column = np.arange(len(row)) - _starts(np.bincount(region, minlength=regions))[row]
+        words[row, layout.places_at + column] = (places & (layout.cell - 1))[order]
+        words[:, 0] = 0
+        scaled, scale = values, None
+        if layout.values == torch.float16:
+            top = KEYS - 1 - (counts[:, ::-1] > 0).argmax(1) * (counts > 0).any(1)
+            top = np.where((counts > 0).any(1), top, 0)
+            exponents = np.minimum(_TOP_EXPONENT - (top >> (23 - KEY_SHIFT)), _EXPONENT_LIMIT)
+            words[:, 0] = exponents
+            scale = np.ldexp(np.float32(1), exponents).astype(np.float32)[region]
+            scaled = values * scale
+        if layout.values == torch.float32:
+            words.view(np.float32)[row, layout.values_at // 2 + column] = scaled[order]
+            return values
+        cast = torch.from_numpy(scaled).to(layout.values)
+        words[row, layout.values_at + column] = cast.view(torch.int16).numpy()[order]
+        sent: Floats = cast.to(torch.float32).numpy()
+        return sent if scale is None else sent / scale
+
+
+def _largest(keys: Ints, region: Ints, counts: Ints, entries: int) -> tuple[Ints, int]:
+    """Which of the candidates are selected, in their order; and the smallest key that any region went down to."""
+    at_least = counts[:, ::-1].cumsum(1)[:, ::-1]  # by key: how many are not below it
+    boundary = (at_least >= entries).sum(1) - 1  # they fall from key to key, so this is the largest that has enough
+    boundary = np.maximum(boundary, 0)
+    above = np.where(boundary + 1 < KEYS, at_least[np.arange(len(counts)), np.minimum(boundary + 1, KEYS - 1)], 0)
+    limit = boundary[region]
+    chosen = keys > limit
+    ties = np.flatnonzero(keys == limit)
+    order = ties[np.argsort(region[ties].astype(np.int16), kind="stable")]
+    tied = region[order]
+    rank = np.arange(len(order)) - _starts(np.bincount(tied, minlength=len(counts)))[tied]
+    chosen[order[rank < (entries - above)[tied]]] = True
+    return np.flatnonzero(chosen), int(boundary.min(initial=KEYS))
+
+
+def _entries(words: npt.NDArray[np.int16], layout: Slots, sender: str) -> tuple[Ints, Ints, Ints, Floats]:
+    """Of some slots: each entry's cell, its place there, its slot's number and its value. Received ones are checked:
+    nothing is written by a place that cannot be."""
+    counts = words[:, 1 : 1 + layout.cells].view(np.uint16).astype(np.int64)
+    filled = counts.sum(1)
+    if filled.max(initial=0) > layout.entries or counts.max(initial=0) > layout.cell:
+        raise ExchangeError(f"{sender} sent {int(filled.max())} entries in a slot of {layout.entries}")
+    row = np.repeat(np.arange(len(words)), filled)
+    cell = np.repeat(np.tile(np.arange(layout.cells), len(words)), counts.ravel())
+    column = np.arange(len(row)) - _starts(filled)[row]
+    place = words[row, layout.places_at + column].view(np.uint16).astype(np.int64)
+    if place.max(initial=0) >= layout.cell:
+        raise ExchangeError(f"{sender} sent place {int(place.max())} of a cell of {layout.cell}")
+    if layout.values == torch.float32:
+        values = words.view(np.float32)[row, layout.values_at // 2 + column]
+    else:
+        bits = np.ascontiguousarray(words[row, layout.values_at + column])
+        values = torch.from_numpy(bits).view(layout.values).to(torch.float32).numpy()
+    if layout.values == torch.float16:
+        exponents = np.clip(words[:, 0].astype(np.int64), -_EXPONENT_LIMIT, _EXPONENT_LIMIT)
+        values = values * np.ldexp(np.float32(1), -exponents).astype(np.float32)[row]
+    return cell, place, row, values
+
+
+def _starts(counts: Ints) -> Ints:
+    return np.concatenate([[0], counts.cumsum()[:-1]])
+
+
+def _words(slots: Tensor, layout: Slots) -> npt.NDArray[np.int16]:
+    rows: npt.NDArray[np.int16] = slots.view(-1, layout.bytes).view(torch.int16).numpy()
+    return rows
+
+
+def _keys(values: Floats) -> Ints:
+    return ((values.view(np.int32) & 0x7FFFFFFF) >> KEY_SHIFT).astype(np.int64)
+
+
+def _magnitude_of(key: int) -> float:
+    """The smallest that has it."""
+    return float(np.int32(min(key << KEY_SHIFT, 0x7F800000)).view(np.float32))

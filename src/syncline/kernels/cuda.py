@@ -1,0 +1,517 @@
+"""Selection on CUDA, in Triton: what `cpu.py` computes, bit for bit, without ever waiting for the device.
+
+One pass over a bucket adds it to what was kept, clears it, and notes per cell what is not below a guess: a key somewhat
+below the one at which the region's slot was full in the step before. Those candidates are counted by key; one program
+per region finds at which key its slot is full now; and cells count, and then write, what they have of it. As on CPU,
+the guess decides how long it takes and never what is selected: a cell with more candidates than it has room to note is
+searched as a whole, and so is a region in which too few passed.
+
+Received slots are checked before use: a place that cannot be becomes a NaN in its cell, so the step is dropped on all
+ranks, and nothing is written elsewhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from syncline.kernels.slots import KEY_SHIFT, KEYS, SLACK, Slots
+
+_SHIFT = tl.constexpr(KEY_SHIFT)
+_KEYS = tl.constexpr(KEYS)
+_TYPES = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
+"""How kernels tell types apart that values are rounded to."""
+_BLOCK = 4096
+_FEW = 64
+"""Entries that are looked at together: what a cell has, or somewhat more."""
+
+
+@triton.jit
+def _key(values):
+    return (values.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >> _SHIFT
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _to_bits(values, TYPE: tl.constexpr):
+    """Rounded to 16 bits, as an integer: to even, and what is not a number stays so."""
+    if TYPE == 1:
+        bits = values.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+        return tl.where(values != values, 0x7FC0, rounded)
+    return values.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _from_bits(bits, TYPE: tl.constexpr):
+    if TYPE == 1:
+        return ((bits & 0xFFFF) << 16).to(tl.float32, bitcast=True)
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _rounded(values, TYPE: tl.constexpr):
+    if TYPE == 0:
+        return values
+    return _from_bits(_to_bits(values, TYPE), TYPE)
+
+
+@triton.jit
+def _accumulate(
+    flat, kept, turn, ratio, guess, histogram, found, places, numel, regions, cells,
+    SCALED: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """Of one cell: the bucket to what was kept, the bucket cleared, and what is not below the guess noted."""
+    cell, region = tl.program_id(0), tl.program_id(1)
+    now = tl.load(turn).to(tl.int64)
+    before, after = kept + now * numel, kept + (1 - now) * numel
+    level = tl.load(guess + region)
+    start = (cell.to(tl.int64) * regions + region) * CELL
+    number = region * cells + cell
+    places += number.to(tl.int64) * ROOM
+    passed = 0
+    for offset in range(0, CELL, BLOCK):
+        place = offset + tl.arange(0, BLOCK)
+        where = start + place
+        inside = where < numel
+        gradient = tl.load(flat + where, mask=inside, other=0.0).to(tl.float32)
+        held = tl.load(before + where, mask=inside, other=0.0)
+        if SCALED:
+            held = held * tl.load(ratio)
+        total = held + gradient
+        tl.store(after + where, total, mask=inside)
+        tl.store(flat + where, tl.zeros([BLOCK], flat.dtype.element_ty), mask=inside)
+        key = _key(total)
+        passes = inside & (key >= level)
+        one = passes.to(tl.int32)
+        slot = passed + tl.cumsum(one, 0) - one
+        tl.store(places + slot, place.to(tl.int16), mask=passes & (slot < ROOM))
+        tl.atomic_add(histogram + region * _KEYS + key, one, mask=passes, sem="relaxed")
+        passed += tl.sum(one, 0)
+    tl.store(found + number, passed)
+
+
+@triton.jit
+def _recount(
+    kept, turn, short, histogram, numel, regions, cells, CELL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """All keys of a region in which too few passed. A program takes every so many of its blocks."""
+    region = tl.program_id(1).to(tl.int64)
+    if tl.load(short + region) > 0:
+        after = kept + (1 - tl.load(turn).to(tl.int64)) * numel
+        counts = tl.zeros([_KEYS], tl.int32)
+        per_cell: tl.constexpr = CELL // BLOCK
+        for block in range(tl.program_id(0), cells * per_cell, tl.num_programs(0)):
+            start = ((block // per_cell) * regions + region) * CELL + (block % per_cell) * BLOCK
+            where = start + tl.arange(0, BLOCK)
+            counts += tl.histogram(_key(tl.load(after + where, mask=where < numel, other=0.0)), _KEYS)
+        keys = tl.arange(0, _KEYS)
+        tl.atomic_add(histogram + region * _KEYS + keys, counts, mask=(counts > 0) & (keys > 0), sem="relaxed")
+
+
+@triton.jit
+def _boundary(
+    histogram, guess, short, boundary, room, top, entries,
+    AGAIN: tl.constexpr, TRACKED: tl.constexpr, SLACK: tl.constexpr,
+):  # fmt: skip
+    """Of one region: the largest key that enough entries are not below, and how many of that very key are taken. Or
+    that too few have been counted; then this is asked again."""
+    region = tl.program_id(0)
+    asked = True
+    if AGAIN:
+        asked = tl.load(short + region) > 0
+    if asked:
+        keys = tl.arange(0, _KEYS)
+        counts = tl.load(histogram + region * _KEYS + keys)
+        tl.store(histogram + region * _KEYS + keys, tl.zeros_like(counts))
+        at_least = tl.cumsum(counts, 0, reverse=True)
+        limit = tl.maximum(tl.sum((at_least >= entries).to(tl.int32), 0) - 1, 0)
+        tl.store(boundary + region, limit)
+        tl.store(room + region, entries - tl.sum(tl.where(keys > limit, counts, 0), 0))
+        tl.store(top + region, tl.max(tl.where(counts > 0, keys, 0), 0))
+        if TRACKED:
+            if not AGAIN:
+                too_few = (tl.sum(counts, 0) < entries) & (tl.load(guess + region) > 1)
+                tl.store(short + region, too_few.to(tl.int32))
+            tl.store(guess + region, tl.maximum(limit - SLACK, 1))
+
+
+@triton.jit
+def _count(
+    source, turn, short, found, places, boundary, above, ties, numel, regions, cells,
+    KEPT: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """Of one cell: how many are above the boundary, and how many at it."""
+    cell, region = tl.program_id(0), tl.program_id(1)
+    number = region * cells + cell
+    limit = tl.load(boundary + region)
+    start = (cell.to(tl.int64) * regions + region) * CELL
+    noted = False
+    if KEPT:
+        source += (1 - tl.load(turn).to(tl.int64)) * numel
+        noted = (tl.load(found + number) <= ROOM) & (tl.load(short + region) == 0)
+    if noted:
+        index = tl.arange(0, ROOM)
+        there = index < tl.load(found + number)
+        place = tl.load(places + number.to(tl.int64) * ROOM + index, mask=there, other=0).to(tl.int32)
+        key = _key(tl.load(source + start + place, mask=there, other=0.0))
+        tl.store(above + number, tl.sum((key > limit).to(tl.int32), 0))
+        tl.store(ties + number, tl.sum(((key == limit) & (key > 0)).to(tl.int32), 0))
+    else:
+        more = tl.zeros([BLOCK], tl.int32)
+        same = tl.zeros([BLOCK], tl.int32)
+        for offset in range(0, CELL, BLOCK):
+            where = start + offset + tl.arange(0, BLOCK)
+            key = _key(tl.load(source + where, mask=where < numel, other=0.0))
+            more += (key > limit).to(tl.int32)
+            same += ((key == limit) & (key > 0)).to(tl.int32)
+        tl.store(above + number, tl.sum(more, 0))
+        tl.store(ties + number, tl.sum(same, 0))
+
+
+@triton.jit
+def _deal(above, ties, room, top, starts, words, row, cells, HALF: tl.constexpr, BLOCK: tl.constexpr):
+    """Of one region: how many entries each cell has, and where in the slot they start; and the slot's header."""
+    region = tl.program_id(0)
+    left = tl.load(room + region)
+    first = 0
+    words += region.to(tl.int64) * row
+    for begin in range(0, cells, BLOCK):
+        cell = begin + tl.arange(0, BLOCK)
+        inside = cell < cells
+        same = tl.load(ties + region * cells + cell, mask=inside, other=0)
+        same_before = tl.cumsum(same, 0) - same
+        taken = tl.maximum(tl.minimum(left - same_before, same), 0)
+        count = taken + tl.load(above + region * cells + cell, mask=inside, other=0)
+        tl.store(ties + region * cells + cell, taken, mask=inside)
+        tl.store(starts + region * cells + cell, first + tl.cumsum(count, 0) - count, mask=inside)
+        tl.store(words + 1 + cell, count.to(tl.int16), mask=inside)
+        first += tl.sum(count, 0)
+        left = tl.maximum(left - tl.sum(same, 0), 0)
+    if HALF:
+        tl.store(words, tl.minimum(141 - (tl.load(top + region) >> (23 - _SHIFT)), 120).to(tl.int16))
+    else:
+        tl.store(words, 0)
+
+
+@triton.jit
+def _write(
+    place, value, next, left, words, after, limit, exponent, places_at, values_at, home,
+    OWNED: tl.constexpr, VALUES: tl.constexpr, RESULT: tl.constexpr,
+):  # fmt: skip
+    """Those of some elements that are selected, to their places in the slot from `next` on. Returns how many, and how
+    many are at the boundary. An owner keeps what the cast to the bucket's type loses."""
+    key = _key(value)
+    same = ((key == limit) & (key > 0)).to(tl.int32)
+    chosen = (key > limit) | ((same > 0) & (tl.cumsum(same, 0) <= left))
+    one = chosen.to(tl.int32)
+    slot = next + tl.cumsum(one, 0) - one
+    tl.store(words + places_at + slot, place.to(tl.int16), mask=chosen)
+    if VALUES == 0:
+        tl.store((words + values_at).to(tl.pointer_type(tl.float32)) + slot, value, mask=chosen)
+        sent = value
+    else:
+        scaled = value
+        if VALUES == 2:
+            scaled = value * _power_of_two(exponent)
+        bits = _to_bits(scaled, VALUES)
+        tl.store(words + values_at + slot, bits.to(tl.int16), mask=chosen)
+        sent = _from_bits(bits, VALUES)
+        if VALUES == 2:
+            sent = sent * _power_of_two(-exponent)
+    if OWNED:
+        applied = _rounded(sent, RESULT)
+        lost = tl.where(applied != 0, value - applied, 0.0)
+        held = tl.load(after + home + place, mask=chosen, other=0.0)
+        tl.store(after + home + place, held + lost, mask=chosen)
+    return tl.sum(one, 0), tl.sum(same, 0)
+
+
+@triton.jit
+def _compact(
+    source, turn, kept, words, short, found, places, boundary, ties, starts,
+    numel, source_numel, regions, cells, row, places_at, values_at, owner, owners,
+    KEPT: tl.constexpr, VALUES: tl.constexpr, RESULT: tl.constexpr,
+    CELL: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
+):  # fmt: skip
+    """One cell's entries to their places in the slot."""
+    cell, region = tl.program_id(0), tl.program_id(1)
+    number = region * cells + cell
+    after = kept + (1 - tl.load(turn).to(tl.int64)) * numel
+    limit = tl.load(boundary + region)
+    left = tl.load(ties + number)
+    next = tl.load(starts + number)
+    words += region.to(tl.int64) * row
+    exponent = tl.load(words).to(tl.int32)
+    start = (cell.to(tl.int64) * regions + region) * CELL
+    home = (cell.to(tl.int64) * owners + owner) * CELL
+    noted = False
+    if KEPT:
+        source = after
+        noted = (tl.load(found + number) <= ROOM) & (tl.load(short + region) == 0)
+    if noted:
+        index = tl.arange(0, ROOM)
+        there = index < tl.load(found + number)
+        place = tl.load(places + number.to(tl.int64) * ROOM + index, mask=there, other=0).to(tl.int32)
+        value = tl.load(source + start + place, mask=there, other=0.0)
+        _write(
+            place, value, next, left, words, after, limit, exponent, places_at, values_at, home,
+            not KEPT, VALUES, RESULT,
+        )  # fmt: skip
+    else:
+        for offset in range(0, CELL, BLOCK):
+            place = offset + tl.arange(0, BLOCK)
+            value = tl.load(source + start + place, mask=start + place < source_numel, other=0.0)
+            written, same = _write(
+                place, value, next, left, words, after, limit, exponent, places_at, values_at, home,
+                not KEPT, VALUES, RESULT,
+            )  # fmt: skip
+            next += written
+            left -= same
+
+
+@triton.jit
+def _offsets(words, starts, broken, row, cells, BLOCK: tl.constexpr):
+    """Of one received slot: where each cell's entries start. Nothing is known to be broken yet."""
+    slot = tl.program_id(0)
+    tl.store(broken, 0)
+    words += slot.to(tl.int64) * row
+    first = 0
+    for begin in range(0, cells, BLOCK):
+        cell = begin + tl.arange(0, BLOCK)
+        count = tl.load(words + 1 + cell, mask=cell < cells, other=0).to(tl.int32) & 0xFFFF
+        tl.store(starts + slot * cells + cell, first + tl.cumsum(count, 0) - count, mask=cell < cells)
+        first += tl.sum(count, 0)
+
+
+@triton.jit
+def _read(words, first, index, count, entries, places_at, values_at, VALUES: tl.constexpr, CELL: tl.constexpr):
+    """Some entries of one cell: places, values, and which of them are there. Bad ones are NaN, at a place that is."""
+    entry = first + index
+    there = index < count
+    safe = there & (entry < entries) & (entry >= 0)
+    place = tl.load(words + places_at + entry, mask=safe, other=0).to(tl.int32) & 0xFFFF
+    if VALUES == 0:
+        value = tl.load((words + values_at).to(tl.pointer_type(tl.float32)) + entry, mask=safe, other=0.0)
+    else:
+        value = _from_bits(tl.load(words + values_at + entry, mask=safe, other=0).to(tl.int32), VALUES)
+        if VALUES == 2:
+            exponent = tl.minimum(tl.maximum(tl.load(words).to(tl.int32), -120), 120)
+            value = value * _power_of_two(-exponent)
+    good = safe & (place < CELL)
+    return tl.where(good, place, 0), tl.where(good, value, float("nan")), there
+
+
+@triton.jit
+def _total(
+    words, starts, total, histogram, sources, cells, row, entries, places_at, values_at,
+    VALUES: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """One cell of a region, summed over the ranks in their order, and its keys counted."""
+    cell = tl.program_id(0)
+    mine = total + cell.to(tl.int64) * CELL
+    for offset in range(0, CELL, BLOCK):
+        tl.store(mine + offset + tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.float32))
+    tl.debug_barrier()
+    slot = words
+    for source in range(sources):
+        first = tl.load(starts + source * cells + cell)
+        count = tl.minimum(tl.load(slot + 1 + cell).to(tl.int32) & 0xFFFF, CELL)
+        for begin in range(0, count, FEW):
+            index = begin + tl.arange(0, FEW)
+            place, value, there = _read(slot, first, index, count, entries, places_at, values_at, VALUES, CELL)
+            held = tl.load(mine + place, mask=there, other=0.0)
+            tl.store(mine + place, held + value, mask=there)
+        slot += row
+        tl.debug_barrier()
+    for offset in range(0, CELL, BLOCK):
+        key = _key(tl.load(mine + offset + tl.arange(0, BLOCK)))
+        tl.atomic_add(histogram + key, (key > 0).to(tl.int32), mask=key > 0, sem="relaxed")
+
+
+@triton.jit
+def _spread(
+    words, starts, flat, broken, numel, regions, cells, row, entries, places_at, values_at,
+    VALUES: tl.constexpr, RESULT: tl.constexpr, CELL: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """One cell's entries to their places in the bucket; notes if any is not finite."""
+    cell, region = tl.program_id(0), tl.program_id(1)
+    slot = words + region.to(tl.int64) * row
+    first = tl.load(starts + region * cells + cell)
+    count = tl.minimum(tl.load(slot + 1 + cell).to(tl.int32) & 0xFFFF, CELL)
+    start = (cell.to(tl.int64) * regions + region) * CELL
+    for begin in range(0, count, FEW):
+        index = begin + tl.arange(0, FEW)
+        place, value, there = _read(slot, first, index, count, entries, places_at, values_at, VALUES, CELL)
+        outside = start + place >= numel
+        where = tl.where(outside, 0, start + place)
+        value = tl.where(outside, float("nan"), value)
+        value = _rounded(value, RESULT)
+        tl.store(flat + where, value.to(flat.dtype.element_ty), mask=there)
+        bad = there & ((value.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000)
+        if tl.sum(bad.to(tl.int32), 0) > 0:
+            tl.store(broken, 1)
+
+
+@triton.jit
+def _release(
+    words, starts, flat, kept, velocity, turn, numel, regions, cells, row, entries, places_at, values_at,
+    VALUES: tl.constexpr, VELOCITY: tl.constexpr, CELL: tl.constexpr, FEW: tl.constexpr,
+):  # fmt: skip
+    """Of what this rank sent of one cell, what was accepted is no longer kept."""
+    cell, region = tl.program_id(0), tl.program_id(1)
+    new = (1 - tl.load(turn).to(tl.int64)) * numel
+    slot = words + region.to(tl.int64) * row
+    first = tl.load(starts + region * cells + cell)
+    count = tl.load(slot + 1 + cell).to(tl.int32) & 0xFFFF
+    start = (cell.to(tl.int64) * regions + region) * CELL
+    for begin in range(0, count, FEW):
+        index = begin + tl.arange(0, FEW)
+        place, value, there = _read(slot, first, index, count, entries, places_at, values_at, VALUES, CELL)
+        where = start + place
+        accepted = there & (tl.load(flat + where, mask=there, other=0.0) != 0)
+        held = tl.load(kept + new + where, mask=accepted, other=0.0)
+        tl.store(kept + new + where, held - value, mask=accepted)
+        if VELOCITY:
+            tl.store(velocity + new + where, tl.zeros_like(held), mask=accepted)
+
+
+class _Selection:
+    """What selecting from some regions takes beside them."""
+
+    def __init__(self, slots: Slots, regions: int, device: torch.device) -> None:
+        make = functools.partial(torch.zeros, device=device, dtype=torch.int32)
+        self._slots, self._regions = slots, regions
+        self.histogram = make(regions, KEYS)
+        self.guess = torch.full((regions,), KEYS, device=device, dtype=torch.int32)
+        self.short, self._boundary, self._room, self._top = (make(regions) for _ in range(4))
+        self._above, self._ties, self.starts, self.found = (make(regions, slots.cells) for _ in range(4))
+
+    def bound(self, *, again: bool = False, tracked: bool = False) -> None:
+        _boundary[(self._regions,)](
+            self.histogram, self.guess, self.short, self._boundary, self._room, self._top, self._slots.entries,
+            AGAIN=again, TRACKED=tracked, SLACK=SLACK, num_warps=8,
+        )  # fmt: skip
+
+    def fill(
+        self, source: Tensor, places: Tensor | None, kept: Tensor, turn: Tensor, owner: int, result: int, words: Tensor
+    ) -> None:
+        """The largest entries of each region into its slot: of what is kept, where candidates were noted, or of a sum
+        that an owner made."""
+        layout, block, from_kept = self._slots, _block(self._slots), places is not None
+        numel = layout.numel if from_kept else source.numel()
+        grid = (layout.cells, self._regions)
+        notes = self.found if places is None else places
+        sizes: dict[str, Any] = {"KEPT": from_kept, "CELL": layout.cell, "BLOCK": block, "ROOM": _room(layout)}
+        _count[grid](
+            source, turn, self.short, self.found, notes, self._boundary, self._above, self._ties,
+            numel, self._regions, layout.cells, **sizes,
+        )  # fmt: skip
+        _deal[(self._regions,)](
+            self._above, self._ties, self._room, self._top, self.starts, words, layout.words, layout.cells,
+            HALF=layout.values == torch.float16, BLOCK=1024,
+        )  # fmt: skip
+        _compact[grid](
+            source, turn, kept, words, self.short, self.found, notes, self._boundary, self._ties, self.starts,
+            layout.numel, numel, self._regions, layout.cells,
+            layout.words, layout.places_at, layout.values_at, owner, layout.regions,
+            VALUES=_TYPES[layout.values], RESULT=result, **sizes,
+        )  # fmt: skip
+
+
+class CudaKernels:
+    def __init__(self, slots: Slots, device: torch.device) -> None:
+        self._slots = slots
+        self._mine = _Selection(slots, slots.regions, device)
+        self._summed = _Selection(slots, 1, device)
+        self._sum = torch.zeros(slots.cells * slots.cell, device=device)
+        self._starts = torch.zeros(0, device=device, dtype=torch.int32)
+        self._broken = torch.zeros((), device=device, dtype=torch.int32)
+        self._packed = torch.zeros(0, device=device, dtype=torch.int16)
+        self._places = torch.zeros(slots.regions, slots.cells, _room(slots), device=device, dtype=torch.int16)
+        self._programs = max(1, _programs(device) // slots.regions)
+
+    def pack(self, flat: Tensor, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
+        layout, block, mine = self._slots, _block(self._slots), self._mine
+        _accumulate[(layout.cells, layout.regions)](
+            flat, kept, turn, turn if ratio is None else ratio, mine.guess, mine.histogram, mine.found, self._places,
+            layout.numel, layout.regions, layout.cells,
+            SCALED=ratio is not None, CELL=layout.cell, BLOCK=block, ROOM=_room(layout), enable_fp_fusion=False,
+        )  # fmt: skip
+        mine.bound(tracked=True)
+        _recount[(self._programs, layout.regions)](
+            kept, turn, mine.short, mine.histogram, layout.numel, layout.regions, layout.cells,
+            CELL=layout.cell, BLOCK=block, num_warps=8,
+        )  # fmt: skip
+        mine.bound(again=True, tracked=True)
+        self._packed = slots.view(torch.int16)
+        mine.fill(kept, self._places, kept, turn, 0, 0, self._packed)
+
+    def total(self, received: Tensor) -> Tensor:
+        layout, words = self._slots, received.view(torch.int16)
+        sources = received.numel() // layout.bytes
+        starts = self._find(words, sources)
+        _total[(layout.cells,)](
+            words, starts, self._sum, self._summed.histogram, sources, layout.cells, layout.words, layout.entries,
+            layout.places_at, layout.values_at,
+            VALUES=_TYPES[layout.values], CELL=layout.cell, BLOCK=_block(layout), FEW=_FEW,
+        )  # fmt: skip
+        return self._sum
+
+    def select(self, rank: int, kept: Tensor, turn: Tensor, dtype: torch.dtype, slot: Tensor) -> None:
+        self._summed.bound()
+        self._summed.fill(self._sum, None, kept, turn, rank, _TYPES[dtype], slot.view(torch.int16))
+
+    def spread(self, gathered: Tensor, flat: Tensor) -> Tensor:
+        layout, words = self._slots, gathered.view(torch.int16)
+        starts = self._find(words, layout.regions)
+        _spread[(layout.cells, layout.regions)](
+            words, starts, flat, self._broken,
+            layout.numel, layout.regions, layout.cells, layout.words, layout.entries,
+            layout.places_at, layout.values_at,
+            VALUES=_TYPES[layout.values], RESULT=_TYPES[flat.dtype], CELL=layout.cell, FEW=_FEW, num_warps=2,
+        )  # fmt: skip
+        return self._broken == 0
+
+    def release(self, flat: Tensor, kept: Tensor, turn: Tensor, velocity: Tensor | None = None) -> None:
+        layout = self._slots
+        _release[(layout.cells, layout.regions)](
+            self._packed, self._mine.starts, flat, kept, kept if velocity is None else velocity, turn,
+            layout.numel, layout.regions, layout.cells, layout.words, layout.entries,
+            layout.places_at, layout.values_at,
+            VALUES=_TYPES[layout.values], VELOCITY=velocity is not None, CELL=layout.cell, FEW=_FEW, num_warps=2,
+        )  # fmt: skip
+
+    def _find(self, words: Tensor, rows: int) -> Tensor:
+        """Where the entries of each cell start in received slots."""
+        layout = self._slots
+        if self._starts.numel() < rows * layout.cells:
+            self._starts = self._starts.new_zeros(rows * layout.cells)
+        _offsets[(rows,)](words, self._starts, self._broken, layout.words, layout.cells, BLOCK=1024)
+        return self._starts
+
+
+def _block(slots: Slots) -> int:
+    return min(_BLOCK, slots.cell)
+
+
+def _room(slots: Slots) -> int:
+    """How many candidates of a cell are noted: several times what it has in its slot when all cells are alike."""
+    alike = 4 * slots.entries // slots.cells
+    return min(slots.cell, max(16, 1 << (alike - 1).bit_length()))
+
+
+def _programs(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 8  # in Triton's interpreter
+    properties: Any = torch.cuda.get_device_properties(device)
+    return 4 * int(properties.multi_processor_count)
