@@ -75,17 +75,21 @@ def write_json(path: str | os.PathLike[str], obj: msgspec.Struct | dict[str, Any
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
     """Replace the file at `path` in one step: readers see the old file or the new one, never a half."""
     try:
         if Path(path).exists() and not Path(path).is_file():
             # A pipe or /dev/stdout: to put a file in its place would break it for everyone.
-            Path(path).write_text(text, encoding="utf-8")
+            Path(path).write_bytes(data)
             return
         target = Path(path).resolve()  # a link stays a link: what it points to is replaced
         draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
-            with draft.open("x", encoding="utf-8", newline="\n") as file:
-                file.write(text)
+            with draft.open("xb") as file:
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             draft.replace(target)

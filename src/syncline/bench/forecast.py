@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import nn
 
 from syncline.bench.methods import Prepared
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
-from syncline.exchange import Topology
+from syncline.exchange import Exchange, Topology
 from syncline.measure.backward import measure_backward
 from syncline.measure.network import Network
 from syncline.measure.overhead import measure_overheads
@@ -43,14 +43,17 @@ class Forecast:
     bucket_mb: float | None
 
     def predicted_s(self, prepared: Prepared, hook_s: float | None = None) -> float | None:
-        """`hook_s`: what one step of PyTorch's hook computes, from `alone_s`."""
+        """`hook_s`: what one step of PyTorch's hook computes, from `alone_s`. What an exchange computes is in the
+        profile, by the name of what was prepared."""
         if prepared.method == "nosync":
             slowest = self.profile.slowest
             always_s = 0.0 if slowest is None else slowest.step_s - self.profile.step_s
             return self.profile.step_s + max(always_s, self.profile.jitter_s)
         if prepared.cost is None:
-            lanes = 1 if prepared.handle is None else prepared.handle.lanes
-            schedule = Schedule.of(self.profile, prepared.method, lanes=lanes, bucket_mb=self.bucket_mb)
+            schedule = Schedule.of(self.profile, bucket_mb=self.bucket_mb)
+            if prepared.handle is not None:
+                handle = prepared.handle
+                schedule = Schedule(prepared.name, schedule.buckets, handle.exchange, prepared.name, handle.lanes)
             return predict(self.profile, self.network, schedule, paced=self.paced).iteration_s
         everything = (tuple(range(len(self.profile.gradients))),)
         buckets = everything if prepared.one_bucket else ddp_buckets(self.profile.gradients, self.bucket_mb)
@@ -70,11 +73,14 @@ def profile_workload(
     optimizer: torch.optim.Optimizer,
     name: str,
     topology: Topology | None = None,
+    exchanges: Mapping[str, Callable[[], Exchange]] | None = None,
 ) -> Profile:
-    """Collective: all ranks at once, without communication; what exchanges compute, as they would on `topology`."""
+    """Collective: all ranks at once, without communication; what `exchanges` compute, all by default, as they would on
+    `topology`."""
     profile = measure_backward(net, loss_of, steps=_STEPS, warmup=_WARMUP, optimizer=optimizer, model_name=name)
     device = next(net.parameters()).device
-    overheads = measure_overheads(device, topology=topology or dist.get_world_size(), group=dist.group.WORLD)
+    place = topology or dist.get_world_size()
+    overheads = measure_overheads(device, exchanges, topology=place, group=dist.group.WORLD)
     return msgspec.structs.replace(profile, overheads=overheads)
 
 

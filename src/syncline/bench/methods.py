@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.engine import Handle, attach
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES, Cost, Phase, Topology
+from syncline.exchange import EXCHANGES, AllgatherTopk, Cost, Exchange, OkTopk, Phase, Topology
 from syncline.exchange.wire import sent_bytes
 from syncline.measure.network import Network
 from syncline.predict.schedule import Costed
@@ -34,6 +34,11 @@ class Prepared:
     cost: Costed | None = None
     """What a baseline puts on the wire; Syncline's exchanges know it themselves."""
     one_bucket: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the method and its variant."""
+        return f"{self.method} {self.setting}".strip()
 
     def chosen(self) -> str:
         """Its setting, and the ways that its buckets go, most of them first."""
@@ -131,10 +136,11 @@ class _PowerSGD:
         return Cost(tuple(Phase.of("all_reduce", n, itemsize, topology) for n in (alone, left, right)))
 
 
-def _exchange(method: str) -> Preparation:
+def _exchange(method: str, exchange: Exchange | None = None, setting: str = "") -> Preparation:
     def prepare(net: nn.Module, wrapping: Wrapping) -> Prepared:
         ddp = wrapping.ddp(net)
-        return Prepared(method, ddp, attach(ddp, EXCHANGES[method](), network=wrapping.network))
+        handle = attach(ddp, exchange or EXCHANGES[method](), network=wrapping.network)
+        return Prepared(method, ddp, handle, setting)
 
     return prepare
 
@@ -167,6 +173,19 @@ METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
     "hierarchical+bf16": (
         "Syncline, sums inside hosts first, bf16 at the top",
         (_exchange("hierarchical+bf16"),),
+    ),
+    "topk-allgather": (
+        "each rank's largest 1 %, gathered by everyone: the usual sparse hook, with Syncline's selection",
+        tuple(_exchange("topk-allgather", AllgatherTopk(values=values), values) for values in ("fp32", "bf16")),
+    ),
+    "oktopk": ("Syncline, the largest 1 % of the sums, the rest kept for later", (_exchange("oktopk"),)),
+    "oktopk-0.1%": (
+        "Syncline, the largest 0.1 % of the sums",
+        (_exchange("oktopk-0.1%", OkTopk(density=0.001)),),
+    ),
+    "hierarchical+oktopk": (
+        "Syncline, sums inside hosts first, the largest 1 % at the top",
+        (_exchange("hierarchical+oktopk"),),
     ),
     "fp16-hook": ("PyTorch's fp16 hook", (_fp16_hook,)),
     "powersgd": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from syncline.bench.rounds import Contender, Turns, combine, reported_to, take_t
 from syncline.cluster import ClusterSpec, Rank, format_rate, launch
 from syncline.cluster.isolation import why_not_shaped
 from syncline.errors import UsageError
-from syncline.exchange import wire
+from syncline.exchange import Exchange, wire
 from syncline.measure.network import Network
 from syncline.measure.overhead import group_of_one
 from syncline.measure.probe import probe
@@ -167,7 +168,7 @@ def _prepare(rank: Rank, workload: Workload, methods: Sequence[str], wrapping: W
         for method in methods
         for prepare in METHODS[method][1]
     ]
-    return {f"{one.method} {one.setting}".strip(): one for one in prepared}
+    return {one.name: one for one in prepared}
 
 
 def _predict(
@@ -182,7 +183,8 @@ def _predict(
     net = workload.build(rank.rank).to(rank.device)
     loss_of = workload.loss_of(net, rank.rank, rank.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-    profile = profile_workload(net, lambda _: loss_of(), optimizer, workload.name, topology_of(network))
+    exchanges = {name: functools.partial(_exchange_of, one) for name, one in prepared.items() if one.handle is not None}
+    profile = profile_workload(net, lambda _: loss_of(), optimizer, workload.name, topology_of(network), exchanges)
     forecast = Forecast(profile, network, workload.profile is not None, bucket_mb)
     hooks = [method for method in methods if any(one.cost for one in prepared.values() if one.method == method)]
     hook_s = {}
@@ -190,6 +192,11 @@ def _predict(
         for name, one in _prepare(rank, workload, hooks, Wrapping(rank.device, bucket_mb, group)).items():
             hook_s[name] = forecast.hook_s(alone_s(_training_step(one.model, workload, rank), rank.device))
     return {name: forecast.predicted_s(one, hook_s.get(name)) for name, one in prepared.items()}
+
+
+def _exchange_of(prepared: Prepared) -> Exchange:
+    assert prepared.handle is not None  # noqa: S101 - asked only of those that have one
+    return prepared.handle.exchange
 
 
 def _training_step(model: nn.Module, workload: Workload, rank: Rank) -> Callable[[], None]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline._version import __version__
@@ -21,12 +23,13 @@ from syncline.engine.comm import group_timeout
 from syncline.engine.engine import Engine
 from syncline.engine.hook import Switch, other_hooks, switch_of
 from syncline.engine.place import Place, find_place
+from syncline.engine.state import SCHEMA, dealt, file_of, folder_of, load_state, ranks_saved, save_state, shares
 from syncline.errors import ExchangeError, MismatchError, SynclineError, UsageError
 from syncline.exchange import Dense, Exchange, Tree, default_lanes, settings
 from syncline.measure.network import Network
 
 MAX_LANES = 16
-_STATE_SCHEMA = 1
+ON_WORLD_SIZE = ("refuse", "reset", "redistribute")
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,55 @@ class Handle:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken: same exchange, same rank of as many."""
-        engine = self._attached
+        self._check(state)
+        self._go_on(state["tensors"], int(state["steps"]))
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes what this rank must save to a file of its own in `folder`. All ranks call it, between steps."""
+        state = self.state_dict()
+        save_state(file_of(folder_of(folder), state["rank"], state["world_size"]), state)
+
+    def load(self, folder: str | os.PathLike[str], *, on_world_size: str = "refuse") -> None:
+        """Goes on where `save` was called, on all ranks together.
+
+        `on_world_size`: what to do where so many ranks as saved it are not here. `refuse` to go on; or `reset`: forget
+        what was kept, which loses some of the last gradients; or `redistribute` it, so that its sum stays the same.
+        """
+        group = self._ddp.process_group
+        try:
+            state = self._saved(folder_of(folder), on_world_size)
+        except SynclineError as error:
+            with contextlib.suppress(MismatchError):  # this rank's own error says more
+                _meet(group, {"error": str(error)}, "what is loaded", "load")
+            raise
+        _meet(group, {"error": None, "steps": state["steps"], "exchange": state["exchange"]}, "what is loaded", "load")
+        self._go_on(state["tensors"], int(state["steps"]))
+
+    def _saved(self, folder: Path, on_world_size: str) -> Mapping[str, Any]:
+        """This rank's part of what the ranks saved in a folder."""
+        if on_world_size not in ON_WORLD_SIZE:
+            raise UsageError(f"on_world_size is {on_world_size!r}: it is one of {', '.join(ON_WORLD_SIZE)}")
+        rank, ranks = self._identity["rank"], self._identity["world_size"]
+        saved = ranks_saved(folder)
+        if saved == ranks:
+            state = load_state(file_of(folder, rank, ranks))
+            self._check(state)
+            return state
+        if on_world_size == "refuse":
+            raise UsageError(
+                f"{folder}: {saved} ranks saved it, and {ranks} are here: pass on_world_size='redistribute', or 'reset'"
+            )
+        parts = shares(rank, ranks, saved)
+        states = {old: load_state(file_of(folder, old, saved)) for old in parts}
+        first = next(iter(states.values()))
+        self._check({**first, **{field: self._identity[field] for field in ("rank", "world_size", "levels")}})
+        if on_world_size == "reset":
+            return {**first, "tensors": {}}
+        if first["levels"] is not None or self._identity["levels"] is not None:
+            raise UsageError(f"{folder}: what is kept there is the leaders' of {saved} ranks: on_world_size='reset'")
+        return {**first, "tensors": dealt({old: state["tensors"] for old, state in states.items()}, parts)}
+
+    def _check(self, state: Mapping[str, Any]) -> None:
         expected = self._identity
         for field in (*expected, "steps", "tensors"):
             if field not in state:
@@ -121,9 +172,11 @@ class Handle:
         for field, value in expected.items():
             if _plain(state[field]) != _plain(value):
                 raise UsageError(f"the state's {field} is {state[field]!r}, here it is {value!r}")
-        tensors: Mapping[str, Mapping[str, Tensor]] = state["tensors"]
+
+    def _go_on(self, tensors: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
+        engine = self._attached
         engine.load(tensors)
-        engine.steps = int(state["steps"])
+        engine.steps = steps
 
     def detach(self) -> None:
         """Gives the model back to plain DDP, between steps, on all ranks. The model stays the same object."""
@@ -135,7 +188,7 @@ class Handle:
         """What a state must have been saved by to be loaded here. Levels count for what keeps something on leaders."""
         levels = repr(self._place.tree.root) if self._place is not None and self.exchange.keeps else None
         return {
-            "schema": _STATE_SCHEMA,
+            "schema": SCHEMA,
             "exchange": settings(self.exchange),
             "rank": dist.get_rank(self._ddp.process_group),
             "world_size": dist.get_world_size(self._ddp.process_group),
@@ -161,6 +214,7 @@ def attach(
     lanes: int | None = None,
     timeout_s: float | None = None,
     network: Network | str | os.PathLike[str] | None = None,
+    scaler: GradScaler | None = None,
 ) -> Handle:
     """Has `model`, a DistributedDataParallel, exchange its gradients through `exchange` (default: `Dense()`).
 
@@ -168,7 +222,8 @@ def attach(
     each over connections of its own; default: one, or two where an exchange over gloo waits between its collectives,
     so that another uses the links meanwhile. `timeout_s` is how long a collective may take; default: the group's own.
     `network`, or the file that `syncline probe` wrote of it, is for exchanges that choose by what links take, and knows
-    racks; without one, hosts are found and ordinary links are assumed.
+    racks; without one, hosts are found and ordinary links are assumed. `scaler` is the GradScaler that the loss is
+    scaled with, if any: an exchange that keeps gradients for later must know when their scale changes.
     Replaces what was attached before; raises, and leaves the model as it was, if anything does not fit.
     """
     ddp = _ddp_of(model)
@@ -186,11 +241,13 @@ def attach(
     parameters = _parameters(ddp)
     with _current_device(parameters):
         known = _read(network)
-        _meet(group, _fingerprint(ddp, group, exchange, lanes, parameters, known))
+        scaled = scaler is not None and scaler.is_enabled()
+        _meet(group, {**_fingerprint(ddp, group, exchange, lanes, parameters, known), "scaler": scaled})
         if isinstance(known, SynclineError):
             raise known
         place = find_place(group, exchange, known)
-        engine = Engine(group, parameters, exchange, lanes, timeout, None if place is None else place.topology)
+        topology = None if place is None else place.topology
+        engine = Engine(group, parameters, exchange, lanes, timeout, topology, _scale_of(scaler))
     try:
         switch = switch_of(ddp)
     except BaseException:
@@ -198,6 +255,19 @@ def attach(
         raise
     switch.turn_to(engine)
     return Handle(ddp, switch, engine, place)
+
+
+def _scale_of(scaler: GradScaler | None) -> Callable[[], Tensor | None]:
+    """What its losses are multiplied with, where it is now."""
+
+    def scale() -> Tensor | None:
+        if scaler is None or not scaler.is_enabled():
+            return None
+        on_device = getattr(scaler, "_get_scale_async", None)  # private: without it, asking waits for the device
+        found: Tensor | None = on_device() if on_device is not None else None
+        return torch.tensor(scaler.get_scale()) if found is None else found
+
+    return scale
 
 
 def _read(network: object) -> Network | SynclineError | None:
@@ -233,15 +303,17 @@ def _parameters(ddp: DDP) -> dict[str, nn.Parameter]:
     }
 
 
-def _meet(group: dist.ProcessGroup, fingerprint: Mapping[str, Any]) -> None:
+def _meet(
+    group: dist.ProcessGroup, fingerprint: Mapping[str, Any], what: str = "what is attached", call: str = "attach"
+) -> None:
     try:
-        agree(group, fingerprint, "what is attached")
+        agree(group, fingerprint, what)
     except SynclineError:
         raise
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise MismatchError(
-            f"the ranks did not meet to attach: {reason}. All ranks of the model's process group must call attach, "
+            f"the ranks did not meet to {call}: {reason}. All ranks of the model's process group must call {call}, "
             "in the same order as their other collectives"
         ) from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from syncline.exchange.allgather_topk import AllgatherTopk
 from syncline.exchange.base import (
     WORLD,
     Climbing,
@@ -33,14 +34,20 @@ EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "fp16": lambda: Dense(wire="fp16"),
     "hierarchical": Hierarchical,
     "hierarchical+bf16": lambda: Hierarchical(across=Dense(wire="bf16")),
+    "topk-allgather": AllgatherTopk,
     "oktopk": OkTopk,
     "hierarchical+oktopk": lambda: Hierarchical(across=OkTopk()),
 }
 """By the name that the bench and the laws use."""
 
+BASELINES = frozenset({"topk-allgather"})
+"""Of those, what is there to be compared with, and not to be recommended."""
+
 __all__ = [
+    "BASELINES",
     "EXCHANGES",
     "WORLD",
+    "AllgatherTopk",
     "Climbing",
     "Comm",
     "Cost",

@@ -40,22 +40,21 @@ class CpuKernels:
     def pack(self, flat: Tensor, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
         before, after = kept[int(turn)], kept[1 - int(turn)]
         layout, sums = self._slots, after.numpy()
-        candidates = self._accumulate(flat, before, after, ratio)
+        candidates, values = self._accumulate(flat, before, after, ratio)
         while True:
-            values = sums[candidates]
             keys = _keys(values)
             region = (candidates >> self._shift) % layout.regions
             counts = np.bincount(region * KEYS + keys, minlength=layout.regions * KEYS).reshape(layout.regions, KEYS)
             if self._guess <= 1 or counts.sum(1).min() >= layout.entries:
                 break
             self._guess = self._lower(sums)
-            candidates = self._compare(sums)
+            candidates, values = self._compare(sums)
         chosen, smallest = _largest(keys, region, counts, layout.entries)
         self._guess = max(1, smallest - SLACK)
         places = candidates[chosen]
         self._sent = places, self._write(places, region[chosen], values[chosen], counts, _words(slots, layout))
 
-    def _accumulate(self, flat: Tensor, before: Tensor, after: Tensor, ratio: Tensor | None) -> Ints:
+    def _accumulate(self, flat: Tensor, before: Tensor, after: Tensor, ratio: Tensor | None) -> tuple[Ints, Floats]:
         found, sums = [], after.numpy()
         level = _magnitude_of(self._guess)
         for start in range(0, flat.numel(), _CHUNK):
@@ -67,20 +66,21 @@ class CpuKernels:
                 torch.mul(before[start:stop], ratio, out=sum_).add_(gradient)
             gradient.zero_()
             found.append(self._above(sums[start:stop], level, start))
-        return np.concatenate(found)
+        return _joined(found)
 
-    def _compare(self, values: Floats) -> Ints:
+    def _compare(self, values: Floats) -> tuple[Ints, Floats]:
         level = _magnitude_of(self._guess)
         starts = range(0, len(values), _CHUNK)
-        return np.concatenate([self._above(values[start : start + _CHUNK], level, start) for start in starts])
+        return _joined([self._above(values[start : start + _CHUNK], level, start) for start in starts])
 
-    def _above(self, values: Floats, level: float, start: int) -> Ints:
-        """Where they are not below a level; what is not a number is above all of them."""
+    def _above(self, values: Floats, level: float, start: int) -> tuple[Ints, Floats]:
+        """Those that are not below a level, and where; what is not a number is above all of them."""
         magnitude, passed = self._magnitude[: len(values)], self._passed[: len(values)]
         np.abs(values, out=magnitude)
         np.less(magnitude, level, out=passed)
         np.logical_not(passed, out=passed)
-        return np.flatnonzero(passed) + start
+        where = np.flatnonzero(passed)
+        return where + start, values[where]  # while they are in the cache
 
     def _lower(self, values: Floats) -> int:
         """A guess from a sample, if it is lower than the one that was too high; or none at all."""
@@ -206,6 +206,10 @@ def _entries(words: npt.NDArray[np.int16], layout: Slots, sender: str) -> tuple[
         exponents = np.clip(words[:, 0].astype(np.int64), -_EXPONENT_LIMIT, _EXPONENT_LIMIT)
         values = values * np.ldexp(np.float32(1), -exponents).astype(np.float32)[row]
     return cell, place, row, values
+
+
+def _joined(parts: list[tuple[Ints, Floats]]) -> tuple[Ints, Floats]:
+    return np.concatenate([where for where, _ in parts]), np.concatenate([values for _, values in parts])
 
 
 def _starts(counts: Ints) -> Ints:

@@ -24,8 +24,8 @@ KEY_SHIFT = 19
 """Entries are compared by these many bits less of their magnitude: sixteen steps per octave."""
 KEYS = 1 << (31 - KEY_SHIFT)
 
-SLACK = 3
-"""By how many keys the next step's guess of what is worth a look is below this step's smallest: an eighth or so."""
+SLACK = 2
+"""By how many keys the next step's guess of what is worth a look is below this step's smallest: a tenth or so."""
 
 _LARGEST_CELL = 1 << 15
 _SMALLEST_CELL = 32

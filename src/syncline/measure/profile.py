@@ -180,8 +180,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """The same profile with all times and all gradient sizes multiplied.
 
         A model made for a fast network fits a slow emulated link this way: sizes and rate shrink together,
-        and the overlap stays what it was. Resized gradients become one-dimensional and keep at least one
-        element. Overheads stay: they belong to the machine, per byte and per bucket, not to the model.
+        and the overlap stays what it was. Resized gradients keep at least one element; those of two and more
+        dimensions become matrices, both sides of which shrink alike, for hooks that factorise them. Overheads stay: they belong to the machine, per byte and per bucket, not to the model.
         """
         for field, factor in (("time", time), ("bytes", bytes)):
             if not (math.isfinite(factor) and factor > 0):
@@ -336,7 +336,10 @@ def _scaled_gradient(gradient: Gradient, time: float, bytes: float) -> Gradient:
     ready_s = gradient.ready_s * time
     if bytes == 1.0:
         return msgspec.structs.replace(gradient, ready_s=ready_s)
-    elements = max(1, round(math.prod(gradient.shape) * bytes))
-    return msgspec.structs.replace(
-        gradient, shape=(elements,), bytes=elements * ITEM_BYTES[gradient.dtype], ready_s=ready_s
-    )
+    elements = max(1.0, math.prod(gradient.shape) * bytes)
+    shape: tuple[int, ...] = (round(elements),)
+    if len(gradient.shape) > 1:
+        rows = max(1, round(gradient.shape[0] * math.sqrt(bytes)))
+        shape = (rows, max(1, round(elements / rows)))
+    size = math.prod(shape) * ITEM_BYTES[gradient.dtype]
+    return msgspec.structs.replace(gradient, shape=shape, bytes=size, ready_s=ready_s)

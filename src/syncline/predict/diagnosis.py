@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from syncline.exchange import EXCHANGES, Climbing
+from syncline.exchange import BASELINES, EXCHANGES, Climbing
 from syncline.measure.network import Network
 from syncline.measure.profile import Profile
 from syncline.predict.prediction import Losses, Prediction, predict
@@ -20,6 +20,8 @@ _WORTH = 0.02
 _FINE = 0.05
 """Below this loss nothing limits the scaling."""
 _EXCHANGES = {
+    "oktopk": "the largest 1 % of the gradients (oktopk)",
+    "hierarchical+oktopk": "inside hosts first, 1 % at the top",
     "hierarchical": "inside hosts first (hierarchical)",
     "hierarchical+bf16": "inside hosts first, bf16 at the top",
 }
@@ -146,6 +148,8 @@ def _remedies(profile: Profile, network: Network, schedule: Schedule) -> Iterato
 def _other_exchanges(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
     levels = [level for level in topology_of(network).levels if level.ranks > 1]
     for name, make in EXCHANGES.items():
+        if name in BASELINES:
+            continue
         exchange = make()
         climbs = isinstance(exchange, Climbing)
         if name == schedule.exchange_name or (climbs and len(levels) < 2) or (exchange.lossless and not climbs):

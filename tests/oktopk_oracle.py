@@ -1,0 +1,151 @@
+"""What sparse exchanges are compared with: fixed slots filled by plain sorting, and Ok-Topk as it was published.
+
+All ranks in one place, everything dense, nothing fast: only what is meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from syncline.kernels import Slots
+
+
+def keys(values: Tensor) -> Tensor:
+    """Exponent and four leading bits of mantissa, as an integer that grows with the magnitude."""
+    return ((values.to(torch.float32).view(torch.int32) & 0x7FFFFFFF) >> 19).to(torch.int64)
+
+
+def region_of(slots: Slots) -> Tensor:
+    """To which region each element of the bucket belongs."""
+    return torch.arange(slots.numel) // slots.cell % slots.regions
+
+
+def largest(values: Tensor, among: Tensor, entries: int) -> Tensor:
+    """Of the positions `among`, those with the largest keys: the first of equal ones, none of key 0. In order."""
+    where = among[keys(values[among]) > 0]
+    order = torch.sort(keys(values[where]), descending=True, stable=True).indices[:entries]
+    return where[order].sort().values
+
+
+def as_sent(values: Tensor, kind: torch.dtype) -> Tensor:
+    """What comes out of a slot that these were put in: fp16 with the largest scaled to just under 2^15."""
+    if kind != torch.float16:
+        return values.to(kind).to(torch.float32)
+    top = values.abs().max() if len(values) else torch.zeros(())
+    exponent = min(15 - int(torch.frexp(top).exponent), 120) if top < torch.inf else -114
+    return (values * 2.0**exponent).to(kind).to(torch.float32) * 2.0**-exponent
+
+
+@dataclass
+class Step:
+    """What happened in one step of `Plain`."""
+
+    sent: list[list[tuple[Tensor, Tensor]]]
+    """By rank and region: positions and values."""
+    sums: Tensor
+    """Of what was sent, dense."""
+    picked: list[tuple[Tensor, Tensor]]
+    """By region: positions and values, as sent to everyone."""
+    applied: Tensor
+
+
+class Plain:
+    """OkTopk's own definition, with a sort for each selection and a dense buffer for everything that is kept."""
+
+    def __init__(self, slots: Slots, dtype: torch.dtype = torch.float32, momentum: float = 0.0) -> None:
+        self.slots, self.dtype, self.momentum = slots, dtype, momentum
+        self.kept = [torch.zeros(slots.numel) for _ in range(slots.regions)]
+        self.velocity = [torch.zeros(slots.numel) for _ in range(slots.regions)]
+
+    def step(self, gradients: Sequence[Tensor], ratio: float = 1.0) -> Step:
+        slots = self.slots
+        ranks = range(slots.regions)
+        places = [(region_of(slots) == region).nonzero().flatten() for region in ranks]
+        velocity = [
+            held * ratio * self.momentum + gradient.to(torch.float32)
+            for held, gradient in zip(self.velocity, gradients, strict=True)
+        ]
+        incoming = [speed.to(self.dtype).to(torch.float32) for speed in velocity] if self.momentum else gradients
+        kept = [held * ratio + given.to(torch.float32) for held, given in zip(self.kept, incoming, strict=True)]
+
+        sent: list[list[tuple[Tensor, Tensor]]] = []
+        sums = torch.zeros(slots.numel)
+        for rank in ranks:
+            chosen = [largest(kept[rank], there, slots.entries) for there in places]
+            sent.append([(where, as_sent(kept[rank][where], slots.values)) for where in chosen])
+            for where, values in sent[rank]:
+                sums[where] += values
+
+        picked, applied = [], torch.zeros(slots.numel)
+        for region in ranks:
+            where = largest(sums, places[region], slots.entries)
+            values = as_sent(sums[where], slots.values)
+            picked.append((where, values))
+            applied[where] = values.to(self.dtype).to(torch.float32)
+            counts = applied[where] != 0
+            kept[region][where[counts]] += (sums - applied)[where[counts]]
+        for rank in ranks:
+            for where, values in sent[rank]:
+                counts = applied[where] != 0
+                kept[rank][where[counts]] -= values[counts]
+                velocity[rank][where[counts]] = 0
+        if bool(applied.isfinite().all()):
+            self.kept, self.velocity = kept, velocity
+        return Step(sent, sums, picked, applied.to(self.dtype))
+
+
+@dataclass
+class PaperStep:
+    """What happened in one step of `Paper`."""
+
+    selected: list[Tensor]
+    """By rank: true where it sent something."""
+    applied: Tensor
+    words: list[int]
+    """By rank: sent to others, two per entry."""
+
+
+class Paper:
+    """Ok-Topk as published, with exact thresholds in every step: as many entries as they let pass, wherever they lie."""
+
+    def __init__(self, numel: int, ranks: int, k: int) -> None:
+        self.numel, self.ranks, self.k = numel, ranks, k
+        self.residuals = [torch.zeros(numel) for _ in range(ranks)]
+
+    def step(self, gradients: Sequence[Tensor]) -> PaperStep:
+        accumulated = [held + given for held, given in zip(self.residuals, gradients, strict=True)]
+        selected = [self._at_least_the_kth(values) for values in accumulated]
+
+        bounds = self._consensus(selected)
+        sums, words = torch.zeros(self.numel), [0] * self.ranks
+        for owner in range(self.ranks):
+            region = slice(bounds[owner], bounds[owner + 1])
+            for rank in range(self.ranks):
+                where = selected[rank][region]
+                sums[region][where] += accumulated[rank][region][where]
+                words[rank] += 2 * int(where.sum()) * (rank != owner)
+
+        accepted = self._at_least_the_kth(sums)
+        for owner in range(self.ranks):  # an all-gather sends what each owner has to all others
+            words[owner] += 2 * int(accepted[bounds[owner] : bounds[owner + 1]].sum()) * (self.ranks - 1)
+        self.residuals = [
+            torch.where(mine & accepted, 0.0, values) for mine, values in zip(selected, accumulated, strict=True)
+        ]
+        return PaperStep(selected, torch.where(accepted, sums, 0.0), words)
+
+    def _at_least_the_kth(self, values: Tensor) -> Tensor:
+        threshold = values.abs().sort(descending=True).values[self.k - 1]
+        return (values.abs() >= threshold) & (values != 0)
+
+    def _consensus(self, selected: Sequence[Tensor]) -> list[int]:
+        """Where regions start: the mean of what would give each rank as many selected entries in each."""
+        proposals = []
+        for mine in selected:
+            where = mine.nonzero().flatten()
+            cuts = [len(where) * region // self.ranks for region in range(1, self.ranks)]
+            proposals.append(where[cuts].to(torch.float64) if len(where) else torch.zeros(self.ranks - 1))
+        return [0, *torch.stack(proposals).mean(0).to(torch.int64).tolist(), self.numel]

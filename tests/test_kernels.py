@@ -1,0 +1,725 @@
+"""Selection of large entries: on CPU against plain sorting, on CUDA against the CPU, and what damaged slots can do.
+
+Run as a script, this compares CUDA's kernels with the CPU's in Triton's interpreter, and prints what differs by case.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from oktopk_oracle import Plain, largest, region_of
+from syncline.errors import ExchangeError
+from syncline.kernels import Kernels, Slots, kernels_for
+from syncline.kernels.cpu import CpuKernels
+
+settings = functools.partial(hypothesis_settings, deadline=None, derandomize=True)
+
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
+KINDS = (
+    "normal",
+    "heavy-tailed",
+    "integers",
+    "equal",
+    "zero",
+    "one non-zero",
+    "one cell",
+    "one region",
+    "the end",
+    "denormal",
+    "few magnitudes",
+)
+
+
+def made(kind: str, slots: Slots, generator: torch.Generator) -> Tensor:
+    """A gradient of this kind, with its large entries where this bucket's slots may have to fight for room."""
+    numel = slots.numel
+    normal = torch.randn(numel, generator=generator)
+    position = torch.arange(numel)
+    cell = int(torch.randint(-(-numel // slots.cell), (), generator=generator))
+    match kind:
+        case "heavy-tailed":
+            return normal * torch.exp(3 * torch.randn(numel, generator=generator))
+        case "integers":
+            return torch.randint(-300, 301, (numel,), generator=generator).float()
+        case "equal":
+            return torch.full((numel,), -0.75)
+        case "zero":
+            return torch.zeros(numel)
+        case "one non-zero":
+            return torch.where(position == cell * slots.cell, 3.0, 0.0)
+        case "one cell":
+            return torch.where(position // slots.cell == cell, 1000 * normal, 0.0)
+        case "one region":
+            return torch.where(position // slots.cell % slots.regions == cell % slots.regions, normal, 0.0)
+        case "the end":
+            return torch.where(position >= numel - 5, normal, 0.0)
+        case "denormal":
+            return normal * 2.0**-128
+        case "few magnitudes":
+            return torch.tensor([0.5, -1.0, 1.0, 1.03, 0.0])[torch.randint(5, (numel,), generator=generator)]
+        case _:
+            return normal
+
+
+# --- ranks without anything between them ------------------------------------------------------------------------
+
+
+@dataclass
+class Seen:
+    """Of one step: what each rank packed, summed, got and kept."""
+
+    slots: list[Tensor]
+    sums: list[Tensor]
+    gathered: Tensor
+    flats: list[Tensor]
+    kept: list[Tensor]
+    velocity: list[Tensor]
+    finite: list[bool]
+
+
+class World:
+    """As many ranks as there are regions. Slots are handed over, and used again in the next step, whatever is left in
+    them; what ranks keep lies between guards that nobody may touch."""
+
+    def __init__(self, slots: Slots, make: Callable[[], Kernels], device: str = "cpu") -> None:
+        self.slots = slots
+        ranks = range(slots.regions)
+        self.kernels = [make() for _ in ranks]
+        self._memory = torch.zeros(slots.regions, 2, 4, slots.numel, device=device)
+        self.kept, self.velocity = self._memory[:, 0, 1:3], self._memory[:, 1, 1:3]
+        self.turns = [torch.zeros((), dtype=torch.int32, device=device) for _ in ranks]
+        self.sent = torch.full((slots.regions, slots.regions, slots.bytes), 0xAB, dtype=torch.uint8, device=device)
+        self.picked = torch.full((slots.regions, slots.bytes), 0xAB, dtype=torch.uint8, device=device)
+
+    def step(self, gradients: Sequence[Tensor], ratio: float | None = None) -> Seen:
+        ranks, device, dtype = range(self.slots.regions), self.sent.device, gradients[0].dtype
+        factor = None if ratio is None else torch.tensor(ratio, device=device)
+        flats = [gradient.to(device, copy=True) for gradient in gradients]
+        for rank in ranks:
+            self.velocity[rank, 1 - int(self.turns[rank])] = 1.0
+            self.kernels[rank].pack(flats[rank], self.kept[rank], self.turns[rank], factor, self.sent[rank])
+            assert not bool(flats[rank].any()), "the bucket must be cleared"
+        sums = []
+        for rank in ranks:
+            sums.append(self.kernels[rank].total(self.sent[:, rank].contiguous()).clone())
+            self.kernels[rank].select(rank, self.kept[rank], self.turns[rank], dtype, self.picked[rank])
+        finite = []
+        for rank in ranks:
+            finite.append(bool(self.kernels[rank].spread(self.picked.clone(), flats[rank])))
+            self.kernels[rank].release(flats[rank], self.kept[rank], self.turns[rank], self.velocity[rank])
+            self.turns[rank] = 1 - self.turns[rank]
+        assert self.guarded(), "something was written outside of what is kept"
+        return Seen(
+            [slot.cpu().clone() for slot in self.sent],
+            [total.cpu() for total in sums],
+            self.picked.cpu().clone(),
+            [flat.cpu() for flat in flats],
+            [self.kept[rank, int(self.turns[rank])].cpu().clone() for rank in ranks],
+            [self.velocity[rank, int(self.turns[rank])].cpu().clone() for rank in ranks],
+            finite,
+        )
+
+    def guarded(self) -> bool:
+        return not bool(self._memory[:, :, 0].any()) and not bool(self._memory[:, :, 3].any())
+
+
+def decoded(slot: Tensor, slots: Slots, region: int) -> tuple[Tensor, Tensor]:
+    """Positions in the bucket and values of the entries of one slot, read as its format says."""
+    words = slot.view(torch.int16)
+    positions, first = [], slots.places_at
+    for cell, count in enumerate(words[1 : 1 + slots.cells].tolist()):
+        for place in words[first : first + count].tolist():
+            positions.append((cell * slots.regions + region) * slots.cell + place)
+        first += count
+    found = first - slots.places_at
+    if slots.values == torch.float32:
+        return torch.tensor(positions, dtype=torch.int64), slot.view(torch.float32)[slots.values_at // 2 :][:found]
+    values = words[slots.values_at :][:found].view(slots.values).to(torch.float32)
+    return torch.tensor(positions, dtype=torch.int64), values * 2.0 ** -int(words[0])
+
+
+def dense_region(flat: Tensor, slots: Slots, region: int) -> Tensor:
+    """The cells of one region, one behind the other, zeros beyond the bucket's end."""
+    whole = torch.zeros(slots.cells * slots.regions * slots.cell)
+    whole[: slots.numel] = flat
+    return whole.view(slots.cells, slots.regions, slots.cell)[:, region].reshape(-1)
+
+
+@st.composite
+def any_slots(draw: st.DrawFn) -> Slots:
+    """Also such as no density gives: few cells, or many; more entries than a region has elements."""
+    regions, cell = draw(st.integers(1, 7)), draw(st.sampled_from([1, 32, 64, 256]))
+    numel = draw(st.integers(1, min(1600, cell * regions * 12)))
+    entries = draw(st.integers(1, 2 + numel // regions))
+    return Slots(numel, regions, entries, cell, draw(st.sampled_from(TYPES)))
+
+
+# --- on the CPU -------------------------------------------------------------------------------------------------
+
+
+@given(
+    slots=any_slots(),
+    steps=st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from([-20, 0, 20])), min_size=1, max_size=3),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float64]),
+    ratio=st.sampled_from([None, None, 1.0, 0.5, 4.0, 0.3]),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=120)
+def test_slots_sums_and_what_is_kept_are_those_of_plain_sorting(
+    slots: Slots, steps: list[tuple[str, int]], dtype: torch.dtype, ratio: float | None, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    world, plain = World(slots, lambda: CpuKernels(slots)), Plain(slots, dtype)
+    for kind, octaves in steps:
+        gradients = [(made(kind, slots, generator) * 2.0**octaves).to(dtype) for _ in range(slots.regions)]
+        seen = world.step(gradients, ratio)
+        expected = plain.step(gradients, 1.0 if ratio is None else ratio)
+        for rank in range(slots.regions):
+            for region in range(slots.regions):
+                where, values = decoded(seen.slots[rank][region], slots, region)
+                assert torch.equal(where, expected.sent[rank][region][0])
+                assert torch.equal(values, expected.sent[rank][region][1])
+            assert torch.equal(seen.sums[rank], dense_region(expected.sums, slots, rank))
+            where, values = decoded(seen.gathered[rank], slots, rank)
+            assert torch.equal(where, expected.picked[rank][0])
+            assert torch.equal(values, expected.picked[rank][1])
+            assert torch.equal(seen.flats[rank], expected.applied)
+            assert torch.equal(seen.kept[rank], plain.kept[rank])
+            assert torch.equal(seen.velocity[rank] == 0, plain_released(expected.sent[rank], expected.applied))
+        assert all(seen.finite)
+
+
+def plain_released(sent: list[tuple[Tensor, Tensor]], applied: Tensor) -> Tensor:
+    """True at what a rank sent and all ranks applied."""
+    released = torch.zeros(applied.numel(), dtype=torch.bool)
+    for where, _ in sent:
+        released[where] = applied[where] != 0
+    return released
+
+
+@given(
+    slots=any_slots(),
+    before=st.lists(st.tuples(st.sampled_from(KINDS), st.sampled_from([-40, -20, 0, 20, 40])), min_size=1, max_size=4),
+    kind=st.sampled_from(KINDS),
+    seed=st.integers(0, 999),
+)
+@settings(max_examples=150)
+def test_what_is_selected_does_not_depend_on_what_was_selected_before(
+    slots: Slots, before: list[tuple[str, int]], kind: str, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    used, turn = CpuKernels(slots), torch.zeros((), dtype=torch.int32)
+
+    def packed(kernels: Kernels, gradient: Tensor) -> Tensor:
+        rows = torch.zeros(slots.regions, slots.bytes, dtype=torch.uint8)
+        kernels.pack(gradient.clone(), torch.zeros(2, slots.numel), turn, None, rows)
+        return rows
+
+    for earlier, octaves in before:
+        packed(used, made(earlier, slots, generator) * 2.0**octaves)
+    gradient = made(kind, slots, generator)
+    assert torch.equal(packed(used, gradient), packed(CpuKernels(slots), gradient))
+
+
+@pytest.mark.parametrize("values", TYPES)
+@pytest.mark.parametrize("numel", [300_001, 131_072])
+def test_buckets_that_are_read_in_several_pieces_are_sorted_as_one(values: torch.dtype, numel: int) -> None:
+    slots = Slots.of(numel, 3, 0.001, values)
+    assert slots is not None
+    assert slots.cell == 1 << 13
+    generator = torch.Generator().manual_seed(numel)
+    world, plain = World(slots, lambda: CpuKernels(slots)), Plain(slots)
+    for octaves in (0, -20, 20):
+        gradients = [made("heavy-tailed", slots, generator) * 2.0**octaves for _ in range(3)]
+        seen, expected = world.step(gradients), plain.step(gradients)
+        assert torch.equal(seen.flats[1], expected.applied)
+        for rank in range(3):
+            assert torch.equal(seen.kept[rank], plain.kept[rank])
+
+
+def test_the_largest_cells_hold_places_up_to_their_end() -> None:
+    slots = Slots.of(2 * 32768 + 1000, 2, 0.0005, torch.bfloat16)
+    assert slots is not None
+    assert slots.cell == 1 << 14
+    slots = Slots(2 * 32768 + 1000, 2, 40, 1 << 15, torch.bfloat16)
+    gradient = torch.zeros(slots.numel)
+    edges = torch.tensor([0, 32767, 32768, 65535, 65536, slots.numel - 1])
+    gradient[edges] = 1.0
+    seen = World(slots, lambda: CpuKernels(slots)).step([gradient, gradient])
+    assert torch.equal(seen.flats[0], 2 * gradient)
+    assert not bool(seen.kept[0].any())
+
+
+@given(
+    slots=any_slots(), seed=st.integers(0, 999), limit=st.sampled_from([1, 8, 300, 1 << 16]), steps=st.integers(1, 4)
+)
+@settings(max_examples=60)
+def test_integers_are_conserved_exactly_whatever_they_travel_in(
+    slots: Slots, seed: int, limit: int, steps: int
+) -> None:
+    """16 bits hold a few leading bits of an integer: what they leave is an integer too."""
+    generator = torch.Generator().manual_seed(seed)
+    world, came_in, applied = World(slots, lambda: CpuKernels(slots)), torch.zeros(slots.numel), 0
+    for _ in range(steps):
+        gradients = [
+            torch.randint(-limit, limit + 1, (slots.numel,), generator=generator).float() for _ in range(slots.regions)
+        ]
+        came_in += torch.stack(gradients).sum(0)
+        seen = world.step(gradients)
+        applied = applied + seen.flats[0]
+        assert torch.equal(applied + torch.stack(seen.kept).sum(0), came_in)
+
+
+def test_the_first_of_equal_entries_are_selected() -> None:
+    slots = Slots(400, 2, 10, 32, torch.float32)
+    seen = World(slots, lambda: CpuKernels(slots)).step([torch.ones(400), -torch.ones(400)])
+    for region in (0, 1):
+        assert decoded(seen.slots[0][region], slots, region)[0].tolist() == list(range(32 * region, 32 * region + 10))
+
+
+def test_entries_whose_keys_are_equal_count_as_equal_and_the_next_key_as_more() -> None:
+    slots = Slots(64, 1, 2, 32, torch.float32)
+    gradient = torch.zeros(64)
+    gradient[[5, 9, 40, 60]] = torch.tensor([1.0, 1.0624, 1.0625, -1.0])  # sixteen keys per octave
+    seen = World(slots, lambda: CpuKernels(slots)).step([gradient])
+    assert decoded(seen.slots[0][0], slots, 0)[0].tolist() == [5, 40]
+
+
+def test_the_smallest_magnitudes_that_have_a_key_are_selected_and_those_below_never() -> None:
+    slots = Slots(64, 1, 64, 32, torch.float32)
+    gradient = torch.zeros(64)
+    gradient[7], gradient[8] = 2.0**-130, 2.0**-131
+    seen = World(slots, lambda: CpuKernels(slots)).step([gradient])
+    assert seen.flats[0].nonzero().flatten().tolist() == [7]
+    assert seen.kept[0].nonzero().flatten().tolist() == [8]
+
+
+def test_a_region_is_summed_in_the_order_of_ranks_in_fp32() -> None:
+    slots = Slots(64, 3, 8, 32, torch.float32)
+    big, tiny = torch.zeros(64), torch.zeros(64)
+    big[3], tiny[3] = 2.0**24, 1.0  # one more is lost, two more at once are not
+    for order, expected in (([big, tiny, tiny], 2.0**24), ([tiny, tiny, big], 2.0**24 + 2)):
+        seen = World(slots, lambda: CpuKernels(slots)).step(order)
+        assert seen.sums[0][3] == expected
+        assert all(flat[3] == expected for flat in seen.flats)
+
+
+@pytest.mark.parametrize("values", TYPES)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_an_owner_keeps_what_casting_its_sums_loses(values: torch.dtype, dtype: torch.dtype) -> None:
+    slots = Slots(64, 2, 8, 32, values)
+    gradients = [torch.zeros(64), torch.zeros(64)]
+    gradients[0][40] = 1.0
+    gradients[1][40] = 2.0**-6 + 2.0**-8  # their sum needs more bits than bf16 has, fewer than fp16 has
+    seen = World(slots, lambda: CpuKernels(slots)).step([gradient.to(dtype) for gradient in gradients])
+    applied = seen.flats[0][40].float()
+    assert applied == (1.0 + 2.0**-6 if torch.bfloat16 in (values, dtype) else 1.0 + 2.0**-6 + 2.0**-8)
+    assert seen.kept[1][40] == 1.0 + 2.0**-6 + 2.0**-8 - applied  # region 1 is rank 1's
+    assert not bool(seen.kept[0].any())
+
+
+def test_what_a_rank_s_own_cast_loses_stays_with_it() -> None:
+    slots = Slots(64, 2, 8, 32, torch.bfloat16)
+    gradients = [torch.zeros(64), torch.zeros(64)]
+    gradients[0][40] = 1.0 + 2.0**-12
+    seen = World(slots, lambda: CpuKernels(slots)).step(gradients)
+    assert seen.flats[1][40] == 1.0
+    assert seen.kept[0][40] == 2.0**-12
+    assert seen.kept[1][40] == 0.0
+
+
+@pytest.mark.parametrize("values", TYPES)
+def test_a_sum_that_the_bucket_s_type_cannot_hold_waits_where_it_is(values: torch.dtype) -> None:
+    slots = Slots(64, 2, 8, 32, values)
+    gradient = torch.zeros(64, dtype=torch.float16)
+    gradient[50] = 2.0**-24
+    world = World(slots, lambda: CpuKernels(slots))
+    world.kept[0, 0, 10] = 2.0**-30
+    seen = world.step([gradient, gradient])
+    assert seen.flats[0][50] == 2.0**-23
+    assert seen.flats[0][10] == 0.0
+    assert seen.kept[0][10] == 2.0**-30
+    assert seen.kept[1][10] == 0.0
+
+
+def test_what_fp16_cannot_hold_beside_the_largest_is_kept() -> None:
+    slots = Slots(64, 2, 8, 32, torch.float16)
+    gradient = torch.zeros(64)
+    gradient[3], gradient[4] = 1e30, 1.0
+    seen = World(slots, lambda: CpuKernels(slots)).step([gradient, torch.zeros(64)])
+    assert seen.flats[0][3] == pytest.approx(1e30, rel=2**-10)
+    assert seen.flats[0][4] == 0.0
+    assert seen.kept[0][4] == 1.0
+    assert seen.finite == [True, True]
+
+
+@pytest.mark.parametrize("values", TYPES)
+@pytest.mark.parametrize("scale", [1e-36, 1e-20, 1.0, 1e20, 1e36])
+def test_values_of_any_size_travel_with_their_type_s_precision(values: torch.dtype, scale: float) -> None:
+    slots = Slots(640, 2, 60, 32, values)
+    generator = torch.Generator().manual_seed(1)
+    gradients = [made("normal", slots, generator) * scale for _ in range(2)]
+    seen = World(slots, lambda: CpuKernels(slots)).step(gradients)
+    for rank in (0, 1):
+        for region in (0, 1):
+            where, sent = decoded(seen.slots[rank][region], slots, region)
+            assert len(where) == 60
+            error = (sent - gradients[rank][where]).abs()
+            assert bool((error <= torch.finfo(values).eps / 2 * gradients[rank][where].abs()).all())
+
+
+@pytest.mark.parametrize("values", TYPES)
+@pytest.mark.parametrize("culprit", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_goes_before_everything_else_and_is_seen_by_all(values: torch.dtype, culprit: float) -> None:
+    slots = Slots(600, 3, 5, 32, values)
+    generator = torch.Generator().manual_seed(2)
+    for place in (0, 299, 599):
+        gradients = [made("heavy-tailed", slots, generator) for _ in range(3)]
+        gradients[1][place] = culprit
+        seen = World(slots, lambda: CpuKernels(slots)).step(gradients)
+        assert seen.finite == [False] * 3
+        assert all(not bool(flat[place].isfinite()) for flat in seen.flats)
+
+
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 8.0, 2.0**-20, 0.3])
+def test_what_was_kept_is_scaled_before_the_gradient_is_added(ratio: float) -> None:
+    slots = Slots(100, 1, 3, 32, torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    kept = torch.stack([made("normal", slots, generator), torch.zeros(100)])
+    before, gradient = kept[0].clone(), made("normal", slots, generator)
+    rows = torch.zeros(1, slots.bytes, dtype=torch.uint8)
+    turn = torch.zeros((), dtype=torch.int32)
+    CpuKernels(slots).pack(gradient.clone(), kept, turn, torch.tensor(ratio), rows)
+    assert torch.equal(kept[0], before)  # in force until the step is known to count
+    assert torch.equal(kept[1], before * torch.tensor(ratio) + gradient)
+    where, values = decoded(rows[0], slots, 0)
+    assert torch.equal(where, largest(kept[1], torch.arange(100), 3))
+    assert torch.equal(values, kept[1][where])
+
+
+def test_cells_are_dealt_to_regions_like_cards() -> None:
+    slots = Slots(330, 3, 200, 32, torch.float32)
+    seen = World(slots, lambda: CpuKernels(slots)).step([torch.ones(330)] * 3)
+    for region in range(3):
+        where, _ = decoded(seen.slots[0][region], slots, region)
+        assert torch.equal(where, (region_of(slots) == region).nonzero().flatten())
+        assert [int(first) // 32 for first in where[::32]] == list(range(region, 11, 3))
+
+
+def test_kernels_are_found_by_device() -> None:
+    assert isinstance(kernels_for(Slots(64, 1, 2, 32, torch.float32), torch.device("cpu")), CpuKernels)
+
+
+# --- slots ------------------------------------------------------------------------------------------------------
+
+
+@given(
+    numel=st.integers(1, 10**8),
+    regions=st.integers(1, 64),
+    density=st.floats(1e-6, 1.0),
+    values=st.sampled_from(TYPES),
+)
+@settings(max_examples=300)
+def test_slots_have_room_for_the_density_and_words_for_every_place(
+    numel: int, regions: int, density: float, values: torch.dtype
+) -> None:
+    slots = Slots.of(numel, regions, density, values)
+    selected = int(density * numel)
+    if slots is None:
+        assert selected < 8 * regions
+        return
+    assert selected >= 8 * regions
+    assert selected <= slots.entries * regions < selected + regions
+    assert slots.cell & (slots.cell - 1) == 0
+    assert slots.cell <= 1 << 15  # a place is 16 bits
+    assert slots.cells * slots.regions * slots.cell >= numel
+    assert 1 + slots.cells <= slots.places_at
+    assert slots.places_at + slots.entries <= slots.values_at
+    assert slots.values_at % 2 == 0  # fp32 values lie on their own boundaries
+    assert slots.bytes == 2 * slots.words
+    assert slots.bytes % 4 == 0
+    assert slots.words >= slots.values_at + slots.entries * values.itemsize // 2
+
+
+@pytest.mark.parametrize("regions", [2, 4, 16, 64])
+@pytest.mark.parametrize("density", [0.001, 0.01, 0.1])
+def test_regions_of_a_large_bucket_have_their_share_of_it(regions: int, density: float) -> None:
+    slots = Slots.of(10_000_019, regions, density, torch.bfloat16)
+    assert slots is not None
+    owned = torch.bincount(region_of(slots), minlength=regions)
+    assert int(owned.max()) - int(owned.min()) <= slots.cell
+    assert int(owned.min()) > 0.9 * 10_000_019 / regions
+
+
+# --- damaged slots ----------------------------------------------------------------------------------------------
+
+ODD = Slots(333, 2, 20, 32, torch.float32)
+"""The last cell of region 0 is partly, that of region 1 wholly behind the bucket."""
+
+
+def packed(slots: Slots, seed: int = 0) -> Tensor:
+    """Slots as they should be: what two ranks sent to the first, or what two owners sent to all."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.zeros(slots.regions, slots.bytes, dtype=torch.uint8)
+    turn = torch.zeros((), dtype=torch.int32)
+    CpuKernels(slots).pack(made("normal", slots, generator), torch.zeros(2, slots.numel), turn, None, rows)
+    return rows
+
+
+def with_words(rows: Tensor, row: int, words: dict[int, int]) -> Tensor:
+    changed = rows.clone()
+    for place, word in words.items():
+        changed[row].view(torch.int16)[place] = word
+    return changed
+
+
+def damaged(slots: Slots) -> Iterator[tuple[str, Tensor]]:
+    """One defect each, in the second slot."""
+    rows = packed(slots)
+    counts = range(1, 1 + slots.cells)
+    yield "more entries in a cell than in a slot", with_words(rows, 1, {1: slots.entries + 1})
+    yield "more entries in a cell than it has elements", with_words(rows, 1, {1: slots.cell + 1})
+    yield "as many entries as words can say", with_words(rows, 1, dict.fromkeys(counts, -1))
+    yield "an entry more in all than there is room for", with_words(rows, 1, {1: int(rows[1].view(torch.int16)[1]) + 1})
+    yield "a place behind its cell", with_words(rows, 1, {slots.places_at: slots.cell})
+    yield "a place before its cell", with_words(rows, 1, {slots.places_at: -1})
+    no_more = dict.fromkeys(counts, 0)
+    yield "a place behind the bucket", with_words(rows, 1, {**no_more, slots.cells: 1, slots.places_at: slots.cell - 1})
+
+
+BEHIND = "a place behind the bucket"
+"""It depends on the region where that is, so an owner finds it when it selects."""
+
+
+@pytest.mark.parametrize("defect", [name for name, _ in damaged(ODD)])
+def test_a_damaged_slot_is_refused_before_anything_is_written(defect: str) -> None:
+    rows = dict(damaged(ODD))[defect]
+    flat = torch.zeros(ODD.numel)
+    with pytest.raises(ExchangeError, match="a region's owner sent") as refused:
+        CpuKernels(ODD).spread(rows, flat)
+    assert "\n" not in str(refused.value)
+    assert not bool(flat.any())
+
+
+@pytest.mark.parametrize("defect", [name for name, _ in damaged(ODD) if name != BEHIND])
+def test_a_damaged_slot_is_not_summed_and_its_sender_is_named(defect: str) -> None:
+    with pytest.raises(ExchangeError, match="rank 1 sent"):
+        CpuKernels(ODD).total(dict(damaged(ODD))[defect])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_entry_behind_the_bucket_is_refused_by_the_owner_of_its_region(rank: int) -> None:
+    kernels, kept, turn = CpuKernels(ODD), torch.zeros(2, ODD.numel), torch.zeros((), dtype=torch.int32)
+    with pytest.raises(ExchangeError) as refused:
+        kernels.total(dict(damaged(ODD))[BEHIND])
+        kernels.select(rank, kept, turn, torch.float32, torch.zeros(ODD.bytes, dtype=torch.uint8))
+    assert "\n" not in str(refused.value)
+    assert not bool(kept.any())
+
+
+@given(
+    values=st.sampled_from(TYPES),
+    words=st.dictionaries(st.integers(0, 63), st.integers(-(1 << 15), (1 << 15) - 1), max_size=4),
+    small=st.dictionaries(st.integers(0, 63), st.integers(0, 40), max_size=4),
+    rank=st.integers(0, 1),
+    seed=st.integers(0, 9),
+)
+@settings(max_examples=300)
+def test_slots_with_any_words_in_them_are_refused_or_valid(
+    values: torch.dtype, words: dict[int, int], small: dict[int, int], rank: int, seed: int
+) -> None:
+    slots = Slots(ODD.numel, ODD.regions, ODD.entries, ODD.cell, values)
+    rows = with_words(packed(slots, seed), rank, {**words, **small})
+    check_refused_or_valid(slots, rows, rank)
+
+
+@given(noise=st.binary(min_size=2 * ODD.bytes, max_size=2 * ODD.bytes), rank=st.integers(0, 1), blank=st.booleans())
+@settings(max_examples=100)
+def test_slots_of_noise_are_refused_or_valid(noise: bytes, rank: int, blank: bool) -> None:
+    rows = torch.frombuffer(bytearray(noise), dtype=torch.uint8).view(2, ODD.bytes)
+    if blank:  # or they are refused for the first count that is read
+        rows.view(torch.int16)[:, 1 : 1 + ODD.cells] %= 4
+    check_refused_or_valid(ODD, rows, rank)
+
+
+def check_refused_or_valid(slots: Slots, rows: Tensor, rank: int) -> None:
+    flat = torch.zeros(slots.numel)
+    try:
+        finite = CpuKernels(slots).spread(rows, flat)
+    except ExchangeError:
+        assert not bool(flat.any())
+    else:
+        entries = [decoded(row, slots, region) for region, row in enumerate(rows)]
+        where = torch.cat([positions for positions, _ in entries])
+        assert set(flat.nonzero().flatten().tolist()) <= set(where.tolist())
+        assert bool(finite) == bool(torch.cat([values for _, values in entries]).isfinite().all())
+    kernels, turn = CpuKernels(slots), torch.zeros((), dtype=torch.int32)
+    try:
+        kernels.total(rows)
+        kernels.select(rank, torch.zeros(2, slots.numel), turn, torch.float32, slot := torch.zeros_like(rows[0]))
+    except ExchangeError:
+        return
+    where, _ = decoded(slot, slots, rank)
+    assert len(where) == 0 or int(where.max()) < slots.numel
+
+
+# --- on CUDA: the same bits -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps are kinds of data, by how many octaves larger, and what the kept is scaled by."""
+
+    numel: int
+    ranks: int
+    density: float
+    values: torch.dtype
+    dtype: torch.dtype
+    steps: tuple[tuple[str, int, float | None], ...]
+
+
+CASES = {
+    "bf16 values": Case(
+        1501, 2, 0.05, torch.bfloat16, torch.float32, (("normal", 0, None), ("heavy-tailed", 0, 2.0), ("equal", 1, 0.3))
+    ),
+    "fp16 values, three ranks": Case(
+        1031, 3, 0.06, torch.float16, torch.float32, (("heavy-tailed", 0, None), ("normal", 5, 0.5))
+    ),
+    "fp32 values, full cells, guesses far too high and far too low": Case(
+        1100,
+        2,
+        0.04,
+        torch.float32,
+        torch.float32,
+        (("normal", 20, None), ("one cell", 20, None), ("zero", 0, 2.0**-30), ("normal", 20, None)),
+    ),
+    "bf16 buckets": Case(
+        1003, 2, 0.05, torch.bfloat16, torch.bfloat16, (("few magnitudes", 0, None), ("integers", 0, None))
+    ),
+    "fp16 buckets, fp32 values": Case(
+        1003, 2, 0.05, torch.float32, torch.float16, (("normal", 0, None), ("few magnitudes", -13, 2.0**-12))
+    ),
+    "fp16 buckets, fp16 values": Case(
+        1003, 2, 0.05, torch.float16, torch.float16, (("the end", 0, None), ("one non-zero", 0, 0.5))
+    ),
+}
+
+
+def difference(case: Case, make: Callable[[Slots], Kernels], device: str) -> str:
+    """Between these kernels and the CPU's; nothing if all bits are the same."""
+    slots = Slots.of(case.numel, case.ranks, case.density, case.values)
+    assert slots is not None
+    generator = torch.Generator().manual_seed(case.numel)
+    reference, world = World(slots, lambda: CpuKernels(slots)), World(slots, lambda: make(slots), device)
+    for number, (kind, octaves, ratio) in enumerate(case.steps):
+        gradients = [(made(kind, slots, generator) * 2.0**octaves).to(case.dtype) for _ in range(case.ranks)]
+        ours, theirs = reference.step(gradients, ratio), world.step(gradients, ratio)
+        for what in ("slots", "sums", "gathered", "flats", "kept", "velocity"):
+            for rank, (mine, other) in enumerate(zip(getattr(ours, what), getattr(theirs, what), strict=True)):
+                unequal = mine.view(torch.uint8) != other.view(torch.uint8)
+                if bool(unequal.any()):
+                    return f"step {number} ({kind}), rank {rank}: {int(unequal.sum())} bytes of {what} differ"
+        if ours.finite != theirs.finite:
+            return f"step {number} ({kind}): {theirs.finite} where the CPU says {ours.finite}"
+    return ""
+
+
+def harm(rows: Tensor, make: Callable[[Slots], Kernels], device: str) -> str:
+    """What damaged slots do that they may not: pass for a step that counts, or write where nothing is."""
+    kernels, found = make(ODD), []
+    memory = torch.zeros(3 * ODD.numel, device=device)
+    flat, beside = memory[ODD.numel : 2 * ODD.numel], memory.view(3, ODD.numel)[::2]
+    if bool(kernels.spread(rows.to(device), flat)):
+        found.append("a result that counts")
+    if bool(flat.isfinite().all()):
+        found.append("a finite result")
+    if bool((beside != 0).any()):
+        found.append("a result beside the bucket")
+    for rank in range(ODD.regions):
+        memory = torch.zeros(4, ODD.numel, device=device)
+        turn = torch.zeros((), dtype=torch.int32, device=device)
+        slot = torch.zeros(ODD.bytes, dtype=torch.uint8, device=device)
+        kernels.total(torch.stack([packed(ODD)[rank], rows[1]]).to(device))
+        kernels.select(rank, memory[1:3], turn, torch.bfloat16, slot)
+        if bool((memory[::3] != 0).any()):
+            found.append(f"something beside what rank {rank} keeps")
+    return ", ".join(found)
+
+
+def not_finite(make: Callable[[Slots], Kernels], device: str) -> str:
+    slots = Slots(400, 2, 5, 128, torch.bfloat16)
+    for culprit in (float("nan"), -float("inf")):
+        gradients = [torch.ones(400), torch.ones(400)]
+        gradients[1][399] = culprit
+        seen = World(slots, lambda: make(slots), device).step(gradients)
+        if any(seen.finite) or bool(seen.flats[0][399].isfinite()):
+            return f"{culprit} passes for a number"
+    return ""
+
+
+def report(make: Callable[[Slots], Kernels], device: str) -> dict[str, str]:
+    """By name of the check: what is wrong."""
+    return {
+        **{name: difference(case, make, device) for name, case in CASES.items()},
+        **{name: harm(rows, make, device) for name, rows in damaged(ODD)},
+        "not a number": not_finite(make, device),
+    }
+
+
+CHECKS = [*CASES, *(name for name, _ in damaged(ODD)), "not a number"]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict[str, str]:
+    """By check: what is wrong with CUDA's kernels in Triton's interpreter, which must be asked for before an import."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(Path(__file__).resolve())]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert run.returncode == 0, run.stderr
+    found: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_interpreted_cuda_kernels_give_the_bits_of_the_cpu_s_and_damage_does_no_harm(
+    check: str, interpreted: dict[str, str]
+) -> None:
+    assert interpreted[check] == ""
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("check", CHECKS)
+def test_cuda_kernels_give_the_bits_of_the_cpu_s_and_damage_does_no_harm(check: str, on_cuda: dict[str, str]) -> None:
+    assert on_cuda[check] == ""
+
+
+@pytest.fixture(scope="module")
+def on_cuda() -> dict[str, str]:
+    pytest.importorskip("triton")
+    return report(lambda slots: kernels_for(slots, torch.device("cuda")), "cuda")
+
+
+def main() -> None:
+    from syncline.kernels.cuda import CudaKernels
+
+    torch.set_num_threads(1)
+    print(json.dumps(report(lambda slots: CudaKernels(slots, torch.device("cpu")), "cpu")))
+
+
+if __name__ == "__main__":
+    main()
