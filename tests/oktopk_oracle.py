@@ -1,4 +1,4 @@
-"""What sparse exchanges are compared with: fixed slots filled by plain sorting, and Ok-Topk as it was published.
+"""What sparse exchanges are given, and compared with: fixed slots filled by plain sorting, and Ok-Topk as published.
 
 All ranks in one place, everything dense, nothing fast: only what is meant.
 """
@@ -12,6 +12,51 @@ import torch
 from torch import Tensor
 
 from syncline.kernels import Slots
+
+KINDS = (
+    "normal",
+    "heavy-tailed",
+    "integers",
+    "equal",
+    "zero",
+    "one non-zero",
+    "one cell",
+    "one region",
+    "the end",
+    "denormal",
+    "few magnitudes",
+)
+
+
+def made(kind: str, slots: Slots, generator: torch.Generator) -> Tensor:
+    """A gradient of this kind, with its large entries where this bucket's slots may have to fight for room."""
+    numel = slots.numel
+    normal = torch.randn(numel, generator=generator)
+    position = torch.arange(numel)
+    cell = int(torch.randint(-(-numel // slots.cell), (), generator=generator))
+    match kind:
+        case "heavy-tailed":
+            return normal * torch.exp(3 * torch.randn(numel, generator=generator))
+        case "integers":
+            return torch.randint(-300, 301, (numel,), generator=generator).float()
+        case "equal":
+            return torch.full((numel,), -0.75)
+        case "zero":
+            return torch.zeros(numel)
+        case "one non-zero":
+            return torch.where(position == cell * slots.cell, 3.0, 0.0)
+        case "one cell":
+            return torch.where(position // slots.cell == cell, 1000 * normal, 0.0)
+        case "one region":
+            return torch.where(position // slots.cell % slots.regions == cell % slots.regions, normal, 0.0)
+        case "the end":
+            return torch.where(position >= numel - 5, normal, 0.0)
+        case "denormal":
+            return normal * 2.0**-128
+        case "few magnitudes":
+            return torch.tensor([0.5, -1.0, 1.0, 1.03, 0.0])[torch.randint(5, (numel,), generator=generator)]
+        case _:
+            return normal
 
 
 def keys(values: Tensor) -> Tensor:
@@ -110,7 +155,7 @@ class PaperStep:
 
 
 class Paper:
-    """Ok-Topk as published, with exact thresholds in every step: as many entries as they let pass, wherever they lie."""
+    """Ok-Topk as published, with exact thresholds in every step: as many entries as pass, wherever they lie."""
 
     def __init__(self, numel: int, ranks: int, k: int) -> None:
         self.numel, self.ranks, self.k = numel, ranks, k

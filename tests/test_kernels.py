@@ -21,7 +21,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from oktopk_oracle import Plain, largest, region_of
+from oktopk_oracle import KINDS, Plain, largest, made, region_of
 from syncline.errors import ExchangeError
 from syncline.kernels import Kernels, Slots, kernels_for
 from syncline.kernels.cpu import CpuKernels
@@ -29,50 +29,6 @@ from syncline.kernels.cpu import CpuKernels
 settings = functools.partial(hypothesis_settings, deadline=None, derandomize=True)
 
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
-KINDS = (
-    "normal",
-    "heavy-tailed",
-    "integers",
-    "equal",
-    "zero",
-    "one non-zero",
-    "one cell",
-    "one region",
-    "the end",
-    "denormal",
-    "few magnitudes",
-)
-
-
-def made(kind: str, slots: Slots, generator: torch.Generator) -> Tensor:
-    """A gradient of this kind, with its large entries where this bucket's slots may have to fight for room."""
-    numel = slots.numel
-    normal = torch.randn(numel, generator=generator)
-    position = torch.arange(numel)
-    cell = int(torch.randint(-(-numel // slots.cell), (), generator=generator))
-    match kind:
-        case "heavy-tailed":
-            return normal * torch.exp(3 * torch.randn(numel, generator=generator))
-        case "integers":
-            return torch.randint(-300, 301, (numel,), generator=generator).float()
-        case "equal":
-            return torch.full((numel,), -0.75)
-        case "zero":
-            return torch.zeros(numel)
-        case "one non-zero":
-            return torch.where(position == cell * slots.cell, 3.0, 0.0)
-        case "one cell":
-            return torch.where(position // slots.cell == cell, 1000 * normal, 0.0)
-        case "one region":
-            return torch.where(position // slots.cell % slots.regions == cell % slots.regions, normal, 0.0)
-        case "the end":
-            return torch.where(position >= numel - 5, normal, 0.0)
-        case "denormal":
-            return normal * 2.0**-128
-        case "few magnitudes":
-            return torch.tensor([0.5, -1.0, 1.0, 1.03, 0.0])[torch.randint(5, (numel,), generator=generator)]
-        case _:
-            return normal
 
 
 # --- ranks without anything between them ------------------------------------------------------------------------

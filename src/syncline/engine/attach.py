@@ -112,12 +112,17 @@ class Handle:
         engine = self._attached
         if engine.error is not None:
             raise ExchangeError(f"the state is unusable, because an exchange failed: {engine.error}")
-        return {**self._identity, "steps": engine.steps, "tensors": engine.tensors()}
+        return {
+            **self._identity,
+            "steps": engine.steps,
+            "buckets": engine.bucket_names,
+            "tensors": engine.tensors(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken: same exchange, same rank of as many."""
+        """Goes on where `state_dict` was taken: same exchange, same rank of as many. All ranks load, or none."""
         self._check(state)
-        self._go_on(state["tensors"], int(state["steps"]))
+        self._go_on(state)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes what this rank must save to a file of its own in `folder`. All ranks call it, between steps."""
@@ -137,8 +142,9 @@ class Handle:
             with contextlib.suppress(MismatchError):  # this rank's own error says more
                 _meet(group, {"error": str(error)}, "what is loaded", "load")
             raise
-        _meet(group, {"error": None, "steps": state["steps"], "exchange": state["exchange"]}, "what is loaded", "load")
-        self._go_on(state["tensors"], int(state["steps"]))
+        common = {"error": None, **{field: state[field] for field in ("steps", "exchange", "buckets")}}
+        _meet(group, common, "what is loaded", "load")
+        self._go_on(state)
 
     def _saved(self, folder: Path, on_world_size: str) -> Mapping[str, Any]:
         """This rank's part of what the ranks saved in a folder."""
@@ -166,17 +172,17 @@ class Handle:
 
     def _check(self, state: Mapping[str, Any]) -> None:
         expected = self._identity
-        for field in (*expected, "steps", "tensors"):
+        for field in (*expected, "steps", "buckets", "tensors"):
             if field not in state:
                 raise UsageError(f"this is not the state of an exchange: {field!r} is missing")
         for field, value in expected.items():
             if _plain(state[field]) != _plain(value):
                 raise UsageError(f"the state's {field} is {state[field]!r}, here it is {value!r}")
 
-    def _go_on(self, tensors: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
+    def _go_on(self, state: Mapping[str, Any]) -> None:
         engine = self._attached
-        engine.load(tensors)
-        engine.steps = steps
+        engine.load(state["tensors"], state["buckets"])
+        engine.steps = int(state["steps"])
 
     def detach(self) -> None:
         """Gives the model back to plain DDP, between steps, on all ranks. The model stays the same object."""

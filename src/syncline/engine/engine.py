@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -51,6 +51,21 @@ class Step:
     sent_bytes: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass
+class Regrouping:
+    """Steps that go in the buckets of a checkpoint, whatever DDP's are."""
+
+    buckets: tuple[tuple[str, ...], ...]
+    steps_left: int = 2
+    """After which DDP's buckets will not become these any more, and state moves to them."""
+    seen: list[tuple[Layout, Tensor]] = field(default_factory=list)
+    """DDP's, in this step."""
+
+    @property
+    def as_seen(self) -> bool:
+        return {tuple(slot.name for slot in layout.slots) for layout, _ in self.seen} == set(self.buckets)
+
+
 class Engine:
     """Runs one exchange for one model. All ranks create it together, in the same order as their other groups."""
 
@@ -86,6 +101,7 @@ class Engine:
             raise
         self._waiting: dict[str, dict[str, Tensor]] = {}
         """State of a checkpoint or an earlier layout, until the bucket that holds its parameter is prepared."""
+        self._regrouping: Regrouping | None = None
         self._counted: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -96,6 +112,8 @@ class Engine:
         if self.error is not None:
             raise ExchangeError(f"an earlier exchange of this model failed: {self.error}") from self.error
         flat: Tensor = grad_bucket.buffer()
+        if self._regrouping is not None:
+            return self._submit_regrouped(self._regrouping, grad_bucket, flat)
         bucket = self._see(grad_bucket, flat)
         lane = self._lanes[bucket.lane]
         step = self._step
@@ -116,6 +134,51 @@ class Engine:
         if step.complete:
             self._step = Step()
         return lane.submit(job)
+
+    def _submit_regrouped(self, regrouping: Regrouping, grad_bucket: Any, flat: Tensor) -> Any:
+        """A bucket of a step that goes in the buckets of a checkpoint: all of them together, when the last is here."""
+        regrouping.seen.append((self._layout(grad_bucket.parameters(), flat), flat))
+        if grad_bucket.is_last():
+            try:
+                self._run_regrouped(regrouping)
+            except BaseException as error:
+                raise self._fail(grad_bucket.index(), error) from error
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+        done.set_result(flat)
+        return done
+
+    def _run_regrouped(self, regrouping: Regrouping) -> None:
+        """On the thread and the stream of backward: it is one step or two after a restart."""
+        if next(iter(self._parameters.values())).is_cuda:
+            torch.cuda.synchronize()  # with what the lanes did before
+        step = self._step
+        parts = {
+            slot.name: flat[slot.offset : slot.offset + slot.numel]
+            for layout, flat in regrouping.seen
+            for slot in layout.slots
+        }
+        for index, names in enumerate(regrouping.buckets):
+            pieces = [parts[name] for name in names]
+            whole = torch.cat(pieces)
+            parameters: list[Tensor] = [self._parameters[name] for name in names]
+            layout = self._layout(parameters, whole)
+            bucket = self.buckets.setdefault(
+                tuple(map(id, parameters)), Bucket(index, index % len(self._lanes), layout)
+            )
+            work = self._run(bucket, whole)
+            if work is not None:
+                work.wait()
+            assert bucket.state is not None  # noqa: S101 - it ran
+            step.finite.append(bucket.state.finite(whole))
+            for piece, result in zip(pieces, whole.split([piece.numel() for piece in pieces]), strict=True):
+                piece.copy_(result)
+        step.complete = True
+        self._end(step, self._lanes[0])
+        self._step = Step()
+        if regrouping.as_seen or regrouping.steps_left == 0:
+            self._regrouping = None
+        else:
+            self._regrouping = Regrouping(regrouping.buckets, regrouping.steps_left - 1)
 
     def _see(self, grad_bucket: Any, flat: Tensor) -> Bucket:
         parameters = grad_bucket.parameters()
@@ -191,7 +254,7 @@ class Engine:
             except BaseException as error:  # noqa: BLE001 - as fatal for the step as an exchange that failed
                 job.error = error
         if job.error is not None:
-            job.error = self._fail(job, job.error)
+            job.error = self._fail(job.bucket, job.error)
 
     def _succeed(self, job: Job, bucket: Bucket, step: Step) -> None:
         # The result is the same on all ranks, so they agree on whether it is finite without asking each other.
@@ -203,11 +266,11 @@ class Engine:
         if last:
             self._end(step, self._lanes[bucket.lane])
 
-    def _fail(self, job: Job, error: BaseException) -> BaseException:
+    def _fail(self, bucket: int, error: BaseException) -> BaseException:
         """The error as the user sees it. The step stays unfinished for good, so nothing of it is settled."""
         if not isinstance(error, SynclineError):
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            failed = ExchangeError(f"exchanging bucket {job.bucket} failed in step {self.steps}: {reason}")
+            failed = ExchangeError(f"exchanging bucket {bucket} failed in step {self.steps}: {reason}")
             failed.__cause__ = error
             error = failed
         with self._lock:
@@ -267,7 +330,15 @@ class Engine:
                     tensors[name] = {kind: tensor.detach().clone() for kind, tensor in kinds.items()}
         return tensors
 
-    def load(self, tensors: Tensors) -> None:
+    @property
+    def bucket_names(self) -> list[list[str]]:
+        """What each bucket holds now, for exchanges to which that matters: what they select, they select per bucket."""
+        ordered = sorted(self.buckets.values(), key=lambda bucket: bucket.index)
+        return [[slot.name for slot in bucket.layout.slots] for bucket in ordered] if self.exchange.keeps else []
+
+    def load(self, tensors: Tensors, buckets: Sequence[Sequence[str]] = ()) -> None:
+        """`buckets`: those in which the coming steps go until DDP's own are the same; it fills them in another order
+        before its first backward than afterwards."""
         for name, kinds in tensors.items():
             if name not in self._parameters:
                 raise UsageError(f"the state holds {name!r}, which is not a parameter of this model")
@@ -279,6 +350,12 @@ class Engine:
                     )
         self._waiting.clear()
         self._keep(tensors)
+        self._regrouping = None
+        named = sorted(name for names in buckets for name in names)
+        trained = sorted(name for name, parameter in self._parameters.items() if parameter.requires_grad)
+        if named == trained and list(map(list, buckets)) != self.bucket_names:
+            self._regrouping = Regrouping(tuple(map(tuple, buckets)))
+            self.buckets.clear()  # what they hold waits for the ones that come
         for bucket in self.buckets.values():
             if bucket.state is not None:
                 names = [slot.name for slot in bucket.layout.slots]

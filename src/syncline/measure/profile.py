@@ -179,9 +179,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def scaled(self, time: float = 1.0, bytes: float = 1.0) -> Profile:
         """The same profile with all times and all gradient sizes multiplied.
 
-        A model made for a fast network fits a slow emulated link this way: sizes and rate shrink together,
-        and the overlap stays what it was. Resized gradients keep at least one element; those of two and more
-        dimensions become matrices, both sides of which shrink alike, for hooks that factorise them. Overheads stay: they belong to the machine, per byte and per bucket, not to the model.
+        A model made for a fast network fits a slow emulated link this way: sizes and rate shrink together, and the
+        overlap stays what it was. Resized gradients keep at least one element; those of two and more dimensions become
+        matrices, both sides of which shrink alike, for hooks that factorise them. Overheads stay: they belong to the
+        machine, per byte and per bucket, not to the model.
         """
         for field, factor in (("time", time), ("bytes", bytes)):
             if not (math.isfinite(factor) and factor > 0):
