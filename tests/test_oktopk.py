@@ -123,13 +123,15 @@ def same(ours: Tensors, theirs: Tensors) -> bool:
 @pytest.mark.parametrize("law", LAWS)
 def test_sparse_buckets_keep_every_law(law: str, values: str) -> None:
     exchange = OkTopk(density=0.2, values=values)
-    for ranks, numel in ((2, 90), (3, 1001), (7, 700)):
+    for ranks, numel in ((2, 90), (7, 301)) if values == "bf16" else ((3, 501),):
         assert exchange.slots(numel, torch.float32, ranks) is not None
         LAWS[law](exchange, ranks, numel, torch.float32, "cpu")
 
 
-@pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("dtype", "values"),
+    [(torch.float64, "fp32"), (torch.bfloat16, "fp16"), (torch.bfloat16, "bf16"), (torch.float16, "bf16")],
+)
 def test_sparse_buckets_of_other_types_keep_every_law(dtype: torch.dtype, values: str) -> None:
     exchange = OkTopk(density=0.15, values=values)
     assert exchange.slots(501, dtype, 3) is not None
@@ -312,10 +314,17 @@ def bound_words(values: str, k: int, ranks: int) -> float:
     return 2.5 * k if k >= 16 * ranks else 3 * k
 
 
-@pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize(
-    ("numel", "ranks", "density"),
-    [(163, 2, 0.1), (1000, 3, 0.1), (5003, 2, 0.01), (2000, 4, 0.25), (777, 7, 0.08), (20_011, 5, 0.003)],
+    ("numel", "ranks", "density", "values"),
+    [
+        (163, 2, 0.1, "bf16"),
+        (163, 2, 0.1, "fp32"),
+        (1000, 3, 0.1, "fp16"),
+        (5003, 2, 0.01, "fp32"),
+        (2000, 4, 0.25, "bf16"),
+        (777, 7, 0.08, "bf16"),
+        (20_011, 5, 0.003, "bf16"),
+    ],
 )
 def test_every_step_sends_the_bytes_that_were_predicted_and_stays_under_the_bound(
     numel: int, ranks: int, density: float, values: str
@@ -500,9 +509,16 @@ BUCKETS = {
 }
 
 
-@pytest.mark.parametrize("values", ["bf16", "fp32"])
-@pytest.mark.parametrize("before", BUCKETS)
-@pytest.mark.parametrize("after", BUCKETS)
+@pytest.mark.parametrize(
+    ("before", "after", "values"),
+    [
+        ("merged", "split", "bf16"),
+        ("merged", "merged in another order", "fp32"),
+        ("split", "merged", "fp32"),
+        ("split", "split otherwise", "bf16"),
+        ("split otherwise", "merged in another order", "fp16"),
+    ],
+)
 def test_nothing_is_lost_when_parameters_change_buckets(before: str, after: str, values: str) -> None:
     """Buckets that travel in slots, and small ones that go whole, in any order; there and back."""
     exchange = OkTopk(density=0.1, values=values)
@@ -608,12 +624,14 @@ def test_loading_replaces_all_that_was_kept() -> None:
     run_ranks(2, main)
 
 
-@pytest.mark.parametrize("after", [1, 3])
-@pytest.mark.parametrize("scales", [None, [4.0, 4.0, 8.0, 8.0, 2.0, 1024.0]], ids=["unscaled", "scaled"])
+@pytest.mark.parametrize(
+    ("after", "scales"), [(1, None), (3, [4.0, 4.0, 8.0, 8.0, 2.0, 1024.0])], ids=["unscaled", "scaled"]
+)
 @pytest.mark.parametrize(
     "exchange",
     [
-        *(OkTopk(density=0.2, values=values, momentum=momentum) for values in VALUES for momentum in (0.0, 0.9)),
+        *(OkTopk(density=0.2, values=values) for values in VALUES),
+        OkTopk(density=0.2, momentum=0.9),
         OkTopk(density=0.2, warmup=2, momentum=0.5),
         OkTopk(density=0.001, momentum=0.9),
         Hierarchical(across=OkTopk(density=0.2), levels=[[0, 1], [2]], chunks=2),

@@ -171,6 +171,7 @@ class Handle:
         return {**first, "tensors": dealt({old: state["tensors"] for old, state in states.items()}, parts)}
 
     def _check(self, state: Mapping[str, Any]) -> None:
+        _ = self._attached  # raises where there is nothing to go on with
         expected = self._identity
         for field in (*expected, "steps", "buckets", "tensors"):
             if field not in state:
