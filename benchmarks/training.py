@@ -39,11 +39,14 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 import syncline
 from link_rate import cpu_ticks, stolen_since
@@ -85,6 +88,8 @@ class Task:
     lr: float
     tried: tuple[float, ...]
     """Learning rates to sweep."""
+    ramp: int
+    """So many steps lead up to the learning rate, in a straight line."""
     variants: tuple[str, ...]
     """Beside dense and plain OkTopk."""
     build: Callable[[], nn.Module]
@@ -92,10 +97,13 @@ class Task:
     """A rank's next batch. Every rank draws all of them and takes its own, so generators stay alike."""
     evaluate: Callable[[nn.Module], float]
 
-    def optimize(self, parameters: Iterable[nn.Parameter], lr: float, momentum: float) -> torch.optim.Optimizer:
+    def optimize(self, parameters: Iterable[nn.Parameter], lr: float, momentum: float) -> Optimizer:
         if self.optimizer == "AdamW":
-            return torch.optim.AdamW(parameters, lr=lr, betas=(momentum, 0.99), weight_decay=0.01)
-        return torch.optim.SGD(parameters, lr=lr, momentum=momentum)
+            return AdamW(parameters, lr=lr, betas=(momentum, 0.99), weight_decay=0.01)
+        return SGD(parameters, lr=lr, momentum=momentum)
+
+    def schedule(self, optimizer: Optimizer) -> LambdaLR:
+        return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / self.ramp))
 
     @property
     def points(self) -> list[int]:
@@ -114,6 +122,7 @@ class Task:
             "points": self.points,
             "optimizer": self.optimizer,
             "lr": self.lr,
+            "ramp": self.ramp,
         }
 
 
@@ -267,6 +276,7 @@ TASKS = {
         optimizer="SGD",
         lr=0.05,
         tried=(0.02, 0.05, 0.1, 0.2),
+        ramp=1,
         variants=tuple(VARIANTS),
         build=partial(zoo.build_model, "cnn"),
         draw=draw_digits,
@@ -278,8 +288,9 @@ TASKS = {
         higher_is_better=False,
         steps=300,
         optimizer="AdamW",
-        lr=3e-3,
-        tried=(1e-3, 3e-3, 6e-3, 1e-2),
+        lr=2e-3,
+        tried=(1e-3, 2e-3, 3e-3, 6e-3),
+        ramp=30,
         variants=tuple(name for name in VARIANTS if name != "momentum 1%"),
         build=partial(GPT, width=96, layers=3, heads=3),
         draw=draw_text,
@@ -293,6 +304,7 @@ TASKS = {
         optimizer="SGD",
         lr=0.05,
         tried=(0.02, 0.05, 0.1, 0.2),
+        ramp=1,
         variants=("momentum 0.1%",),
         build=small_resnet,
         draw=draw_digits,
@@ -318,6 +330,7 @@ class Trainee:
         # Reversed: as DDP buckets them, because gradients come about in that order.
         self.parameters = list(self.model.parameters())[::-1]
         self.optimizer = self.task.optimize(self.parameters, self.lr, self.way.optimizer_momentum)
+        self.scheduler = self.task.schedule(self.optimizer)
         self.generator = torch.Generator().manual_seed(self.seed)
 
     def advance(self, comm: LocalComm, first: int, last: int) -> float:
@@ -328,6 +341,7 @@ class Trainee:
             zoo.loss(self.model(inputs), targets).backward()
             self.exchange(step, comm)
             self.optimizer.step()
+            self.scheduler.step()
         return comm.counter.sent_bytes[WORLD] / (last - first)
 
     def exchange(self, step: int, comm: LocalComm) -> None:
@@ -509,9 +523,7 @@ def at_step(step: float, points: Sequence[int], values: Sequence[float]) -> floa
     """Between points, as if on a straight line; once trained, as it was at the end."""
     if step <= points[0]:
         return values[0]
-    for (a, b), (x, y) in zip(
-        zip(points, points[1:], strict=False), zip(values, values[1:], strict=False), strict=True
-    ):
+    for (a, b), (x, y) in zip(pairwise(points), pairwise(values), strict=True):
         if step <= b:
             return x + (y - x) * (step - a) / (b - a)
     return values[-1]
@@ -581,7 +593,12 @@ def plot(measured: dict[str, Any], timed: dict[str, Any], out: Path) -> None:
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    style = {"svg.fonttype": "none", "svg.hashsalt": "training", "font.size": 9, "font.family": "sans-serif"}
+    style: dict[Any, Any] = {
+        "svg.fonttype": "none",
+        "svg.hashsalt": "training",
+        "font.size": 9,
+        "font.family": "sans-serif",
+    }
     names = [name for name in TASKS if "dense" in runs_of(measured, name)]
     with matplotlib.rc_context(style):
         figure, grid = pyplot.subplots(

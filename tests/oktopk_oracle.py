@@ -21,6 +21,7 @@ KINDS = (
     "zero",
     "one non-zero",
     "one cell",
+    "the first cell",
     "one region",
     "the end",
     "denormal",
@@ -47,6 +48,8 @@ def made(kind: str, slots: Slots, generator: torch.Generator) -> Tensor:
             return torch.where(position == cell * slots.cell, 3.0, 0.0)
         case "one cell":
             return torch.where(position // slots.cell == cell, 1000 * normal, 0.0)
+        case "the first cell":  # on all ranks
+            return torch.where(position < slots.cell, 1000 * normal, 0.0)
         case "one region":
             return torch.where(position // slots.cell % slots.regions == cell % slots.regions, normal, 0.0)
         case "the end":

@@ -189,7 +189,7 @@ def accounts(exchange: OkTopk, inputs: Inputs, finite: Sequence[bool]) -> tuple[
     return came_in.cumsum(0) - torch.stack(applied).cumsum(0) - kept, came_in
 
 
-@pytest.mark.parametrize(("values", "steps", "ranks"), [("bf16", 1000, 3), ("fp16", 60, 7), ("fp32", 100, 2)])
+@pytest.mark.parametrize(("values", "steps", "ranks"), [("bf16", 1000, 3), ("fp16", 40, 7), ("fp32", 100, 2)])
 def test_integers_of_all_kinds_are_conserved_exactly_in_every_step(values: str, steps: int, ranks: int) -> None:
     exchange = OkTopk(density=0.25, values=values)
     slots = slots_of(exchange, 301, ranks)
@@ -198,7 +198,7 @@ def test_integers_of_all_kinds_are_conserved_exactly_in_every_step(values: str, 
     assert not bool(missing.any())
 
 
-@pytest.mark.parametrize(("values", "steps", "ranks"), [("bf16", 60, 7), ("fp16", 250, 3), ("fp32", 100, 2)])
+@pytest.mark.parametrize(("values", "steps", "ranks"), [("bf16", 40, 7), ("fp16", 150, 3), ("fp32", 100, 2)])
 def test_gradients_of_all_kinds_are_conserved_to_rounding_in_every_step(values: str, steps: int, ranks: int) -> None:
     exchange = OkTopk(density=0.25, values=values)
     slots = slots_of(exchange, 301, ranks)
@@ -346,7 +346,7 @@ def test_every_step_sends_the_bytes_that_were_predicted_and_stays_under_the_boun
     values=st.sampled_from(VALUES),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
-@settings(max_examples=1000)
+@settings(max_examples=400)
 def test_bytes_stay_under_the_bound_for_any_bucket_and_never_exceed_those_of_a_whole_one(
     numel: int, ranks: int, density: float, values: str, dtype: torch.dtype
 ) -> None:
@@ -426,7 +426,7 @@ def test_where_no_slot_overflows_it_applies_and_keeps_exactly_what_the_published
 
 def test_on_any_input_it_applies_most_of_what_the_published_one_does_with_the_same_values() -> None:
     """Given the same gradients and the same residuals in each step. Slots are filled by region, so at the edge of what
-    is selected the two differ."""
+    is selected the two differ: here in four to seven of a hundred."""
     ranks, numel, density = 4, 20_000, 0.02
     exchange = OkTopk(density=density, values="fp32")
     slots = slots_of(exchange, numel, ranks)
@@ -449,10 +449,10 @@ def test_on_any_input_it_applies_most_of_what_the_published_one_does_with_the_sa
             alike &= mine == published.selected[rank]
         both = (ours != 0) & (published.applied != 0)
         assert torch.equal(ours[both & alike], published.applied[both & alike])
-        assert int((both & alike).sum()) > 0.5 * int(both.sum())
+        assert int((both & alike).sum()) > 0.95 * int(both.sum())
         shares.append(int(both.sum()) / int((published.applied != 0).sum()))
         assert int((ours != 0).sum()) <= slots.entries * ranks
-    assert min(shares) >= 0.8, shares
+    assert min(shares) >= 0.9, shares
 
 
 def test_the_published_one_conserves_and_stays_within_its_own_bound() -> None:
@@ -658,7 +658,7 @@ def test_what_was_saved_and_loaded_goes_on_as_if_nothing_had_happened(
     octaves=st.lists(st.integers(-3, 16), min_size=6, max_size=6),
     broken=st.sets(st.integers(0, 5), max_size=2),
 )
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_scaled_gradients_give_the_scaled_result_whatever_the_scale_was_before(
     values: str, momentum: float, octaves: list[int], broken: set[int]
 ) -> None:

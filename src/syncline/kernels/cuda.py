@@ -27,6 +27,8 @@ _KEYS = tl.constexpr(KEYS)
 _TYPES = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
 """How kernels tell types apart that values are rounded to."""
 _BLOCK = 4096
+_COPIES = 16
+"""Of each histogram: most candidates have few keys, and whoever counts in one place waits for the others."""
 _FEW = 64
 """Entries that are looked at together: what a cell has, or somewhat more."""
 
@@ -68,7 +70,7 @@ def _rounded(values, TYPE: tl.constexpr):
 @triton.jit
 def _accumulate(
     flat, kept, turn, ratio, guess, histogram, found, places, numel, regions, cells,
-    SCALED: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
+    SCALED: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Of one cell: the bucket to what was kept, the bucket cleared, and what is not below the guess noted."""
     cell, region = tl.program_id(0), tl.program_id(1)
@@ -78,6 +80,7 @@ def _accumulate(
     start = (cell.to(tl.int64) * regions + region) * CELL
     number = region * cells + cell
     places += number.to(tl.int64) * ROOM
+    histogram += (region * COPIES + cell % COPIES) * _KEYS
     passed = 0
     for offset in range(0, CELL, BLOCK):
         place = offset + tl.arange(0, BLOCK)
@@ -93,16 +96,17 @@ def _accumulate(
         key = _key(total)
         passes = inside & (key >= level)
         one = passes.to(tl.int32)
-        slot = passed + tl.cumsum(one, 0) - one
-        tl.store(places + slot, place.to(tl.int16), mask=passes & (slot < ROOM))
-        tl.atomic_add(histogram + region * _KEYS + key, one, mask=passes, sem="relaxed")
+        note = passed + tl.cumsum(one, 0) - one
+        tl.store(places + note, place.to(tl.int16), mask=passes & (note < ROOM))
+        tl.atomic_add(histogram + key, one, mask=passes, sem="relaxed")
         passed += tl.sum(one, 0)
     tl.store(found + number, passed)
 
 
 @triton.jit
 def _recount(
-    kept, turn, short, histogram, numel, regions, cells, CELL: tl.constexpr, BLOCK: tl.constexpr
+    kept, turn, short, histogram, numel, regions, cells,
+    CELL: tl.constexpr, BLOCK: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """All keys of a region in which too few passed. A program takes every so many of its blocks."""
     region = tl.program_id(1).to(tl.int64)
@@ -115,13 +119,14 @@ def _recount(
             where = start + tl.arange(0, BLOCK)
             counts += tl.histogram(_key(tl.load(after + where, mask=where < numel, other=0.0)), _KEYS)
         keys = tl.arange(0, _KEYS)
-        tl.atomic_add(histogram + region * _KEYS + keys, counts, mask=(counts > 0) & (keys > 0), sem="relaxed")
+        histogram += region * COPIES * _KEYS
+        tl.atomic_add(histogram + keys, counts, mask=(counts > 0) & (keys > 0), sem="relaxed")
 
 
 @triton.jit
 def _boundary(
     histogram, guess, short, boundary, room, top, entries,
-    AGAIN: tl.constexpr, TRACKED: tl.constexpr, SLACK: tl.constexpr,
+    AGAIN: tl.constexpr, TRACKED: tl.constexpr, SLACK: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Of one region: the largest key that enough entries are not below, and how many of that very key are taken. Or
     that too few have been counted; then this is asked again."""
@@ -131,8 +136,11 @@ def _boundary(
         asked = tl.load(short + region) > 0
     if asked:
         keys = tl.arange(0, _KEYS)
-        counts = tl.load(histogram + region * _KEYS + keys)
-        tl.store(histogram + region * _KEYS + keys, tl.zeros_like(counts))
+        counts = tl.zeros([_KEYS], tl.int32)
+        mine = histogram + region * COPIES * _KEYS + keys
+        for copy in range(COPIES):
+            counts += tl.load(mine + copy * _KEYS)
+            tl.store(mine + copy * _KEYS, tl.zeros([_KEYS], tl.int32))
         at_least = tl.cumsum(counts, 0, reverse=True)
         limit = tl.maximum(tl.sum((at_least >= entries).to(tl.int32), 0) - 1, 0)
         tl.store(boundary + region, limit)
@@ -155,11 +163,9 @@ def _count(
     number = region * cells + cell
     limit = tl.load(boundary + region)
     start = (cell.to(tl.int64) * regions + region) * CELL
-    noted = False
     if KEPT:
         source += (1 - tl.load(turn).to(tl.int64)) * numel
-        noted = (tl.load(found + number) <= ROOM) & (tl.load(short + region) == 0)
-    if noted:
+    if (tl.load(found + number) <= ROOM) & (tl.load(short + region) == 0):
         index = tl.arange(0, ROOM)
         there = index < tl.load(found + number)
         place = tl.load(places + number.to(tl.int64) * ROOM + index, mask=there, other=0).to(tl.int32)
@@ -254,11 +260,9 @@ def _compact(
     exponent = tl.load(words).to(tl.int32)
     start = (cell.to(tl.int64) * regions + region) * CELL
     home = (cell.to(tl.int64) * owners + owner) * CELL
-    noted = False
     if KEPT:
         source = after
-        noted = (tl.load(found + number) <= ROOM) & (tl.load(short + region) == 0)
-    if noted:
+    if (tl.load(found + number) <= ROOM) & (tl.load(short + region) == 0):
         index = tl.arange(0, ROOM)
         there = index < tl.load(found + number)
         place = tl.load(places + number.to(tl.int64) * ROOM + index, mask=there, other=0).to(tl.int32)
@@ -313,10 +317,11 @@ def _read(words, first, index, count, entries, places_at, values_at, VALUES: tl.
 
 @triton.jit
 def _total(
-    words, starts, total, histogram, sources, cells, row, entries, places_at, values_at,
+    words, starts, total, histogram, found, places, sources, cells, row, entries, places_at, values_at,
     VALUES: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
+    ROOM: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """One cell of a region, summed over the ranks in their order, and its keys counted."""
+    """One cell of a region, summed over the ranks in their order; what is there is counted by key, and noted."""
     cell = tl.program_id(0)
     mine = total + cell.to(tl.int64) * CELL
     for offset in range(0, CELL, BLOCK):
@@ -333,9 +338,18 @@ def _total(
             tl.store(mine + place, held + value, mask=there)
         slot += row
         tl.debug_barrier()
+    places += cell.to(tl.int64) * ROOM
+    histogram += cell % COPIES * _KEYS
+    passed = 0
     for offset in range(0, CELL, BLOCK):
-        key = _key(tl.load(mine + offset + tl.arange(0, BLOCK)))
-        tl.atomic_add(histogram + key, (key > 0).to(tl.int32), mask=key > 0, sem="relaxed")
+        place = offset + tl.arange(0, BLOCK)
+        key = _key(tl.load(mine + place))
+        one = (key > 0).to(tl.int32)
+        note = passed + tl.cumsum(one, 0) - one
+        tl.store(places + note, place.to(tl.int16), mask=(key > 0) & (note < ROOM))
+        tl.atomic_add(histogram + key, one, mask=key > 0, sem="relaxed")
+        passed += tl.sum(one, 0)
+    tl.store(found + cell, passed)
 
 
 @triton.jit
@@ -386,12 +400,14 @@ def _release(
 
 
 class _Selection:
-    """What selecting from some regions takes beside them."""
+    """What selecting from some regions takes beside them. `expected`: candidates of a cell, where all are alike."""
 
-    def __init__(self, slots: Slots, regions: int, device: torch.device) -> None:
+    def __init__(self, slots: Slots, regions: int, expected: int, device: torch.device) -> None:
         make = functools.partial(torch.zeros, device=device, dtype=torch.int32)
         self._slots, self._regions = slots, regions
-        self.histogram = make(regions, KEYS)
+        self.room = min(slots.cell, max(16, 1 << (2 * expected - 1).bit_length()))
+        self.histogram = make(regions, _COPIES, KEYS)
+        self.places = torch.zeros(regions, slots.cells, self.room, device=device, dtype=torch.int16)
         self.guess = torch.full((regions,), KEYS, device=device, dtype=torch.int32)
         self.short, self._boundary, self._room, self._top = (make(regions) for _ in range(4))
         self._above, self._ties, self.starts, self.found = (make(regions, slots.cells) for _ in range(4))
@@ -399,21 +415,19 @@ class _Selection:
     def bound(self, *, again: bool = False, tracked: bool = False) -> None:
         _boundary[(self._regions,)](
             self.histogram, self.guess, self.short, self._boundary, self._room, self._top, self._slots.entries,
-            AGAIN=again, TRACKED=tracked, SLACK=SLACK, num_warps=8,
+            AGAIN=again, TRACKED=tracked, SLACK=SLACK, COPIES=_COPIES, num_warps=8,
         )  # fmt: skip
 
-    def fill(
-        self, source: Tensor, places: Tensor | None, kept: Tensor, turn: Tensor, owner: int, result: int, words: Tensor
-    ) -> None:
-        """The largest entries of each region into its slot: of what is kept, where candidates were noted, or of a sum
-        that an owner made."""
-        layout, block, from_kept = self._slots, _block(self._slots), places is not None
+    def fill(self, source: Tensor, kept: Tensor, turn: Tensor, owner: int, result: int, words: Tensor) -> None:
+        """The largest entries of each region into its slot: of what is kept, or of a sum that an owner made."""
+        layout, from_kept = self._slots, source is kept
         numel = layout.numel if from_kept else source.numel()
         grid = (layout.cells, self._regions)
-        notes = self.found if places is None else places
-        sizes: dict[str, Any] = {"KEPT": from_kept, "CELL": layout.cell, "BLOCK": block, "ROOM": _room(layout)}
+        sizes: dict[str, Any] = {
+            "KEPT": from_kept, "CELL": layout.cell, "BLOCK": _block(layout), "ROOM": self.room, "num_warps": 2,
+        }  # fmt: skip
         _count[grid](
-            source, turn, self.short, self.found, notes, self._boundary, self._above, self._ties,
+            source, turn, self.short, self.found, self.places, self._boundary, self._above, self._ties,
             numel, self._regions, layout.cells, **sizes,
         )  # fmt: skip
         _deal[(self._regions,)](
@@ -421,7 +435,7 @@ class _Selection:
             HALF=layout.values == torch.float16, BLOCK=1024,
         )  # fmt: skip
         _compact[grid](
-            source, turn, kept, words, self.short, self.found, notes, self._boundary, self._ties, self.starts,
+            source, turn, kept, words, self.short, self.found, self.places, self._boundary, self._ties, self.starts,
             layout.numel, numel, self._regions, layout.cells,
             layout.words, layout.places_at, layout.values_at, owner, layout.regions,
             VALUES=_TYPES[layout.values], RESULT=result, **sizes,
@@ -431,45 +445,47 @@ class _Selection:
 class CudaKernels:
     def __init__(self, slots: Slots, device: torch.device) -> None:
         self._slots = slots
-        self._mine = _Selection(slots, slots.regions, device)
-        self._summed = _Selection(slots, 1, device)
+        per_cell = -(-slots.entries // slots.cells)
+        self._mine = _Selection(slots, slots.regions, 2 * per_cell, device)
+        self._summed = _Selection(slots, 1, min(slots.regions, 64) * per_cell, device)
         self._sum = torch.zeros(slots.cells * slots.cell, device=device)
         self._starts = torch.zeros(0, device=device, dtype=torch.int32)
         self._broken = torch.zeros((), device=device, dtype=torch.int32)
         self._packed = torch.zeros(0, device=device, dtype=torch.int16)
-        self._places = torch.zeros(slots.regions, slots.cells, _room(slots), device=device, dtype=torch.int16)
         self._programs = max(1, _programs(device) // slots.regions)
 
     def pack(self, flat: Tensor, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
         layout, block, mine = self._slots, _block(self._slots), self._mine
         _accumulate[(layout.cells, layout.regions)](
-            flat, kept, turn, turn if ratio is None else ratio, mine.guess, mine.histogram, mine.found, self._places,
+            flat, kept, turn, turn if ratio is None else ratio, mine.guess, mine.histogram, mine.found, mine.places,
             layout.numel, layout.regions, layout.cells,
-            SCALED=ratio is not None, CELL=layout.cell, BLOCK=block, ROOM=_room(layout), enable_fp_fusion=False,
+            SCALED=ratio is not None, CELL=layout.cell, BLOCK=block, ROOM=mine.room, COPIES=_COPIES,
+            num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
         mine.bound(tracked=True)
         _recount[(self._programs, layout.regions)](
             kept, turn, mine.short, mine.histogram, layout.numel, layout.regions, layout.cells,
-            CELL=layout.cell, BLOCK=block, num_warps=8,
+            CELL=layout.cell, BLOCK=block, COPIES=_COPIES, num_warps=8,
         )  # fmt: skip
         mine.bound(again=True, tracked=True)
         self._packed = slots.view(torch.int16)
-        mine.fill(kept, self._places, kept, turn, 0, 0, self._packed)
+        mine.fill(kept, kept, turn, 0, 0, self._packed)
 
     def total(self, received: Tensor) -> Tensor:
         layout, words = self._slots, received.view(torch.int16)
         sources = received.numel() // layout.bytes
         starts = self._find(words, sources)
         _total[(layout.cells,)](
-            words, starts, self._sum, self._summed.histogram, sources, layout.cells, layout.words, layout.entries,
-            layout.places_at, layout.values_at,
+            words, starts, self._sum, self._summed.histogram, self._summed.found, self._summed.places,
+            sources, layout.cells, layout.words, layout.entries, layout.places_at, layout.values_at,
             VALUES=_TYPES[layout.values], CELL=layout.cell, BLOCK=_block(layout), FEW=_FEW,
+            ROOM=self._summed.room, COPIES=_COPIES,
         )  # fmt: skip
         return self._sum
 
     def select(self, rank: int, kept: Tensor, turn: Tensor, dtype: torch.dtype, slot: Tensor) -> None:
         self._summed.bound()
-        self._summed.fill(self._sum, None, kept, turn, rank, _TYPES[dtype], slot.view(torch.int16))
+        self._summed.fill(self._sum, kept, turn, rank, _TYPES[dtype], slot.view(torch.int16))
 
     def spread(self, gathered: Tensor, flat: Tensor) -> Tensor:
         layout, words = self._slots, gathered.view(torch.int16)
@@ -502,12 +518,6 @@ class CudaKernels:
 
 def _block(slots: Slots) -> int:
     return min(_BLOCK, slots.cell)
-
-
-def _room(slots: Slots) -> int:
-    """How many candidates of a cell are noted: several times what it has in its slot when all cells are alike."""
-    alike = 4 * slots.entries // slots.cells
-    return min(slots.cell, max(16, 1 << (alike - 1).bit_length()))
 
 
 def _programs(device: torch.device) -> int:
