@@ -259,7 +259,8 @@ def test_whole_buckets_apply_momentum_as_an_optimizer_would(momentum: float) -> 
         (159, 2, 0.1, "bf16", torch.float32),  # 15 of 16
         (559, 7, 0.1, "bf16", torch.float32),  # 55 of 56
         (5000, 1, 0.1, "bf16", torch.float32),  # alone
-        (400, 2, 1.0, "bf16", torch.float32),  # as many bytes
+        (400, 2, 1.0, "bf16", torch.float32),  # more bytes
+        (100, 2, 0.95, "bf16", torch.float32),  # as many bytes
         (400, 3, 0.7, "fp32", torch.float32),
         (400, 2, 0.5, "bf16", torch.bfloat16),
     ],

@@ -1,0 +1,1 @@
+"""Which gradients travel together, when, and through which exchange: searched against the prediction."""
