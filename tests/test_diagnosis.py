@@ -38,9 +38,17 @@ def test_the_best_remedy_is_against_the_cause(staged: tuple[Case, Diagnosis]) ->
 
 def test_remedies_help_the_best_first(staged: tuple[Case, Diagnosis]) -> None:
     _, found = staged
-    times = [remedy.prediction.iteration_s for remedy in found.remedies]
-    assert times == sorted(times)
-    assert times[-1] < 0.98 * found.prediction.iteration_s
+    order = [(remedy.last, remedy.prediction.iteration_s) for remedy in found.remedies]
+    assert order == sorted(order)
+    assert all(time < 0.98 * found.prediction.iteration_s for _, time in order)
+
+
+def test_what_changes_how_a_model_trains_is_named_last_and_as_lossy(staged: tuple[Case, Diagnosis]) -> None:
+    _, found = staged
+    for remedy in found.remedies:
+        assert remedy.last == ("oktopk" in remedy.name)
+        assert remedy.lossy or not remedy.last
+        assert remedy.name != "topk-allgather"
 
 
 def test_a_remedy_is_worth_what_trying_it_predicts() -> None:

@@ -49,6 +49,8 @@ class Remedy:
     prediction: Prediction
     lossy: bool = False
     hardware: bool = False
+    last: bool = False
+    """Named after all others, however much it saves: it changes how a model trains."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class Diagnosis:
     """A key of `CAUSES`; None where hardly anything is lost."""
     why: str
     remedies: tuple[Remedy, ...]
-    """The best first; only those that save something."""
+    """Only those that save something, the best first; then those that change how a model trains."""
 
 
 def lost_to(losses: Losses) -> dict[str, float]:
@@ -82,7 +84,7 @@ def diagnose(profile: Profile, network: Network, schedule: Schedule) -> Diagnosi
     if not lost or total_s < _FINE * prediction.compute_s:
         return Diagnosis(prediction, None, "hardly anything is lost: leave it alone", ())
     culprit = next(iter(lost))
-    remedies = sorted(_remedies(profile, network, schedule), key=lambda remedy: remedy.prediction.iteration_s)
+    remedies = sorted(_remedies(profile, network, schedule), key=lambda one: (one.last, one.prediction.iteration_s))
     worth_s = (1 - _WORTH) * prediction.iteration_s
     useful = [remedy for remedy in remedies if remedy.prediction.iteration_s < worth_s]
     return Diagnosis(prediction, culprit, _why(culprit, profile, network, prediction), tuple(useful))
@@ -132,7 +134,7 @@ def _remedies(profile: Profile, network: Network, schedule: Schedule) -> Iterato
             (predict(profile, network, option) for option in options), key=lambda prediction: prediction.iteration_s
         )
         yield Remedy("lanes", f"{best.schedule.lanes} lanes: several buckets at once", best)
-    if schedule.exchange.lossless:
+    if schedule.lossless:
         yield from _other_exchanges(profile, network, schedule)
     for link in network.links:
         if link.name != "local":
@@ -156,7 +158,8 @@ def _other_exchanges(profile: Profile, network: Network, schedule: Schedule) -> 
             continue
         plan = Schedule.of(profile, name, lanes=schedule.lanes, bucket_mb=schedule.bucket_mb)
         other = predict(profile, network, plan)
-        yield Remedy(name, _EXCHANGES.get(name, f"{name} on the wire"), other, lossy=not exchange.lossless)
+        what = _EXCHANGES.get(name, f"{name} on the wire")
+        yield Remedy(name, what, other, lossy=not exchange.lossless, last=exchange.keeps)
 
 
 def _other_buckets(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:

@@ -144,8 +144,8 @@ class Prediction:
 
 def predict(profile: Profile, network: Network, schedule: Schedule, *, paced: bool = False) -> Prediction:
     """`paced`: gradients come at their offsets whatever the thread did in between, as those of a replayed profile."""
-    exchange = schedule.exchange
-    tree = exchange.tree(network.tree, network.ranks) if isinstance(exchange, Climbing) else network.tree
+    climbing = next((one for one in schedule.exchanges.values() if isinstance(one, Climbing)), None)
+    tree = network.tree if climbing is None else climbing.tree(network.tree, network.ranks)
     case = _Case(profile, network, schedule, paced, topology=topology_of(network, tree))
     iteration_s, timeline = _iteration(case)
     return Prediction(iteration_s, timeline, case)
@@ -199,8 +199,11 @@ def _by_busy_time(case: _Case) -> list[str]:
 
 def _one_by_one(schedule: Schedule) -> Schedule:
     """Every gradient in a bucket of its own."""
-    places = sorted(place for places in schedule.buckets for place in places)
-    return dataclasses.replace(schedule, buckets=tuple((place,) for place in places))
+    each = {place: schedule.exchange_of(index) for index, places in enumerate(schedule.buckets) for place in places}
+    places = sorted(each)
+    return dataclasses.replace(
+        schedule, buckets=tuple((place,) for place in places), each=tuple(each[place] for place in places)
+    )
 
 
 def _iteration(case: _Case) -> tuple[float, Timeline]:
@@ -208,18 +211,24 @@ def _iteration(case: _Case) -> tuple[float, Timeline]:
     forward_s, backward_s, update_s = _pace(case)
     overheads = (profile.overheads if case.overheads and network.ranks > 1 else None) or _NO_OVERHEADS
     ready_s, thread_s = _ready(case, overheads, backward_s)
-    work = overheads.work.get(schedule.exchange_name)
     sizes = schedule.bucket_bytes(profile)
     buckets = []
     costs = _costs(case)
     for index, (cost, nbytes) in enumerate(zip(costs, sizes, strict=True)):
+        name, exchange = schedule.exchange_of(index)
+        work = overheads.work.get(name)
         own_s = work.fixed_s + work.s_per_byte * nbytes if work is not None else 0.0
         stages = [stage for phases in cost.parts for stage in _stages(network, phases, own_s / cost.chunks)]
-        buckets.append(Bucket(str(index), ready_s[index], index % schedule.lanes, tuple(stages), cost.chunks))
-    waits = schedule.exchange.waits and any(len(cost.phases) > 1 for cost in costs)
-    in_flight = 1 if waits else network.in_flight
+        waits = exchange.waits and len(cost.phases) > 1
+        lane = index % schedule.lanes
+        buckets.append(Bucket(str(index), ready_s[index], lane, tuple(stages), cost.chunks, waits))
     timeline = simulate(
-        buckets, capacities(network), in_flight, network.slowdown, network.crowding, chunks_in_flight=network.in_flight
+        buckets,
+        capacities(network),
+        network.in_flight,
+        network.slowdown,
+        network.crowding,
+        chunks_in_flight=network.in_flight,
     )
     end_s = thread_s
     for index, nbytes in enumerate(sizes):
@@ -270,9 +279,11 @@ def _costs(case: _Case) -> list[Cost]:
     if case.network.ranks < 2:
         return [Cost(()) for _ in case.schedule.buckets]
     costs = []
-    for places, nbytes in zip(case.schedule.buckets, case.schedule.bucket_bytes(case.profile), strict=True):
+    sizes = case.schedule.bucket_bytes(case.profile)
+    for index, (places, nbytes) in enumerate(zip(case.schedule.buckets, sizes, strict=True)):
         dtype = _dtype(case.profile.gradients[places[0]])
-        costs.append(case.schedule.exchange.cost(nbytes // dtype.itemsize, dtype, case.topology))
+        _, exchange = case.schedule.exchange_of(index)
+        costs.append(exchange.cost(nbytes // dtype.itemsize, dtype, case.topology))
     return costs
 
 

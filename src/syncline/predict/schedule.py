@@ -41,6 +41,20 @@ class Schedule:
     exchange_name: str = "dense"
     lanes: int = 1
     bucket_mb: float | None = None
+    each: tuple[tuple[str, Costed], ...] = ()
+    """By bucket, where they go through different ones: the exchange's name, and the exchange."""
+
+    def exchange_of(self, bucket: int) -> tuple[str, Costed]:
+        return self.each[bucket] if self.each else (self.exchange_name, self.exchange)
+
+    @property
+    def exchanges(self) -> dict[str, Costed]:
+        """All that buckets go through, by name."""
+        return dict(self.exchange_of(bucket) for bucket in range(len(self.buckets)))
+
+    @property
+    def lossless(self) -> bool:
+        return all(exchange.lossless for exchange in self.exchanges.values())
 
     @classmethod
     def of(

@@ -55,6 +55,8 @@ class Bucket:
     stages: tuple[Work | Collective, ...]
     """Of its first chunk, then of its second, and so on."""
     chunks: int = 1
+    waits: bool = False
+    """It holds its lane until it has ended."""
 
     @property
     def each(self) -> int:
@@ -165,6 +167,8 @@ class _Simulation:
         self._chunks_in_flight = chunks_in_flight
         self._running: dict[int, dict[str, int]] = {lane: {} for lane in self._queues}
         """By lane: buckets under way, and how many of their stages are still to end."""
+        self._held: dict[int, bool] = {}
+        """By lane: whether the last bucket that it took holds it."""
         self._ended: set[tuple[str, int]] = set()
         self._now_s = 0.0
         self._active: list[_Active] = []
@@ -182,14 +186,20 @@ class _Simulation:
     def _admit(self) -> None:
         for lane, queue in self._queues.items():
             running = self._running[lane]
-            while queue and len(running) < self._in_flight and queue[-1].ready_s <= self._now_s + _EPSILON:
+            while queue and self._open(lane) and queue[-1].ready_s <= self._now_s + _EPSILON:
                 bucket = queue.pop()
                 if not bucket.stages:
                     self._end_s[bucket.name] = self._now_s
                     continue
                 running[bucket.name] = len(bucket.stages)
+                self._held[lane] = bucket.waits
                 for chunk in range(min(self._chunks_in_flight, bucket.chunks)):
                     self._begin(bucket, chunk * bucket.each)
+
+    def _open(self, lane: int) -> bool:
+        """Whether the lane takes another bucket."""
+        running = self._running[lane]
+        return len(running) < self._in_flight and not (running and self._held[lane])
 
     def _begin(self, bucket: Bucket, stage: int) -> None:
         current = bucket.stages[stage]
@@ -252,7 +262,7 @@ class _Simulation:
         waits = [_left_s(one) for one in self._active]
         waits += [state.until_empty_s() for state in self._links.values()]
         for lane, queue in self._queues.items():
-            if queue and len(self._running[lane]) < self._in_flight:
+            if queue and self._open(lane):
                 waits.append(queue[-1].ready_s - self._now_s)
         return max(0.0, min(waits))
 
