@@ -70,8 +70,8 @@ def test_counted_bytes_are_what_the_interfaces_saw(result: BenchResult) -> None:
     counted = [row for row in result.rows if row.sent_bytes]
     assert {"dense", "bf16", "fp16"} <= {row.method for row in counted}
     for row in counted:
-        # BatchNorm-free, so gradients are all that is sent, but for a barrier.
-        assert row.sent_bytes <= row.wire_bytes <= 1.05 * row.sent_bytes, row
+        # BatchNorm-free, so gradients are all that is sent, but for headers, acknowledgements and a barrier.
+        assert row.sent_bytes <= row.wire_bytes <= 1.05 * row.sent_bytes + 10_000, row
 
 
 def test_powersgd_reports_the_rank_that_won(result: BenchResult) -> None:

@@ -481,6 +481,16 @@ def test_a_damaged_slot_is_refused_before_anything_is_written(defect: str) -> No
     assert not bool(flat.any())
 
 
+def test_the_last_element_of_a_bucket_is_the_last_that_an_owner_may_send() -> None:
+    cell, last = (ODD.numel - 1) // ODD.cell // ODD.regions, (ODD.numel - 1) % ODD.cell
+    empty, flat = torch.zeros(ODD.regions, ODD.bytes, dtype=torch.uint8), torch.zeros(ODD.numel)
+    rows = with_words(empty, 0, {1 + cell: 1, ODD.places_at: last, ODD.values_at + 1: 0x3F80})
+    CpuKernels(ODD).spread(rows, flat)
+    assert flat.nonzero().flatten().tolist() == [ODD.numel - 1]
+    with pytest.raises(ExchangeError, match=f"entry {ODD.numel} of a bucket of {ODD.numel}"):
+        CpuKernels(ODD).spread(with_words(rows, 0, {ODD.places_at: last + 1}), flat)
+
+
 def test_a_cell_cannot_have_more_entries_than_elements_however_many_a_slot_has() -> None:
     slots = Slots(64, 1, 60, 32, torch.float32)
     rows = with_words(torch.zeros(1, slots.bytes, dtype=torch.uint8), 0, {1: 33})

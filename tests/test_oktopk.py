@@ -214,14 +214,24 @@ def test_gradients_of_all_kinds_are_conserved_to_rounding_in_every_step(values: 
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("ranks", [2, 5])
-def test_it_applies_and_keeps_what_plain_sorting_and_dense_buffers_do(ranks: int, values: str, momentum: float) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "values"),
+    [
+        (2, torch.float32, "bf16"),
+        (5, torch.float32, "fp16"),
+        (3, torch.float32, "fp32"),
+        (2, torch.bfloat16, "fp32"),
+        (2, torch.float16, "bf16"),
+    ],
+)
+def test_it_applies_and_keeps_what_plain_sorting_and_dense_buffers_do(
+    ranks: int, dtype: torch.dtype, values: str, momentum: float
+) -> None:
     """With momentum m: u = m·u + g, v += u on each rank, and what it sent and all applied is cleared in both."""
     exchange = OkTopk(density=0.2, values=values, momentum=momentum)
-    inputs = steps_of(heavy, 8, ranks, 433)
+    inputs = [[gradient.to(dtype) for gradient in given] for given in steps_of(heavy, 8, ranks, 433)]
     inputs[4][1][7] = float("inf")
-    plain = Plain(slots_of(exchange, 433, ranks), momentum=momentum)
+    plain = Plain(slots_of(exchange, 433, ranks), dtype, momentum)
     ran = play(exchange, inputs)
     for step, given in enumerate(inputs):
         applied = plain.step(given).applied
@@ -625,6 +635,24 @@ def test_loading_replaces_all_that_was_kept() -> None:
     run_ranks(2, main)
 
 
+def test_loading_starts_without_a_scale() -> None:
+    exchange, layout = OkTopk(density=0.1), layout_of("matrix", "vector")
+
+    def main(comm: LocalComm) -> None:
+        used, fresh = exchange.prepare(layout, comm), exchange.prepare(layout, comm)
+        for step, scale in enumerate((8.0, 32.0, 4.0)):
+            one_step(exchange, used, comm, step, integers(layout, step, comm.rank), scale)
+        tensors = saved(used, layout)
+        for state in (used, fresh):
+            state.load(layout, tensors)
+            assert same(saved(state, layout), tensors)
+        mine, theirs = (one_step(exchange, state, comm, 3, integers(layout, 3, comm.rank)) for state in (used, fresh))
+        assert torch.equal(mine, theirs)
+        assert same(saved(used, layout), saved(fresh, layout))
+
+    run_ranks(2, main)
+
+
 @pytest.mark.parametrize(
     ("after", "scales"), [(1, None), (3, [4.0, 4.0, 8.0, 8.0, 2.0, 1024.0])], ids=["unscaled", "scaled"]
 )
@@ -740,6 +768,22 @@ def test_velocity_grows_during_a_warmup_and_what_a_checkpoint_kept_waits_for_its
     for first, second in run_ranks(2, main):
         assert torch.allclose(first, 2 * (inputs[0][0] + inputs[0][1]))
         assert torch.allclose(second, first / 2 + 2 * (inputs[1][0] + inputs[1][1]), atol=1e-6)
+
+
+def test_steps_that_are_counted_anew_are_warmed_up_anew() -> None:
+    """As after going back to an early checkpoint."""
+    exchange, layout = OkTopk(density=0.1, warmup=2), Layout.flat(500)
+
+    def main(comm: LocalComm) -> None:
+        state = exchange.prepare(layout, comm)
+        assert bool((one_step(exchange, state, comm, 2, normal(comm.rank, 500)) == 0).any())
+        assert torch.equal(one_step(exchange, state, comm, 0, torch.ones(500)), torch.full((500,), 2.0))
+        flat = torch.full((500,), float("nan") if comm.rank else 1.0)
+        state.begin(1)
+        exchange.run(flat, state, comm).wait()
+        assert not bool(state.finite(flat))  # whatever was known of the last sparse one
+
+    run_ranks(2, main)
 
 
 # --- between hosts ----------------------------------------------------------------------------------------------

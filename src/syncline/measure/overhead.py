@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -131,7 +132,9 @@ class SilentWork:
 
 def _measure_work(exchange: Exchange, place: Topology, device: torch.device) -> Work:
     clock = clock_for(device)
-    sizes = _BUCKET_BYTES[device.type]
+    # As many for each rank, so that what one would send of its part is what any other could send of its own.
+    ranks = place.ranks
+    sizes = tuple(4 * ranks << max(0, round(math.log2(size / 4 / ranks))) for size in _BUCKET_BYTES[device.type])
     return _line(sizes, [_work_s(clock, exchange, place, size // 4, device) for size in sizes])
 
 
