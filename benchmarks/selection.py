@@ -49,7 +49,7 @@ def measure(
     slots = torch.zeros(regions, layout.bytes, dtype=torch.uint8, device=device)
     kernels = kernels_for(layout, device)
     steps: dict[str, Callable[[], object]] = {
-        "pack": lambda: kernels.pack(flat, kept, turn, None, slots),
+        "pack": lambda: kernels.pack(flat, 0.125, kept, turn, None, slots),
         "copy": lambda: flat.copy_(gradients),
         "topk": lambda: torch.topk(flat.abs(), int(density * numel)),
     }

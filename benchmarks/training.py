@@ -66,7 +66,7 @@ RANKS = 4
 MBIT = 1_000_000
 MOMENTUM = 0.9
 WARMUP = 20
-POINTS = 12
+POINTS, LATE_POINTS = 12, 4
 SWEEP_SEED = 100
 """Not one of those that are reported."""
 ONE_BUCKET_MB = 1000
@@ -105,10 +105,13 @@ class Task:
     def schedule(self, optimizer: Optimizer) -> LambdaLR:
         return LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / self.ramp))
 
-    @property
-    def points(self) -> list[int]:
-        """After which steps to evaluate: more often at first, where curves are steep."""
-        return [round(self.steps * (number / POINTS) ** 1.5) for number in range(1, POINTS + 1)]
+    def points(self, stretch: float = 1) -> list[int]:
+        """After which steps to evaluate: more often at first, where curves are steep; then beyond all steps."""
+        within = [round(self.steps * (number / POINTS) ** 1.5) for number in range(1, POINTS + 1)]
+        beyond = [
+            round(self.steps * (1 + (stretch - 1) * number / LATE_POINTS)) for number in range(1, LATE_POINTS + 1)
+        ]
+        return [*within, *(beyond if stretch > 1 else ())]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -119,7 +122,6 @@ class Task:
             "metric": self.metric,
             "parameters": parameters,
             "steps": self.steps,
-            "points": self.points,
             "optimizer": self.optimizer,
             "lr": self.lr,
             "ramp": self.ramp,
@@ -245,6 +247,8 @@ class Exact:
 class Way:
     exchange: Exchange | Exact
     buckets: int = 1
+    stretch: float = 1
+    """Trains for so many times the task's steps: what takes less time per step may take more of them."""
 
     @property
     def optimizer_momentum(self) -> float:
@@ -253,7 +257,7 @@ class Way:
 
 MAIN = {
     "dense": Way(Dense()),
-    "oktopk 1%": Way(OkTopk(density=0.01)),
+    "oktopk 1%": Way(OkTopk(density=0.01), stretch=2),
     "oktopk 0.1%": Way(OkTopk(density=0.001)),
 }
 VARIANTS = {
@@ -261,9 +265,11 @@ VARIANTS = {
     "six buckets 0.1%": Way(OkTopk(density=0.001), buckets=6),
     "exact 1%": Way(Exact(density=0.01)),
     "exact 0.1%": Way(Exact(density=0.001)),
+    "warm-up 1%": Way(OkTopk(density=0.01, warmup=WARMUP)),
     "warm-up 0.1%": Way(OkTopk(density=0.001, warmup=WARMUP)),
-    "momentum 0.1%": Way(OkTopk(density=0.001, momentum=MOMENTUM)),
     "momentum 1%": Way(OkTopk(density=0.01, momentum=MOMENTUM)),
+    "momentum 0.1%": Way(OkTopk(density=0.001, momentum=MOMENTUM)),
+    "oktopk 10%": Way(OkTopk(density=0.1)),
 }
 WAYS = {**MAIN, **VARIANTS}
 
@@ -277,7 +283,7 @@ TASKS = {
         lr=0.05,
         tried=(0.02, 0.05, 0.1, 0.2),
         ramp=1,
-        variants=tuple(VARIANTS),
+        variants=tuple(name for name in VARIANTS if name != "oktopk 10%"),
         build=partial(zoo.build_model, "cnn"),
         draw=draw_digits,
         evaluate=accuracy,
@@ -291,7 +297,7 @@ TASKS = {
         lr=2e-3,
         tried=(1e-3, 2e-3, 3e-3, 6e-3),
         ramp=30,
-        variants=tuple(name for name in VARIANTS if name != "momentum 1%"),
+        variants=("oktopk 10%", "six buckets 1%", "exact 1%", "warm-up 1%", "momentum 1%"),
         build=partial(GPT, width=96, layers=3, heads=3),
         draw=draw_text,
         evaluate=bits_per_byte,
@@ -305,7 +311,7 @@ TASKS = {
         lr=0.05,
         tried=(0.02, 0.05, 0.1, 0.2),
         ramp=1,
-        variants=("momentum 0.1%",),
+        variants=("six buckets 1%", "exact 1%", "momentum 1%", "warm-up 0.1%", "momentum 0.1%"),
         build=small_resnet,
         draw=draw_digits,
         evaluate=accuracy,
@@ -371,8 +377,8 @@ def train(task: Task, way: Way, seed: int, lr: float) -> dict[str, Any]:
     torch.manual_seed(seed)
     model = task.build()
     trainees = [Trainee(task, way, copy.deepcopy(model), seed, lr) for _ in range(RANKS)]
-    values, done, sent, training_s = [], 0, 0.0, 0.0
-    for point in task.points:
+    points, values, done, sent, training_s = task.points(way.stretch), [], 0, 0.0, 0.0
+    for point in points:
         start = time.monotonic()
         # Ranks meet anew for each stretch, because a local comm holds on to all that went through it.
         advance = partial(_advance, trainees=trainees, first=done, last=point)
@@ -384,6 +390,7 @@ def train(task: Task, way: Way, seed: int, lr: float) -> dict[str, Any]:
     bits = [trainee.weights().view(torch.int32) for trainee in trainees]
     assert all(torch.equal(bits[0], other) for other in bits), "ranks end with different weights"
     return {
+        "points": points,
         "values": values,
         "sent_bytes": None if isinstance(way.exchange, Exact) else round(sent),
         "buckets": [state.describe() for state in trainees[0].states],
@@ -395,7 +402,7 @@ def _advance(comm: LocalComm, trainees: Sequence[Trainee], first: int, last: int
     return trainees[comm.rank].advance(comm, first, last)
 
 
-def quality(path: Path, names: Sequence[str], seeds: int) -> None:
+def quality(path: Path, names: Sequence[str], seeds: int, variant_seeds: int) -> None:
     about = {"schema": 1, "torch": str(torch.__version__), "syncline": syncline.__version__, "ranks": RANKS}
     result: dict[str, Any] = read(path) if path.exists() else {**about, "tasks": {}, "cells": []}
     for name in names:
@@ -403,8 +410,8 @@ def quality(path: Path, names: Sequence[str], seeds: int) -> None:
         if result["tasks"].setdefault(name, settings) != settings:
             raise SystemExit(f"{path}: {name} was trained with other settings there; use another file")
     finished = {(cell["task"], cell["method"], cell["seed"]) for cell in result["cells"]}
-    for methods in (MAIN, VARIANTS):
-        for seed in range(seeds):
+    for methods, count in ((MAIN, seeds), (VARIANTS, variant_seeds)):
+        for seed in range(count):
             for name in names:
                 for method, way in methods.items():
                     task = TASKS[name]
@@ -413,7 +420,7 @@ def quality(path: Path, names: Sequence[str], seeds: int) -> None:
                     cell = train(task, way, seed, task.lr)
                     result["cells"].append({"task": name, "method": method, "seed": seed, **cell})
                     write_json(path, result)
-                    print(f"{name:8} {method:18} seed {seed}: {cell['values'][-1]:.3f}", flush=True)
+                    print(f"{name:8} {method:18} seed {seed}: {cell['values'][POINTS - 1]:.3f}", flush=True)
 
 
 def sweep(path: Path, names: Sequence[str]) -> None:
@@ -496,8 +503,24 @@ def _training_step(rank: int, task: Task, way: Way, model: nn.Module) -> Callabl
 
 # --- what it came to --------------------------------------------------------------------------------------------------
 
-Runs = dict[str, dict[int, list[float]]]
-"""Of one task: per method and seed, the metric after each point."""
+
+@dataclass(frozen=True)
+class Curve:
+    points: list[int]
+    values: list[float]
+
+    def at(self, step: float) -> float:
+        """Between points, as if on a straight line; beyond them, as it was at the last one."""
+        if step <= self.points[0]:
+            return self.values[0]
+        for (a, b), (x, y) in zip(pairwise(self.points), pairwise(self.values), strict=True):
+            if step <= b:
+                return x + (y - x) * (step - a) / (b - a)
+        return self.values[-1]
+
+
+Runs = dict[str, dict[int, Curve]]
+"""Of one task: per method and seed."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -510,23 +533,13 @@ def runs_of(measured: dict[str, Any], name: str) -> Runs:
     for method in WAYS:
         cells = [cell for cell in measured["cells"] if cell["task"] == name and cell["method"] == method]
         if cells:
-            runs[method] = {cell["seed"]: cell["values"] for cell in cells}
+            runs[method] = {cell["seed"]: Curve(cell["points"], cell["values"]) for cell in cells}
     return runs
 
 
 def step_seconds(timed: dict[str, Any] | None, name: str) -> dict[str, float]:
     rows = [] if timed is None or name not in timed["tasks"] else timed["tasks"][name]["rows"]
     return {row["method"]: row["step_ms"] / 1e3 for row in rows}
-
-
-def at_step(step: float, points: Sequence[int], values: Sequence[float]) -> float:
-    """Between points, as if on a straight line; once trained, as it was at the end."""
-    if step <= points[0]:
-        return values[0]
-    for (a, b), (x, y) in zip(pairwise(points), pairwise(values), strict=True):
-        if step <= b:
-            return x + (y - x) * (step - a) / (b - a)
-    return values[-1]
 
 
 def spread(values: Sequence[float], digits: int = 2, sign: str = "") -> str:
@@ -546,13 +559,13 @@ def report(measured: dict[str, Any], timed: dict[str, Any] | None) -> None:
             f"{settings['steps']} steps of {measured['ranks']} ranks, {settings['optimizer']}, learning rate "
             f"{settings['lr']:g}. Mean ± standard deviation over seeds.\n"
         )
-        _report_steps(runs, [cell for cell in measured["cells"] if cell["task"] == name])
+        _report_steps(runs, settings["steps"], [cell for cell in measured["cells"] if cell["task"] == name])
         if seconds := step_seconds(timed, name):
-            _report_seconds(runs, settings, seconds)
+            _report_seconds(runs, settings["steps"], seconds)
 
 
-def _report_steps(runs: Runs, cells: Sequence[dict[str, Any]]) -> None:
-    last = {method: {seed: values[-1] for seed, values in seeds.items()} for method, seeds in runs.items()}
+def _report_steps(runs: Runs, steps: int, cells: Sequence[dict[str, Any]]) -> None:
+    last = {method: {seed: curve.at(steps) for seed, curve in seeds.items()} for method, seeds in runs.items()}
     deviation = statistics.stdev(last["dense"].values()) if len(last["dense"]) > 1 else math.nan
     print("| method | seeds | sent per step, kB | at the end | less dense, paired | in dense's deviations |")
     print("|---|---|---|---|---|---|")
@@ -566,18 +579,20 @@ def _report_steps(runs: Runs, cells: Sequence[dict[str, Any]]) -> None:
         print(f"| {method} | {len(values)} | {kilobytes} | {spread(list(values.values()))} | {' | '.join(beside)} |")
 
 
-def _report_seconds(runs: Runs, settings: dict[str, Any], seconds: dict[str, float]) -> None:
-    whole = settings["steps"] * seconds["dense"]
+def _report_seconds(runs: Runs, steps: int, seconds: dict[str, float]) -> None:
+    whole = steps * seconds["dense"]
     shares = (0.125, 0.25, 0.5, 1.0)
-    print(f"\nBy the clock: dense takes {whole:.1f} s for all steps. The metric after a share of that:\n")
-    print("| method | ms per step | s for all steps | " + " | ".join(f"{share:.3g} × dense" for share in shares) + " |")
-    print("|---|---|---|" + "---|" * len(shares))
+    print(f"\nBy the clock: dense takes {whole:.1f} s for its {steps} steps. The metric after a share of that time,")
+    print("or at the end of a training that ended before:\n")
+    print(
+        "| method | ms per step | steps in that time | steps trained | " + " | ".join(f"× {s:g}" for s in shares) + " |"
+    )
+    print("|---|---|---|---|" + "---|" * len(shares))
     for method, each in seconds.items():
-        cells = [
-            spread([at_step(share * whole / each, settings["points"], values) for values in runs[method].values()])
-            for share in shares
-        ]
-        print(f"| {method} | {each * 1e3:.1f} | {settings['steps'] * each:.1f} | {' | '.join(cells)} |")
+        curves = list(runs[method].values())
+        cells = [spread([curve.at(share * whole / each) for curve in curves]) for share in shares]
+        trained = curves[0].points[-1]
+        print(f"| {method} | {each * 1e3:.1f} | {whole / each:.0f} | {trained} | {' | '.join(cells)} |")
 
 
 COLOURS = {"dense": "#555555", "oktopk 1%": "#1768ac", "oktopk 0.1%": "#d1600a"}
@@ -607,12 +622,14 @@ def plot(measured: dict[str, Any], timed: dict[str, Any], out: Path) -> None:
         for (by_step, by_clock), name in zip(grid, names, strict=True):
             runs, settings, seconds = runs_of(measured, name), measured["tasks"][name], step_seconds(timed, name)
             for method in MAIN:
-                _draw(by_step, settings["points"], runs[method], method)
+                curves = list(runs[method].values())
+                _draw(by_step, curves, 1, method)
                 if method in seconds:
-                    _draw(by_clock, [point * seconds[method] for point in settings["points"]], runs[method], method)
+                    _draw(by_clock, curves, seconds[method], method)
             low, high = _range(runs, TASKS[name].higher_is_better)
-            by_step.set(ylabel=settings["metric"], xlabel="steps", xlim=(0, None), ylim=(low, high))
-            by_clock.set(xlabel=f"seconds, {timed['cluster']}", xlim=(0, None))
+            steps = settings["steps"]
+            by_step.set(ylabel=settings["metric"], xlabel="steps", xlim=(0, steps), ylim=(low, high))
+            by_clock.set(xlabel=f"seconds, {timed['cluster']}", xlim=(0, steps * seconds["dense"]))
             by_step.set_title(f"{TASKS[name].about}, {settings['parameters']:,} parameters", loc="left", fontsize=9)
             for axes in (by_step, by_clock):
                 axes.grid(color="#dddddd", linewidth=0.6)
@@ -624,21 +641,22 @@ def plot(measured: dict[str, Any], timed: dict[str, Any], out: Path) -> None:
     write_text(out, "\n".join(line.rstrip() for line in out.read_text(encoding="utf-8").splitlines()) + "\n")
 
 
-def _draw(axes: Any, x: Sequence[float], seeds: dict[int, list[float]], method: str) -> None:
+def _draw(axes: Any, curves: Sequence[Curve], per_step: float, method: str) -> None:
     """The median over seeds, in a band from the worst to the best of them."""
-    by_point = list(zip(*seeds.values(), strict=True))
-    axes.fill_between(
-        x, [min(v) for v in by_point], [max(v) for v in by_point], color=COLOURS[method], alpha=0.18, lw=0
-    )
-    axes.plot(x, [statistics.median(v) for v in by_point], color=COLOURS[method], lw=1.6, label=method)
-    axes.plot(x[-1:], [statistics.median(by_point[-1])], "o", color=COLOURS[method], ms=4)
+    x = [point * per_step for point in curves[0].points]
+    by_point = list(zip(*(curve.values for curve in curves), strict=True))
+    low, high = [min(values) for values in by_point], [max(values) for values in by_point]
+    axes.fill_between(x, low, high, color=COLOURS[method], alpha=0.18, linewidth=0)
+    axes.plot(x, [statistics.median(values) for values in by_point], color=COLOURS[method], label=method)
+    # Where a training ended before the axis does.
+    axes.plot(x[-1:], [statistics.median(by_point[-1])], "o", color=COLOURS[method], markersize=4)
 
 
 def _range(runs: Runs, higher_is_better: bool) -> tuple[float, float]:
     """Leaves out the steepest part, of the first few steps, in which nothing can be seen of the rest."""
-    early = [seeds[2] for method in MAIN for seeds in runs[method].values()]
-    late = [value for method in MAIN for seeds in runs[method].values() for value in seeds[3:]]
-    worst, best = (statistics.median(early), max(late)) if higher_is_better else (statistics.median(early), min(late))
+    curves = [curve for method in MAIN for curve in runs[method].values()]
+    worst = statistics.median(curve.values[2] for curve in curves)
+    best = (max if higher_is_better else min)(value for curve in curves for value in curve.values[3:])
     margin = abs(best - worst) * 0.05
     return (worst, best + margin) if higher_is_better else (best - margin, worst)
 
@@ -653,6 +671,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where the figures go")
     parser.add_argument("--only", choices=list(TASKS), action="append", metavar="TASK", help="once for each task")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--variant-seeds", type=int, help="of all but dense and OkTopk; default: as many")
     parser.add_argument("--rounds", type=int, default=40, help="of the clock")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -660,7 +679,7 @@ def main() -> None:
     if options.sweep:
         sweep(options.sweep, names)
     if options.quality:
-        quality(options.quality, names, options.seeds)
+        quality(options.quality, names, options.seeds, options.variant_seeds or options.seeds)
     if options.clock:
         clock(options.clock, names, options.rounds)
     if options.report:

@@ -109,16 +109,16 @@ class Plain:
         self.kept = [torch.zeros(slots.numel) for _ in range(slots.regions)]
         self.velocity = [torch.zeros(slots.numel) for _ in range(slots.regions)]
 
-    def step(self, gradients: Sequence[Tensor], ratio: float = 1.0) -> Step:
-        slots = self.slots
+    def step(self, gradients: Sequence[Tensor], ratio: float = 1.0, share: float = 1.0) -> Step:
+        slots, gradients = self.slots, [(gradient * share).float() for gradient in gradients]
         ranks = range(slots.regions)
         places = [(region_of(slots) == region).nonzero().flatten() for region in ranks]
         velocity = [
-            held * ratio * self.momentum + gradient.to(torch.float32)
+            (held * ratio * self.momentum + gradient).to(torch.float32)
             for held, gradient in zip(self.velocity, gradients, strict=True)
         ]
-        incoming = [speed.to(self.dtype).to(torch.float32) for speed in velocity] if self.momentum else gradients
-        kept = [held * ratio + given.to(torch.float32) for held, given in zip(self.kept, incoming, strict=True)]
+        incoming = [speed.to(self.dtype) for speed in velocity] if self.momentum else gradients
+        kept = [(held * ratio + given).to(torch.float32) for held, given in zip(self.kept, incoming, strict=True)]
 
         sent: list[list[tuple[Tensor, Tensor]]] = []
         sums = torch.zeros(slots.numel)

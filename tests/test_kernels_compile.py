@@ -22,6 +22,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int16: "*i16",
 }
+SCALARS = {int: "i32", float: "fp32"}
 OPTIONS = ("num_warps", "enable_fp_fusion")
 
 
@@ -60,7 +61,7 @@ def test_every_kernel_compiles(
     kernels = cuda.CudaKernels(slots, torch.device("cpu"))
     kept, turn = torch.zeros(2, numel), torch.zeros((), dtype=torch.int32)
     flat, rows = torch.zeros(numel, dtype=bucket), torch.zeros(regions, slots.bytes, dtype=torch.uint8)
-    kernels.pack(flat, kept, turn, torch.ones(()) if extras else None, rows)
+    kernels.pack(flat, 0.25, kept, turn, torch.ones(()) if extras else None, rows)
     kernels.total(rows)
     kernels.select(1, kept, turn, bucket, rows[0])
     kernels.spread(rows, flat)
@@ -70,7 +71,7 @@ def test_every_kernel_compiles(
     for kernel, given, constants in launches:
         options = {name: constants.pop(name) for name in OPTIONS if name in constants}
         signature = {
-            name: POINTERS[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+            name: POINTERS[value.dtype] if isinstance(value, torch.Tensor) else SCALARS[type(value)]
             for name, value in zip(kernel.arg_names, given, strict=False)
         }
         signature |= dict.fromkeys(constants, "constexpr")

@@ -37,6 +37,8 @@ class Bucket:
     layout: Layout
     state: State | None = None
     """None until all ranks have agreed on the layout."""
+    averages: bool = False
+    """Its state does, and not the engine."""
 
 
 @dataclass
@@ -227,8 +229,10 @@ class Engine:
         comm = self._groups[bucket.lane].comm
         if bucket.state is None:
             bucket.state = self._prepare(bucket)
+            bucket.averages = bucket.state.average(1 / self._ranks)
         bucket.state.begin(self.steps, self._scale())
-        flat.mul_(1 / self._ranks)  # not div_: the very operation with which plain DDP averages
+        if not bucket.averages:
+            flat.mul_(1 / self._ranks)  # not div_: the very operation with which plain DDP averages
         return self.exchange.run(flat, bucket.state, comm)
 
     def _prepare(self, bucket: Bucket) -> State:

@@ -51,10 +51,11 @@ class AllgatherTopk:
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
         assert isinstance(state, Residual)  # noqa: S101 - as prepared
         if not isinstance(state, _Picked):
+            state.take(flat)
             state.give_up(flat)
             return comm.all_reduce(flat) if comm.size > 1 else None
         state.put("residual")
-        state.kernels.pack(flat, state.residual, state.turn, state.ratio, state.mine)
+        state.kernels.pack(flat, state.share, state.residual, state.turn, state.ratio, state.mine)
         comm.all_gather(state.theirs, state.mine).wait()
         flat.copy_(state.kernels.total(state.theirs)[: flat.numel()])
         state.kernels.release(flat, state.residual, state.turn)

@@ -257,6 +257,11 @@ class State:
         """Takes over what `tensors` returned, here or from another layout, in place of all that it keeps: parameters
         of this bucket that are not named start anew. Without communication."""
 
+    def average(self, share: float) -> bool:
+        """Whether it multiplies what comes in by `share` itself, in a pass that it makes anyway. If not, it comes in
+        multiplied."""
+        return False
+
     def begin(self, step: int, scale: Tensor | None = None) -> None:
         """A step begins, after so many. `scale`: its gradients are multiplied by this 0-dim tensor, as GradScaler does.
         What is kept is in that measure from then on, and in the gradients' own in `tensors`."""

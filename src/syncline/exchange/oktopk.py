@@ -14,8 +14,8 @@ now and then, slots are fixed here and filled with the largest entries of this v
 on data, nothing waits for a device, and there is nothing to balance, because regions are dealt in small cells. An
 entry takes 4 bytes, or 6 with fp32 values.
 
-On the wire, per rank and step: 2(P−1) slots of about 4k/P bytes, which is 2k(P−1)/P words, in *every* step; the
-paper's bound is 6k.
+On the wire, per rank and step: 2(P−1) slots of about 4k/P bytes, which is 2k(P−1)/P words, and never more than 2.5k, in
+*every* step; the paper's bound is 6k.
 
 When it loses: on links that dense gradients do not fill; with buckets so small that k < 8P, which are sent whole; with
 memory to spare for nothing, because it keeps two copies of the gradients; and when a model needs all of its gradients
@@ -34,6 +34,11 @@ from syncline.errors import UsageError
 from syncline.exchange.base import Comm, Cost, Layout, Phase, Rounding, State, Topology, Work
 from syncline.exchange.residual import Residual
 from syncline.kernels import VALUES, Kernels, Slots, kernels_for
+
+_MOST_WORDS = {"bf16": 2.5, "fp16": 2.5, "fp32": 4.6}
+"""That a rank sends per selected entry, in both directions: a bucket for which headers and rounding up make it more
+goes whole."""
+_LOWEST_DENSITY = 1e-4
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,10 @@ class OkTopk:
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
         assert isinstance(state, Residual)  # noqa: S101 - as prepared
-        state.accelerate(flat)
+        if self.momentum:
+            state.accelerate(flat)
+        elif not isinstance(state, _Sparse) or state.step < self.warmup:
+            state.take(flat)
         if not isinstance(state, _Sparse):
             state.give_up(flat)
             return comm.all_reduce(flat) if comm.size > 1 else None
@@ -88,7 +96,7 @@ class OkTopk:
             return comm.all_reduce(flat)
         kernels, kept, turn = state.kernels, state.residual, state.turn
         state.put("residual")
-        kernels.pack(flat, kept, turn, state.ratio, state.mine)
+        kernels.pack(flat, 1.0 if self.momentum else state.share, kept, turn, state.ratio, state.mine)
         comm.all_to_all(state.theirs, state.mine).wait()
         kernels.total(state.theirs)
         kernels.select(comm.rank, kept, turn, flat.dtype, state.picked)
@@ -111,7 +119,10 @@ class OkTopk:
         if ranks == 1:
             return None
         slots = Slots.of(numel, ranks, self.density, VALUES[self.values])
-        return slots if slots is not None and ranks * slots.bytes < numel * dtype.itemsize else None
+        if slots is None or ranks * slots.bytes >= numel * dtype.itemsize:
+            return None
+        most = _MOST_WORDS[self.values] * int(self.density * numel)
+        return slots if 2 * (ranks - 1) * slots.bytes <= 4 * most else None
 
     def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
         # The rank's own sum, the owner's over the ranks, and what is taken out again; kept in fp32 from step to step.
@@ -149,7 +160,10 @@ class _Sparse(Residual):
 
 def check_sparse(name: str, density: object, values: object) -> None:
     number = isinstance(density, int | float) and not isinstance(density, bool)
-    if not (number and math.isfinite(density) and 0 < density <= 1):  # type: ignore[arg-type,operator]
-        raise UsageError(f"{name}(density={density!r}): it is a share of all gradients, like 0.01 for one in a hundred")
-    if values not in VALUES:
+    if not (number and math.isfinite(density) and _LOWEST_DENSITY <= density <= 1):  # type: ignore[arg-type,operator]
+        raise UsageError(
+            f"{name}(density={density!r}): it is a share of all gradients, like 0.01 for one in a hundred, "
+            f"and at least {_LOWEST_DENSITY:g}"
+        )
+    if not isinstance(values, str) or values not in VALUES:
         raise UsageError(f"{name}(values={values!r}): values is one of {', '.join(VALUES)}")

@@ -19,12 +19,15 @@ class Residual(State):
     """In fp32, whatever the bucket's type; with momentum, each rank's own velocity beside it."""
 
     def __init__(self, layout: Layout, momentum: float = 0.0) -> None:
-        self._numel, self._device, self._momentum = layout.numel, layout.device, momentum
+        self._numel, self._device, self._dtype = layout.numel, layout.device, layout.dtype
+        self._momentum = momentum
         self._pairs: dict[str, Tensor] = {}
         self.turn = torch.zeros((), dtype=torch.int32, device=layout.device)
         """Which of each pair is in force."""
         self.ratio: Tensor | None = None
         """What is kept, times this, is in the measure of the step that began."""
+        self.share = 1.0
+        """What comes in is yet to be multiplied by this."""
         self.step = 0
         self._scale = self._measure = torch.ones((), device=layout.device)
         self._changed = False
@@ -45,15 +48,30 @@ class Residual(State):
 
     # --- a step -------------------------------------------------------------------------------------------------
 
+    def average(self, share: float) -> bool:
+        if self._dtype == torch.float64:  # kernels multiply in fp32
+            return False
+        self.share = share
+        return True
+
+    def take(self, flat: Tensor) -> None:
+        """What came in, multiplied as it should be: for those who do not do that on the way."""
+        if self.share != 1.0:
+            flat.mul_(self.share)
+
     def begin(self, step: int, scale: Tensor | None = None) -> None:
         self.step = step
         if scale is not None:
             self._scale = scale.to(device=self._device, dtype=torch.float32, copy=True)
+        elif self.ratio is not None:  # there was a scale before, and there is none now
+            self._scale = torch.ones_like(self._measure)
+        if scale is not None or self.ratio is not None:
             self.ratio = self._scale / self._measure
 
     def accelerate(self, flat: Tensor) -> None:
         """Turns the gradient into this rank's velocity, where it has one."""
         if self.velocity is not None:
+            self.take(flat)
             velocity = self._in_force("velocity").mul_(self._momentum).add_(flat)
             self.put("velocity", velocity)
             flat.copy_(velocity)

@@ -18,9 +18,9 @@ from syncline.kernels.slots import KEY_SHIFT, KEYS, VALUES, Slots
 class Kernels(Protocol):
     """For the slots of one bucket, with the buffers that this takes. Nothing here waits for a device."""
 
-    def pack(self, flat: Tensor, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
-        """Adds `kept[turn]`, times `ratio`, to `flat`; leaves the sum in `kept[1 - turn]`, zeros in `flat`, and the
-        largest entries of each region in `slots`, one row each."""
+    def pack(self, flat: Tensor, share: float, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
+        """Adds `kept[turn]`, times `ratio`, to `flat`, times `share` and rounded to its type; leaves the sum in
+        `kept[1 - turn]`, zeros in `flat`, and the largest entries of each region in `slots`, one row each."""
 
     def total(self, received: Tensor) -> Tensor:
         """One region, dense in fp32: the sum of one slot from each rank, in their order."""

@@ -37,10 +37,10 @@ class CpuKernels:
         self._touched = np.zeros(self._sum.numel(), np.bool_)
         self._sent: tuple[Ints, Floats] = (np.empty(0, np.int64), np.empty(0, np.float32))
 
-    def pack(self, flat: Tensor, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
+    def pack(self, flat: Tensor, share: float, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
         before, after = kept[int(turn)], kept[1 - int(turn)]
         layout, sums = self._slots, after.numpy()
-        candidates, values = self._accumulate(flat, before, after, ratio)
+        candidates, values = self._accumulate(flat, share, before, after, ratio)
         while True:
             keys = _keys(values)
             region = (candidates >> self._shift) % layout.regions
@@ -54,16 +54,19 @@ class CpuKernels:
         places = candidates[chosen]
         self._sent = places, self._write(places, region[chosen], values[chosen], counts, _words(slots, layout))
 
-    def _accumulate(self, flat: Tensor, before: Tensor, after: Tensor, ratio: Tensor | None) -> tuple[Ints, Floats]:
+    def _accumulate(
+        self, flat: Tensor, share: float, before: Tensor, after: Tensor, ratio: Tensor | None
+    ) -> tuple[Ints, Floats]:
         found, sums = [], after.numpy()
         level = _magnitude_of(self._guess)
         for start in range(0, flat.numel(), _CHUNK):
             stop = min(start + _CHUNK, flat.numel())
             gradient, sum_ = flat[start:stop], after[start:stop]
+            shared = (gradient if share == 1.0 else gradient.mul_(share)).to(torch.float32)
             if ratio is None:
-                torch.add(before[start:stop], gradient, out=sum_)
+                torch.add(before[start:stop], shared, out=sum_)
             else:
-                torch.mul(before[start:stop], ratio, out=sum_).add_(gradient)
+                torch.mul(before[start:stop], ratio, out=sum_).add_(shared)
             gradient.zero_()
             found.append(self._above(sums[start:stop], level, start))
         return _joined(found)
@@ -113,12 +116,14 @@ class CpuKernels:
         counts = np.bincount(keys, minlength=KEYS).reshape(1, KEYS)
         chosen, _ = _largest(keys, np.zeros(len(keys), np.int64), counts, layout.entries)
         places, values = places[chosen], values[chosen]
+        cell = (places >> self._shift) * layout.regions + rank
+        where = (cell << self._shift) + (places & (layout.cell - 1))
+        if where.max(initial=0) >= layout.numel:
+            raise ExchangeError(f"a rank sent entry {int(where.max())} of a bucket of {layout.numel}")
         sent = self._write(places, np.zeros(len(places), np.int64), values, counts, _words(slot, layout))
         applied = sent if dtype == torch.float32 else torch.from_numpy(sent).to(dtype).to(torch.float32).numpy()
-        cell = (places >> self._shift) * layout.regions + rank
         with np.errstate(invalid="ignore"):  # infinities: the step will not count
-            lost = np.where(applied != 0, values - applied, np.float32(0))
-            after[(cell << self._shift) + (places & (layout.cell - 1))] += lost
+            after[where] += np.where(applied != 0, values - applied, np.float32(0))
 
     def spread(self, gathered: Tensor, flat: Tensor) -> Tensor:
         layout = self._slots

@@ -69,8 +69,9 @@ def _rounded(values, TYPE: tl.constexpr):
 
 @triton.jit
 def _accumulate(
-    flat, kept, turn, ratio, guess, histogram, found, places, numel, regions, cells,
-    SCALED: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr, COPIES: tl.constexpr,
+    flat, share, kept, turn, ratio, guess, histogram, found, places, numel, regions, cells,
+    SCALED: tl.constexpr, TYPE: tl.constexpr,
+    CELL: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Of one cell: the bucket to what was kept, the bucket cleared, and what is not below the guess noted."""
     cell, region = tl.program_id(0), tl.program_id(1)
@@ -86,7 +87,7 @@ def _accumulate(
         place = offset + tl.arange(0, BLOCK)
         where = start + place
         inside = where < numel
-        gradient = tl.load(flat + where, mask=inside, other=0.0).to(tl.float32)
+        gradient = _rounded(tl.load(flat + where, mask=inside, other=0.0).to(tl.float32) * share, TYPE)
         held = tl.load(before + where, mask=inside, other=0.0)
         if SCALED:
             held = held * tl.load(ratio)
@@ -211,7 +212,7 @@ def _deal(above, ties, room, top, starts, words, row, cells, HALF: tl.constexpr,
 
 @triton.jit
 def _write(
-    place, value, next, left, words, after, limit, exponent, places_at, values_at, home,
+    place, value, next, left, words, after, limit, exponent, places_at, values_at, home, numel,
     OWNED: tl.constexpr, VALUES: tl.constexpr, RESULT: tl.constexpr,
 ):  # fmt: skip
     """Those of some elements that are selected, to their places in the slot from `next` on. Returns how many, and how
@@ -237,8 +238,9 @@ def _write(
     if OWNED:
         applied = _rounded(sent, RESULT)
         lost = tl.where(applied != 0, value - applied, 0.0)
-        held = tl.load(after + home + place, mask=chosen, other=0.0)
-        tl.store(after + home + place, held + lost, mask=chosen)
+        inside = chosen & (home + place < numel)  # what is not will be found out by everyone who gets it
+        held = tl.load(after + home + place, mask=inside, other=0.0)
+        tl.store(after + home + place, held + lost, mask=inside)
     return tl.sum(one, 0), tl.sum(same, 0)
 
 
@@ -268,7 +270,7 @@ def _compact(
         place = tl.load(places + number.to(tl.int64) * ROOM + index, mask=there, other=0).to(tl.int32)
         value = tl.load(source + start + place, mask=there, other=0.0)
         _write(
-            place, value, next, left, words, after, limit, exponent, places_at, values_at, home,
+            place, value, next, left, words, after, limit, exponent, places_at, values_at, home, numel,
             not KEPT, VALUES, RESULT,
         )  # fmt: skip
     else:
@@ -276,7 +278,7 @@ def _compact(
             place = offset + tl.arange(0, BLOCK)
             value = tl.load(source + start + place, mask=start + place < source_numel, other=0.0)
             written, same = _write(
-                place, value, next, left, words, after, limit, exponent, places_at, values_at, home,
+                place, value, next, left, words, after, limit, exponent, places_at, values_at, home, numel,
                 not KEPT, VALUES, RESULT,
             )  # fmt: skip
             next += written
@@ -454,12 +456,13 @@ class CudaKernels:
         self._packed = torch.zeros(0, device=device, dtype=torch.int16)
         self._programs = max(1, _programs(device) // slots.regions)
 
-    def pack(self, flat: Tensor, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
+    def pack(self, flat: Tensor, share: float, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
         layout, block, mine = self._slots, _block(self._slots), self._mine
         _accumulate[(layout.cells, layout.regions)](
-            flat, kept, turn, turn if ratio is None else ratio, mine.guess, mine.histogram, mine.found, mine.places,
-            layout.numel, layout.regions, layout.cells,
-            SCALED=ratio is not None, CELL=layout.cell, BLOCK=block, ROOM=mine.room, COPIES=_COPIES,
+            flat, share, kept, turn, turn if ratio is None else ratio,
+            mine.guess, mine.histogram, mine.found, mine.places, layout.numel, layout.regions, layout.cells,
+            SCALED=ratio is not None, TYPE=_TYPES[flat.dtype],
+            CELL=layout.cell, BLOCK=block, ROOM=mine.room, COPIES=_COPIES,
             num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
         mine.bound(tracked=True)

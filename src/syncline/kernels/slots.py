@@ -24,8 +24,8 @@ KEY_SHIFT = 19
 """Entries are compared by these many bits less of their magnitude: sixteen steps per octave."""
 KEYS = 1 << (31 - KEY_SHIFT)
 
-SLACK = 2
-"""By how many keys the next step's guess of what is worth a look is below this step's smallest: a tenth or so."""
+SLACK = 1
+"""By how many keys the next step's guess of what is worth a look is below this step's smallest: a twentieth or so."""
 
 _LARGEST_CELL = 1 << 15
 _SMALLEST_CELL = 32
@@ -63,7 +63,8 @@ class Slots:
         largest = _power_of_two(_ENTRIES_PER_CELL / density)
         smallest = _power_of_two(_FEWEST_PER_CELL / density)
         even = 1 << max(0, int(math.log2(max(1, numel / (_CELLS_PER_REGION * regions)))))
-        cell = min(max(min(largest, even), smallest, _SMALLEST_CELL), _LARGEST_CELL)
+        whole = 1 << int(math.log2(max(1, numel // regions)))  # every region has at least one
+        cell = min(max(min(largest, even), smallest, _SMALLEST_CELL), whole, _LARGEST_CELL)
         return cls(numel, regions, -(-selected // regions), cell, values)
 
     @cached_property
