@@ -2,8 +2,9 @@
 
 Three tasks on real data, four ranks, several seeds: a CNN and a small ResNet on digits, a GPT on bytes of text. What is
 reported is the held-out metric of rank 0's model. A method's runs and dense ones start from the same weights and draw
-the same batches, seed by seed, so differences are paired. Learning rates are those that suit dense gradients (`--sweep`
-tries others, on the same held-out data), and constant; sparse exchanges use the same.
+the same batches, seed by seed, so differences are paired. Learning rates are those that suit dense gradients best
+(`--sweep` tries others, on the same held-out data), and sparse exchanges use the same. They stay constant, so that a
+training could have ended at any point of its curve; the GPT's ramps up at first.
 
     python benchmarks/training.py --sweep sweep.json
     python benchmarks/training.py --quality quality.json
@@ -14,13 +15,14 @@ tries others, on the same held-out data), and constant; sparse exchanges use the
 `--quality` trains with all ranks in this process, as threads. It can be stopped and started again: what is in the file
 is not run again. `--clock` measures real training steps, of real processes over the links of an emulated cluster, where
 methods take turns; plain DDP stands for dense. What a sparse exchange returns does not depend on what carried it, so
-the seconds of a curve are its steps times the median step.
+the seconds of a curve are its steps times the median step. OkTopk at 1 % trains on for as many steps again, because its
+steps take less time.
 
 Beside dense and OkTopk there are variants that answer a question each:
 
 - six buckets: the gradients in six equal pieces, each with its own share of the entries. Is equal density worse?
 - exact: the largest entries of the whole model win, with exact selection, in fp32. What do regions and keys cost?
-- warm-up: the first steps are dense.
+- warm-up: the first 20 steps are dense.
 - momentum: in the exchange instead of in the optimizer.
 
 Buckets of which fewer than 8 entries per rank would be selected go whole, by design. Here all are larger: the smallest,
