@@ -66,7 +66,8 @@ def _measure(rank: Rank) -> dict[str, Any]:
 def test_counted_bytes_are_what_the_busiest_interface_sent(on_the_wire: list[dict[str, Any]], name: str) -> None:
     interface = max(rank[name][0] for rank in on_the_wire)
     counted = max(rank[name][1] for rank in on_the_wire)
-    assert counted <= interface <= 1.05 * counted, f"{name}: interface {interface}, counted {counted}"
+    # Headers grow with bytes; acknowledgements and barriers do not, and show where little is sent.
+    assert counted <= interface <= 1.05 * counted + 6_000 * REPEATS, f"{name}: interface {interface}, counted {counted}"
 
 
 PLACEMENTS = {"host": (0, 0, 1, 1), "scrambled": (0, 1, 0, 1)}
