@@ -681,7 +681,12 @@ def main() -> None:
     if options.sweep:
         sweep(options.sweep, names)
     if options.quality:
-        quality(options.quality, names, options.seeds, options.variant_seeds or options.seeds)
+        quality(
+            options.quality,
+            names,
+            options.seeds,
+            options.seeds if options.variant_seeds is None else options.variant_seeds,
+        )
     if options.clock:
         clock(options.clock, names, options.rounds)
     if options.report:

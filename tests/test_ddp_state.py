@@ -258,6 +258,10 @@ def test_when_a_rank_ends_within_a_step_every_survivor_raises_in_time(end: str, 
         seen["detached_after_s"] = time.monotonic() - began_s
         if end == "stalls":
             store.wait(["0 has ended", "2 has ended"], timedelta(seconds=TIMEOUT_S))
+            if rank.rank == 2:
+                store.set("2 is through", "")
+            else:  # the store is in this process: it must not go while the other still asks it
+                store.wait(["2 is through"], timedelta(seconds=TIMEOUT_S))
         return seen
 
     outcomes = launch_outcomes(ClusterSpec(hosts=3), main, deadline_s=60.0, grace_s=30.0, shaped=False)
