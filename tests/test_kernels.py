@@ -23,7 +23,7 @@ from torch import Tensor
 
 from oktopk_oracle import KINDS, Plain, largest, made, region_of
 from syncline.errors import ExchangeError
-from syncline.kernels import Kernels, Slots, kernels_for
+from syncline.kernels import VALUES, Kernels, Slots, kernels_for
 from syncline.kernels.cpu import CpuKernels
 
 settings = functools.partial(hypothesis_settings, deadline=None, derandomize=True)
@@ -738,6 +738,63 @@ def test_cuda_kernels_give_the_bits_of_the_cpu_s_and_damage_does_no_harm(check: 
 def on_cuda() -> dict[str, str]:
     pytest.importorskip("triton")
     return report(lambda slots: kernels_for(slots, torch.device("cuda")), "cuda")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("values", VALUES.values(), ids=VALUES)
+def test_steps_that_are_replayed_give_the_bits_of_the_cpu_s(values: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    slots = Slots.of(60_001, 3, 0.02, values)
+    assert slots is not None
+    on_cpu, on_cuda = (Rehearsal(slots, torch.device(device)) for device in ("cpu", "cuda"))
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for step in range(6):
+            gradients = [
+                torch.randn(slots.numel, generator=torch.Generator().manual_seed(10 * step + rank))
+                for rank in range(slots.regions)
+            ]
+            there = [tensor.cpu() for tensor in on_cuda.step(gradients)]
+            for mine, theirs in zip(on_cpu.step(gradients), there, strict=True):
+                assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8)), step
+    assert on_cuda.replays == 5 * slots.regions
+
+
+class Rehearsal:
+    """All ranks of an exchange in one place, with the same tensors in every step."""
+
+    def __init__(self, slots: Slots, device: torch.device) -> None:
+        ranks = range(slots.regions)
+        self.kernels = [kernels_for(slots, device) for _ in ranks]
+        self.flats = [torch.zeros(slots.numel, device=device) for _ in ranks]
+        self.kept = [torch.zeros(2, slots.numel, device=device) for _ in ranks]
+        self.turn = torch.zeros((), dtype=torch.int32, device=device)
+        self.ratio = torch.ones((), device=device)
+        self.mine, self.theirs = (
+            torch.zeros(slots.regions, slots.regions, slots.bytes, dtype=torch.uint8, device=device) for _ in range(2)
+        )
+        self.picked = torch.zeros(slots.regions, slots.bytes, dtype=torch.uint8, device=device)
+
+    def step(self, gradients: list[Tensor]) -> list[Tensor]:
+        """What each rank got, and what it keeps."""
+        for rank, (kernels, flat) in enumerate(zip(self.kernels, self.flats, strict=True)):
+            flat.copy_(gradients[rank])
+            kernels.pack(flat, 0.25, self.kept[rank], self.turn, self.ratio, self.mine[rank])
+        self.theirs.copy_(self.mine.transpose(0, 1))
+        for rank, kernels in enumerate(self.kernels):
+            kernels.total(self.theirs[rank])
+            kernels.select(rank, self.kept[rank], self.turn, torch.float32, self.picked[rank])
+        for rank, (kernels, flat) in enumerate(zip(self.kernels, self.flats, strict=True)):
+            assert bool(kernels.spread(self.picked, flat))
+            kernels.release(flat, self.kept[rank], self.turn)
+        self.turn.bitwise_xor_(torch.ones((), dtype=torch.bool, device=self.turn.device))
+        self.ratio.mul_(0.5)
+        return [*self.flats, *self.kept]
+
+    @property
+    def replays(self) -> int:
+        """Sequences of kernels that are launched as one."""
+        names = ("pack", "total", "select", "spread", "release")
+        return sum(getattr(one, f"_to_{name}")._graph is not None for one in self.kernels for name in names)
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ from syncline.kernels import Slots
 triton = pytest.importorskip("triton")
 
 KERNELS = (
-    "_accumulate", "_recount", "_boundary", "_count", "_deal", "_compact", "_offsets", "_total", "_spread", "_release",
+    "_accumulate", "_recount", "_boundary", "_count", "_deal", "_compact", "_offsets", "_total", "_spread", "_spoil",
+    "_release",
 )  # fmt: skip
 POINTERS = {
     torch.float32: "*fp32",

@@ -23,7 +23,7 @@ class Residual(State):
         self._momentum = momentum
         self._pairs: dict[str, Tensor] = {}
         self.turn = torch.zeros((), dtype=torch.int32, device=layout.device)
-        """Which of each pair is in force."""
+        """Which of each pair is in force. It stays the same tensor, as `ratio` does: kernels know where they are."""
         self.ratio: Tensor | None = None
         """What is kept, times this, is in the measure of the step that began."""
         self.share = 1.0
@@ -66,7 +66,8 @@ class Residual(State):
         elif self.ratio is not None:  # there was a scale before, and there is none now
             self._scale = torch.ones_like(self._measure)
         if scale is not None or self.ratio is not None:
-            self.ratio = self._scale / self._measure
+            self.ratio = torch.empty_like(self._measure) if self.ratio is None else self.ratio
+            torch.div(self._scale, self._measure, out=self.ratio)
 
     def accelerate(self, flat: Tensor) -> None:
         """Turns the gradient into this rank's velocity, where it has one."""
@@ -96,7 +97,7 @@ class Residual(State):
     def settle(self, finite: Tensor) -> None:
         if self._changed:
             self._changed = False
-            self.turn = torch.where(finite, 1 - self.turn, self.turn)
+            self.turn.bitwise_xor_(finite)
             if self.ratio is not None:
                 self._measure = torch.where(finite, self._scale, self._measure)
 
@@ -110,7 +111,7 @@ class Residual(State):
         return {slot.name: {kind: slot.view(flat) for kind, flat in flats.items()} for slot in layout.slots if flats}
 
     def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        self.turn = torch.zeros_like(self.turn)
+        self.turn.zero_()
         self._measure, self.ratio = torch.ones_like(self._measure), None
         for pair in self._pairs.values():
             pair.zero_()

@@ -13,6 +13,7 @@ ranks, and nothing is written elsewhere.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from syncline.kernels.replay import Launch, Replay
 from syncline.kernels.slots import KEY_SHIFT, KEYS, SLACK, Slots
 
 _SHIFT = tl.constexpr(KEY_SHIFT)
@@ -301,7 +303,8 @@ def _offsets(words, starts, broken, row, cells, BLOCK: tl.constexpr):
 
 @triton.jit
 def _read(words, first, index, count, entries, places_at, values_at, VALUES: tl.constexpr, CELL: tl.constexpr):
-    """Some entries of one cell: places, values, and which of them are there. Bad ones are NaN, at a place that is."""
+    """Some entries of one cell: places, values, which of them are there, and which of those are bad: NaN, at a place
+    that is."""
     entry = first + index
     there = index < count
     safe = there & (entry < entries) & (entry >= 0)
@@ -314,7 +317,7 @@ def _read(words, first, index, count, entries, places_at, values_at, VALUES: tl.
             exponent = tl.minimum(tl.maximum(tl.load(words).to(tl.int32), -120), 120)
             value = value * _power_of_two(-exponent)
     good = safe & (place < CELL)
-    return tl.where(good, place, 0), tl.where(good, value, float("nan")), there
+    return tl.where(good, place, 0), tl.where(good, value, float("nan")), there, there & ~good
 
 
 @triton.jit
@@ -335,9 +338,12 @@ def _total(
         count = tl.minimum(tl.load(slot + 1 + cell).to(tl.int32) & 0xFFFF, CELL)
         for begin in range(0, count, FEW):
             index = begin + tl.arange(0, FEW)
-            place, value, there = _read(slot, first, index, count, entries, places_at, values_at, VALUES, CELL)
+            place, value, there, bad = _read(slot, first, index, count, entries, places_at, values_at, VALUES, CELL)
             held = tl.load(mine + place, mask=there, other=0.0)
             tl.store(mine + place, held + value, mask=there)
+            if tl.sum(bad.to(tl.int32), 0) > 0:  # the NaN may have lost against others at its place
+                tl.debug_barrier()
+                tl.store(mine, float("nan"))
         slot += row
         tl.debug_barrier()
     places += cell.to(tl.int64) * ROOM
@@ -359,7 +365,7 @@ def _spread(
     words, starts, flat, broken, numel, regions, cells, row, entries, places_at, values_at,
     VALUES: tl.constexpr, RESULT: tl.constexpr, CELL: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """One cell's entries to their places in the bucket; notes if any is not finite."""
+    """One cell's entries to their places in the bucket; notes if any is not finite, or bad."""
     cell, region = tl.program_id(0), tl.program_id(1)
     slot = words + region.to(tl.int64) * row
     first = tl.load(starts + region * cells + cell)
@@ -367,15 +373,22 @@ def _spread(
     start = (cell.to(tl.int64) * regions + region) * CELL
     for begin in range(0, count, FEW):
         index = begin + tl.arange(0, FEW)
-        place, value, there = _read(slot, first, index, count, entries, places_at, values_at, VALUES, CELL)
+        place, value, there, bad = _read(slot, first, index, count, entries, places_at, values_at, VALUES, CELL)
         outside = start + place >= numel
         where = tl.where(outside, 0, start + place)
         value = tl.where(outside, float("nan"), value)
         value = _rounded(value, RESULT)
         tl.store(flat + where, value.to(flat.dtype.element_ty), mask=there)
-        bad = there & ((value.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000)
-        if tl.sum(bad.to(tl.int32), 0) > 0:
-            tl.store(broken, 1)
+        infinite = there & ((value.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000)
+        if tl.sum(infinite.to(tl.int32), 0) > 0:
+            tl.atomic_max(broken, tl.where(tl.sum((bad | (there & outside)).to(tl.int32), 0) > 0, 2, 1))
+
+
+@triton.jit
+def _spoil(flat, broken):
+    """Leaves a NaN where an entry was bad: its own may have lost against others at its place."""
+    if tl.load(broken) > 1:
+        tl.store(flat, float("nan"))
 
 
 @triton.jit
@@ -392,7 +405,7 @@ def _release(
     start = (cell.to(tl.int64) * regions + region) * CELL
     for begin in range(0, count, FEW):
         index = begin + tl.arange(0, FEW)
-        place, value, there = _read(slot, first, index, count, entries, places_at, values_at, VALUES, CELL)
+        place, value, there, _ = _read(slot, first, index, count, entries, places_at, values_at, VALUES, CELL)
         where = start + place
         accepted = there & (tl.load(flat + where, mask=there, other=0.0) != 0)
         held = tl.load(kept + new + where, mask=accepted, other=0.0)
@@ -455,8 +468,16 @@ class CudaKernels:
         self._broken = torch.zeros((), device=device, dtype=torch.int32)
         self._packed = torch.zeros(0, device=device, dtype=torch.int16)
         self._programs = max(1, _programs(device) // slots.regions)
+        # In Triton's interpreter there is nothing to replay.
+        self._replay: Callable[[], Launch] = Replay if device.type == "cuda" else lambda: _at_once
+        self._to_pack, self._to_select, self._to_release = (self._replay() for _ in range(3))
+        self._to_total, self._to_spread = self._replay(), self._replay()
 
     def pack(self, flat: Tensor, share: float, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
+        self._packed = slots.view(torch.int16)
+        self._to_pack(lambda: self._pack(flat, share, kept, turn, ratio), flat, share, kept, turn, ratio, slots)
+
+    def _pack(self, flat: Tensor, share: float, kept: Tensor, turn: Tensor, ratio: Tensor | None) -> None:
         layout, block, mine = self._slots, _block(self._slots), self._mine
         _accumulate[(layout.cells, layout.regions)](
             flat, share, kept, turn, turn if ratio is None else ratio,
@@ -471,37 +492,54 @@ class CudaKernels:
             CELL=layout.cell, BLOCK=block, COPIES=_COPIES, num_warps=8,
         )  # fmt: skip
         mine.bound(again=True, tracked=True)
-        self._packed = slots.view(torch.int16)
         mine.fill(kept, kept, turn, 0, 0, self._packed)
 
     def total(self, received: Tensor) -> Tensor:
-        layout, words = self._slots, received.view(torch.int16)
-        sources = received.numel() // layout.bytes
-        starts = self._find(words, sources)
+        sources = received.numel() // self._slots.bytes
+        self._make_room(sources)
+        self._to_total(lambda: self._total(received.view(torch.int16), sources), received, sources)
+        return self._sum
+
+    def _total(self, words: Tensor, sources: int) -> None:
+        layout = self._slots
+        self._find(words, sources)
         _total[(layout.cells,)](
-            words, starts, self._sum, self._summed.histogram, self._summed.found, self._summed.places,
+            words, self._starts, self._sum, self._summed.histogram, self._summed.found, self._summed.places,
             sources, layout.cells, layout.words, layout.entries, layout.places_at, layout.values_at,
             VALUES=_TYPES[layout.values], CELL=layout.cell, BLOCK=_block(layout), FEW=_FEW,
             ROOM=self._summed.room, COPIES=_COPIES,
         )  # fmt: skip
-        return self._sum
 
     def select(self, rank: int, kept: Tensor, turn: Tensor, dtype: torch.dtype, slot: Tensor) -> None:
+        self._to_select(
+            lambda: self._select(rank, kept, turn, _TYPES[dtype], slot.view(torch.int16)),
+            rank, kept, turn, _TYPES[dtype], slot,
+        )  # fmt: skip
+
+    def _select(self, rank: int, kept: Tensor, turn: Tensor, result: int, words: Tensor) -> None:
         self._summed.bound()
-        self._summed.fill(self._sum, kept, turn, rank, _TYPES[dtype], slot.view(torch.int16))
+        self._summed.fill(self._sum, kept, turn, rank, result, words)
 
     def spread(self, gathered: Tensor, flat: Tensor) -> Tensor:
-        layout, words = self._slots, gathered.view(torch.int16)
-        starts = self._find(words, layout.regions)
+        self._make_room(self._slots.regions)
+        self._to_spread(lambda: self._spread(gathered.view(torch.int16), flat), gathered, flat)
+        return self._broken == 0
+
+    def _spread(self, words: Tensor, flat: Tensor) -> None:
+        layout = self._slots
+        self._find(words, layout.regions)
         _spread[(layout.cells, layout.regions)](
-            words, starts, flat, self._broken,
+            words, self._starts, flat, self._broken,
             layout.numel, layout.regions, layout.cells, layout.words, layout.entries,
             layout.places_at, layout.values_at,
             VALUES=_TYPES[layout.values], RESULT=_TYPES[flat.dtype], CELL=layout.cell, FEW=_FEW, num_warps=2,
         )  # fmt: skip
-        return self._broken == 0
+        _spoil[(1,)](flat, self._broken, num_warps=1)
 
     def release(self, flat: Tensor, kept: Tensor, turn: Tensor, velocity: Tensor | None = None) -> None:
+        self._to_release(lambda: self._release(flat, kept, turn, velocity), self._packed, flat, kept, turn, velocity)
+
+    def _release(self, flat: Tensor, kept: Tensor, turn: Tensor, velocity: Tensor | None) -> None:
         layout = self._slots
         _release[(layout.cells, layout.regions)](
             self._packed, self._mine.starts, flat, kept, kept if velocity is None else velocity, turn,
@@ -510,13 +548,18 @@ class CudaKernels:
             VALUES=_TYPES[layout.values], VELOCITY=velocity is not None, CELL=layout.cell, FEW=_FEW, num_warps=2,
         )  # fmt: skip
 
-    def _find(self, words: Tensor, rows: int) -> Tensor:
-        """Where the entries of each cell start in received slots."""
-        layout = self._slots
-        if self._starts.numel() < rows * layout.cells:
-            self._starts = self._starts.new_zeros(rows * layout.cells)
-        _offsets[(rows,)](words, self._starts, self._broken, layout.words, layout.cells, BLOCK=1024)
-        return self._starts
+    def _make_room(self, rows: int) -> None:
+        """For where the entries of each cell start in so many received slots."""
+        if self._starts.numel() < rows * self._slots.cells:
+            self._starts = self._starts.new_zeros(rows * self._slots.cells)
+            self._to_total, self._to_spread = self._replay(), self._replay()
+
+    def _find(self, words: Tensor, rows: int) -> None:
+        _offsets[(rows,)](words, self._starts, self._broken, self._slots.words, self._slots.cells, BLOCK=1024)
+
+
+def _at_once(kernels: Callable[[], None], *given: Tensor | float | None) -> None:
+    kernels()
 
 
 def _block(slots: Slots) -> int:
