@@ -597,7 +597,7 @@ def _report_seconds(runs: Runs, steps: int, seconds: dict[str, float]) -> None:
         print(f"| {method} | {each * 1e3:.1f} | {whole / each:.0f} | {trained} | {' | '.join(cells)} |")
 
 
-COLOURS = {"dense": "#555555", "oktopk 1%": "#1768ac", "oktopk 0.1%": "#d1600a"}
+COLOURS = {"dense": "#555555", "oktopk 1%": "#1768ac", "oktopk 0.1%": "#d1600a", "momentum 1%": "#2a8a4a"}
 
 
 def plot(measured: dict[str, Any], timed: dict[str, Any], out: Path) -> None:
@@ -623,7 +623,7 @@ def plot(measured: dict[str, Any], timed: dict[str, Any], out: Path) -> None:
         )
         for (by_step, by_clock), name in zip(grid, names, strict=True):
             runs, settings, seconds = runs_of(measured, name), measured["tasks"][name], step_seconds(timed, name)
-            for method in MAIN:
+            for method in (method for method in COLOURS if method in runs):
                 curves = list(runs[method].values())
                 _draw(by_step, curves, 1, method)
                 if method in seconds:
