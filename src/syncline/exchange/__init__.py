@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from syncline.exchange.allgather_topk import AllgatherTopk
 from syncline.exchange.base import (
@@ -21,6 +22,7 @@ from syncline.exchange.base import (
     Topology,
     Work,
     default_lanes,
+    from_settings,
     settings,
 )
 from syncline.exchange.dense import Dense
@@ -39,6 +41,15 @@ EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "hierarchical+oktopk": lambda: Hierarchical(across=OkTopk()),
 }
 """By the name that the bench and the laws use."""
+
+_TYPES = {kind.__name__: kind for kind in (Dense, Hierarchical, OkTopk, AllgatherTopk)}
+
+
+def made_of(described: Mapping[str, Any]) -> Exchange:
+    """The exchange that `settings` described. `ValueError` says what does not fit."""
+    exchange: Exchange = from_settings(described, _TYPES)
+    return exchange
+
 
 BASELINES = frozenset({"topk-allgather"})
 """Of those, what is there to be compared with, and not to be recommended."""
@@ -67,5 +78,6 @@ __all__ = [
     "Way",
     "Work",
     "default_lanes",
+    "made_of",
     "settings",
 ]

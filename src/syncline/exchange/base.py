@@ -334,6 +334,26 @@ def settings(exchange: object) -> dict[str, Any]:
     return described
 
 
+def from_settings(described: Mapping[str, Any], types: Mapping[str, type]) -> Any:
+    """The exchange that `settings` described, out of those `types`; `ValueError` says what does not fit."""
+    name = described.get("type")
+    if not isinstance(name, str) or name not in types:
+        raise ValueError(f"no exchange is of type {name!r}; known: {', '.join(types)}")
+    fields = {field.name for field in dataclasses.fields(types[name])}
+    unknown = sorted(described.keys() - fields - {"type"})
+    if unknown:
+        raise ValueError(f"{name} has no setting {unknown[0]!r}; it has: {', '.join(sorted(fields)) or 'none'}")
+    given = {
+        key: from_settings(value, types) if isinstance(value, Mapping) else value
+        for key, value in described.items()
+        if key != "type"
+    }
+    try:
+        return types[name](**given)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
 @dataclass
 class Counter:
     """Bytes sent by the busiest rank, per level."""

@@ -142,11 +142,21 @@ class Prediction:
         return _iteration(dataclasses.replace(self._case, network=self._case.network.bound(high=high)))[0]
 
 
-def predict(profile: Profile, network: Network, schedule: Schedule, *, paced: bool = False) -> Prediction:
-    """`paced`: gradients come at their offsets whatever the thread did in between, as those of a replayed profile."""
-    climbing = next((one for one in schedule.exchanges.values() if isinstance(one, Climbing)), None)
-    tree = network.tree if climbing is None else climbing.tree(network.tree, network.ranks)
-    case = _Case(profile, network, schedule, paced, topology=topology_of(network, tree))
+def predict(
+    profile: Profile,
+    network: Network,
+    schedule: Schedule,
+    *,
+    paced: bool = False,
+    topology: Topology | None = None,
+) -> Prediction:
+    """`paced`: gradients come at their offsets whatever the thread did in between, as those of a replayed profile.
+    `topology`: the network's, for those who ask often."""
+    if topology is None:
+        climbing = next((one for one in schedule.exchanges.values() if isinstance(one, Climbing)), None)
+        tree = network.tree if climbing is None else climbing.tree(network.tree, network.ranks)
+        topology = topology_of(network, tree)
+    case = _Case(profile, network, schedule, paced, topology=topology)
     iteration_s, timeline = _iteration(case)
     return Prediction(iteration_s, timeline, case)
 

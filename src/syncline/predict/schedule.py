@@ -118,22 +118,34 @@ class Schedule:
 
 
 def ddp_buckets(gradients: Sequence[Gradient], bucket_mb: float | None = None) -> tuple[tuple[int, ...], ...]:
-    """As DDP fills them after its first step: in ready order, one type each, closed when they reach the cap.
+    """DDP's own: by default the first bucket of each type is small, so that something travels early."""
+    if bucket_mb is None:
+        return filled(gradients, [DDP_FIRST_BYTES, DDP_BUCKET_BYTES])
+    return filled(gradients, [int(bucket_mb * MIB)])
 
-    By default the first bucket of each type is small, so that something travels early.
-    """
-    cap = DDP_BUCKET_BYTES if bucket_mb is None else int(bucket_mb * MIB)
-    first = DDP_FIRST_BYTES if bucket_mb is None else cap
+
+def filled(gradients: Sequence[Gradient], caps: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """As DDP fills buckets after its first step: in ready order, one type each, closed when they reach their cap. Caps
+    are in bytes, and begin anew with each type; the last one repeats."""
     open_buckets: dict[str, list[int]] = {}
-    filled: dict[str, int] = {}
-    begun: set[str] = set()
+    bytes_in: dict[str, int] = {}
+    closed_of: dict[str, int] = {}
     closed: list[tuple[int, ...]] = []
     for place, gradient in enumerate(gradients):
         kind = gradient.dtype
         open_buckets.setdefault(kind, []).append(place)
-        filled[kind] = filled.get(kind, 0) + gradient.bytes
-        if filled[kind] >= (cap if kind in begun else first):
+        bytes_in[kind] = bytes_in.get(kind, 0) + gradient.bytes
+        number = closed_of.get(kind, 0)
+        if bytes_in[kind] >= caps[min(number, len(caps) - 1)]:
             closed.append(tuple(open_buckets.pop(kind)))
-            filled[kind] = 0
-            begun.add(kind)
+            bytes_in[kind], closed_of[kind] = 0, number + 1
     return (*closed, *(tuple(places) for places in open_buckets.values()))
+
+
+def caps_of(gradients: Sequence[Gradient], buckets: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """What `filled` needs to make these buckets; of several types, those of the type with most bytes."""
+    by_type: dict[str, list[int]] = {}
+    for places in buckets:
+        kind = gradients[places[0]].dtype
+        by_type.setdefault(kind, []).append(sum(gradients[place].bytes for place in places))
+    return tuple(max(1, size) for size in max(by_type.values(), key=sum))

@@ -1,0 +1,459 @@
+"""The best schedule that is allowed: cuts, lanes and exchanges, searched against the simulator.
+
+Where to begin is the exact optimum for one lane (`fusion.optimal`), with what a bucket takes through each exchange that
+is allowed, and through the cheapest of them; beside it the layouts that everyone uses: DDP's own, constant sizes, no
+fusion, the published greedies. All are asked of the simulator, which knows lanes, shared links and what an exchange
+computes. From the best few, cuts are moved, taken out and put in, lanes added, and exchanges swapped bucket by bucket,
+as long as that helps. Models of few gradients are tried out completely.
+
+It is deterministic: its effort is counted in simulations, not in seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from syncline.errors import UsageError
+from syncline.exchange import EXCHANGES, Dense, Exchange, Hierarchical, settings
+from syncline.measure.network import Network
+from syncline.measure.profile import Profile
+from syncline.plan import fusion
+from syncline.plan.plan import Alternative, Plan, PlannedBucket, PlannedGradient, Where
+from syncline.predict import Losses, Prediction, Schedule, ddp_buckets, predict
+from syncline.predict.diagnosis import CAUSES, lost_to
+from syncline.predict.price import topology_of
+from syncline.predict.schedule import MIB, Costed, caps_of, filled
+
+ALLOWED = {
+    "bf16": ("bf16", "hierarchical+bf16"),
+    "fp16": ("fp16",),
+    "sparse": ("oktopk", "hierarchical+oktopk"),
+}
+"""What may be allowed beside what is lossless, and the exchanges that this adds."""
+LEAST_GAIN = 0.02
+"""Of a step: for less, plain DDP is left alone."""
+CONSTANT_MB = (1.0, 5.0, 25.0, 100.0)
+_LANES = (1, 2, 4)
+_EFFORT = 9_000
+"""Collectives that are simulated to get better, about."""
+_LARGEST = 600
+"""Collectives of a step, of schedules that are looked at at all; what is dense may have as many as there are gradients."""
+_PER_BUCKET = 1e-4
+"""Of a step: what a bucket must save to be one more. No figure of any model, but what is equally fast in one should
+rather be few buckets: each is a hook, a copy and a collective more that something can happen to."""
+_FEW = 8
+"""Gradients of which all layouts are tried."""
+_STARTS = 3
+"""Layouts from which is searched on."""
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule and what it is predicted to take."""
+
+    name: str
+    schedule: Schedule
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Found:
+    plain: Prediction
+    best: Prediction
+    """Of all that is allowed; plain DDP's own where nothing is better."""
+    candidates: tuple[Candidate, ...]
+    """The best of each kind, in the order of their times."""
+
+    @property
+    def nothing(self) -> bool:
+        """Whether plain DDP is left alone."""
+        return self.best.iteration_s > (1 - LEAST_GAIN) * self.plain.iteration_s
+
+
+def check_allowed(allow: Sequence[str]) -> tuple[str, ...]:
+    """In a fixed order, each once."""
+    if isinstance(allow, str):
+        raise UsageError(f"allow={allow!r}: pass a tuple of names, like ({allow!r},)")
+    for name in allow:
+        if name not in ALLOWED:
+            raise UsageError(f"allow names {name!r}: what may be allowed is {', '.join(ALLOWED)}")
+    return tuple(name for name in ALLOWED if name in allow)
+
+
+def options(network: Network, allow: Sequence[str] = ()) -> dict[str, Exchange]:
+    """The exchanges to choose from on this network, by name: what is lossless first."""
+    names = ["dense", "hierarchical", *(name for kind in check_allowed(allow) for name in ALLOWED[kind])]
+    leveled = network.hosts > 1 and network.ranks > network.hosts
+    return {name: EXCHANGES[name]() for name in names if leveled or not name.startswith("hierarchical")}
+
+
+def search(profile: Profile, network: Network, allow: Sequence[str] = (), *, paced: bool = False) -> Found:
+    """`paced`: see `predict`."""
+    return _Search(profile, network, options(network, allow), paced).run()
+
+
+def named(profile: Profile, network: Network, name: str) -> Schedule:
+    """`wfbp`, `mgwfbp` or `asc`, as published, with the measured cost of an all-reduce for their line."""
+    planner: dict[str, Callable[[fusion.Gradients], Sizes]] = {
+        "wfbp": fusion.wfbp,
+        "mgwfbp": fusion.mgwfbp,
+        "asc": fusion.asc,
+    }
+    made = _Search(profile, network, {"dense": Dense()}, paced=False)
+    sizes = planner[name](made.gradients(made.line()))
+    return dataclasses.replace(made.schedule(sizes, ["dense"], 2 if name == "asc" else 1), name=name)
+
+
+class _Search:
+    def __init__(self, profile: Profile, network: Network, exchanges: dict[str, Exchange], paced: bool) -> None:
+        self._profile, self._network, self._exchanges, self._paced = profile, network, exchanges, paced
+        self._topology = topology_of(network)
+        self._known: dict[tuple[object, ...], float] = {}
+        self._counted: dict[tuple[str, int, torch.dtype], int] = {}
+        self._effort = 0
+        self._kinds: dict[str, Candidate] = {}
+        self._dtype = _commonest(profile)
+        total = max(1, profile.gradient_bytes)
+        self._grid = np.unique(np.concatenate([[0.0], np.geomspace(min(256.0, total), total, 48)]))
+
+    # --- what is asked ------------------------------------------------------------------------------------------
+
+    def run(self) -> Found:
+        plain = self._predict(Schedule.of(self._profile, "ddp"))
+        own = ddp_buckets(self._profile.gradients)
+        starts = [self._try("DDP's buckets", own, [name], 1) for name in self._exchanges]
+        starts += self._usual()
+        starts += self._fused()
+        if len(self._profile.gradients) <= _FEW:
+            starts += self._all()
+        ranked = sorted({self._key(one.schedule): one for one in starts}.values(), key=_rank)
+        best = min((self._improve(one) for one in ranked[:_STARTS]), key=_rank)
+        self._note("plan", best)
+        kinds = sorted(self._kinds.values(), key=lambda one: one.seconds)
+        chosen = self._predict(best.schedule)
+        return Found(plain, chosen if chosen.iteration_s < plain.iteration_s else plain, tuple(kinds))
+
+    def _usual(self) -> list[Candidate]:
+        """Layouts that everyone uses, through each exchange."""
+        gradients = self.gradients(self.line())
+        total = self._profile.gradient_bytes
+        caps = [*(int(mb * MIB) for mb in CONSTANT_MB), *(total // parts + 1 for parts in (1, 2, 3, 4, 6, 8, 12, 16))]
+        tried = [
+            self._try(
+                f"buckets of {cap / MIB:.3g} MB", filled(self._profile.gradients, [cap]), [name], self._lanes(name)
+            )
+            for name in self._exchanges
+            for cap in (sorted(set(caps)) if name == "dense" else caps[len(CONSTANT_MB) :: 2])
+        ]
+        for name, planner, lanes in (
+            ("wfbp", fusion.wfbp, 1),
+            ("mgwfbp", fusion.mgwfbp, 1),
+            ("asc", fusion.asc, 2),
+        ):
+            tried.append(self._try(name, self._cut(planner(gradients)), ["dense"], lanes))
+        return tried
+
+    def _fused(self) -> list[Candidate]:
+        """The optimum for one lane, and what it would be if lanes hid part of the start-ups."""
+        tried = []
+        sets = [[name] for name in self._exchanges]
+        if len(self._exchanges) > 1:
+            sets.append(list(self._exchanges))
+        for names in sets:
+            tables = {name: self._table(name) for name in names}
+            least = np.min(np.stack(list(tables.values())), axis=0)
+            for lanes, share in ((1, 1.0), (2, 1.0), (2, 0.5), (4, 0.25)):
+                more_s = _PER_BUCKET * self._profile.step_s
+                cost = functools.partial(_priced, self._grid, least - (1 - share) * least[0] + more_s)
+                buckets = self._cut(fusion.optimal(self.gradients(cost)))
+                tried.append(self._try("optimal fusion", buckets, self._cheapest(buckets, tables), lanes))
+        return tried
+
+    def _all(self) -> list[Candidate]:
+        count = len(self._profile.gradients)
+        layouts = [
+            self._cut(tuple(len(list(group)) for _, group in itertools.groupby(itertools.accumulate((0, *cuts)))))
+            for cuts in itertools.product((0, 1), repeat=count - 1)
+        ]
+        return [
+            self._try("fusion", buckets, [name], lanes)
+            for buckets in layouts
+            for name in self._exchanges
+            for lanes in _LANES
+        ]
+
+    # --- getting better -----------------------------------------------------------------------------------------
+
+    def _improve(self, start: Candidate) -> Candidate:
+        best, limit = start, self._effort + _EFFORT // _STARTS
+        improved = True
+        while improved and self._effort < limit:
+            improved = False
+            for buckets, names, lanes in self._moves(best.schedule):
+                one = self._try("plan", buckets, names, lanes)
+                if _rank(one) < _rank(best) * (1 - 1e-6):
+                    best, improved = one, True
+                    break
+                if self._effort >= limit:
+                    break
+        return best
+
+    def _moves(self, schedule: Schedule) -> Iterator[tuple[tuple[tuple[int, ...], ...], list[str], int]]:
+        """Neighbours of a schedule; those that change what travels last come first."""
+        names = [schedule.exchange_of(index)[0] for index in range(len(schedule.buckets))]
+        for lanes in _LANES:
+            if lanes != schedule.lanes:
+                yield schedule.buckets, names, lanes
+        for index in reversed(range(len(names))):
+            for name in self._exchanges:
+                if name != names[index]:
+                    yield schedule.buckets, [*names[:index], name, *names[index + 1 :]], schedule.lanes
+        if len({gradient.dtype for gradient in self._profile.gradients}) > 1:
+            return  # where one type's cuts move the other's
+        sizes = [len(places) for places in schedule.buckets]
+        for index in reversed(range(len(sizes))):
+            for part in sorted({1, sizes[index] // 4, sizes[index] // 2, 3 * sizes[index] // 4, sizes[index] - 1}):
+                if 0 < part < sizes[index]:
+                    split = [*sizes[:index], part, sizes[index] - part, *sizes[index + 1 :]]
+                    yield self._cut(split), [*names[: index + 1], *names[index:]], schedule.lanes
+            if index:
+                merged = [*sizes[: index - 1], sizes[index - 1] + sizes[index], *sizes[index + 1 :]]
+                yield self._cut(merged), [*names[: index - 1], *names[index:]], schedule.lanes
+                for shift in (1, -1, 4, -4, 16, -16):
+                    if -sizes[index - 1] < shift < sizes[index]:
+                        moved = [
+                            *sizes[: index - 1],
+                            sizes[index - 1] + shift,
+                            sizes[index] - shift,
+                            *sizes[index + 1 :],
+                        ]
+                        if min(moved) > 0:
+                            yield self._cut(moved), names, schedule.lanes
+
+    # --- pieces -------------------------------------------------------------------------------------------------
+
+    def gradients(self, cost_s: Callable[[fusion.Floats], fusion.Floats]) -> fusion.Gradients:
+        ready_s = np.array([gradient.ready_s for gradient in self._profile.gradients])
+        nbytes = np.array([float(gradient.bytes) for gradient in self._profile.gradients])
+        return fusion.Gradients(ready_s, nbytes, cost_s)
+
+    def line(self) -> Callable[[fusion.Floats], fusion.Floats]:
+        """What the published planners are told of an all-reduce: a start-up, and seconds per byte."""
+        table = self._table("dense")
+        half = int(np.searchsorted(self._grid, self._grid[-1] / 2))
+        span = self._grid[-1] - self._grid[half]
+        slope = (table[-1] - table[half]) / span if span > 0 else 0.0
+        return fusion.line(float(table[0]), float(slope))
+
+    def schedule(self, sizes: Sizes, names: Sequence[str], lanes: int) -> Schedule:
+        return self._schedule(self._cut(sizes), names, lanes)
+
+    def _schedule(self, buckets: tuple[tuple[int, ...], ...], names: Sequence[str], lanes: int) -> Schedule:
+        """Of one name for all buckets, or of one for each."""
+        given = list(names) * len(buckets) if len(names) == 1 else list(names)
+        given = (given + given[-1:] * len(buckets))[: len(buckets)]
+        each: tuple[tuple[str, Costed], ...] = tuple((name, self._exchanges[name]) for name in given)
+        return Schedule("plan", buckets, self._exchanges[given[0]], given[0], lanes, each=each)
+
+    def _cut(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Buckets of so many gradients each; of several types, as DDP would make them of the caps."""
+        ends = list(itertools.accumulate(sizes))
+        buckets = tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
+        if len({gradient.dtype for gradient in self._profile.gradients}) == 1:
+            return buckets
+        by_type = [
+            part
+            for places in buckets
+            for kind in dict.fromkeys(self._profile.gradients[place].dtype for place in places)
+            if (part := tuple(place for place in places if self._profile.gradients[place].dtype == kind))
+        ]
+        return filled(self._profile.gradients, caps_of(self._profile.gradients, by_type))
+
+    def _table(self, name: str) -> fusion.Floats:
+        """What buckets of the grid's sizes take through an exchange, alone."""
+        exchange, itemsize = self._exchanges[name], self._dtype.itemsize
+        seconds = self._topology.seconds
+        assert seconds is not None  # noqa: S101 - a network's topology has them
+        overheads = self._profile.overheads
+        work = overheads.work.get(name) if overheads is not None else None
+        table = []
+        for nbytes in self._grid:
+            cost = exchange.cost(max(1, int(nbytes) // itemsize), self._dtype, self._topology)
+            own_s = work.fixed_s + work.s_per_byte * nbytes if work is not None else 0.0
+            table.append(seconds(cost) + own_s if self._network.ranks > 1 else 0.0)
+        return np.array(table)
+
+    def _cheapest(self, buckets: tuple[tuple[int, ...], ...], tables: dict[str, fusion.Floats]) -> list[str]:
+        sizes = [sum(self._profile.gradients[place].bytes for place in places) for places in buckets]
+        return [min(tables, key=lambda name: float(np.interp(nbytes, self._grid, tables[name]))) for nbytes in sizes]
+
+    def _lanes(self, name: str) -> int:
+        return 2 if self._exchanges[name].waits and self._network.backend == "gloo" else 1
+
+    def _try(self, name: str, buckets: tuple[tuple[int, ...], ...], names: Sequence[str], lanes: int) -> Candidate:
+        schedule = self._schedule(buckets, names, lanes)
+        key = self._key(schedule)
+        if key not in self._known:
+            collectives = self._collectives(schedule)
+            if collectives > max(_LARGEST, len(self._profile.gradients)):
+                return Candidate(name, schedule, math.inf)
+            self._effort += 10 + collectives + len(self._profile.gradients) // 50
+            self._known[key] = self._predict(schedule).iteration_s
+        one = Candidate(name, schedule, self._known[key])
+        self._note(f"{name}{self._told(schedule)}", one)
+        return one
+
+    def _collectives(self, schedule: Schedule) -> int:
+        """That a step has."""
+        total = 0
+        for index, places in enumerate(schedule.buckets):
+            dtype = _dtype(self._profile.gradients[places[0]].dtype)
+            numel = sum(self._profile.gradients[place].bytes for place in places) // dtype.itemsize
+            total += self._phases(schedule.exchange_of(index)[0], numel, dtype)
+        return total
+
+    def _phases(self, name: str, numel: int, dtype: torch.dtype) -> int:
+        key = (name, numel, dtype)
+        if key not in self._counted:
+            self._counted[key] = len(self._exchanges[name].cost(numel, dtype, self._topology).phases)
+        return self._counted[key]
+
+    def _told(self, schedule: Schedule) -> str:
+        through = " and ".join(dict.fromkeys(name for name, _ in schedule.each))
+        lanes = f", {schedule.lanes} lanes" if schedule.lanes > 1 else ""
+        return f" through {through}{lanes}"
+
+    def _note(self, name: str, one: Candidate) -> None:
+        """The best of each kind."""
+        if name.startswith("plan through") or not math.isfinite(one.seconds):
+            return
+        if name not in self._kinds or one.seconds < self._kinds[name].seconds:
+            self._kinds[name] = dataclasses.replace(one, name=name)
+
+    def _key(self, schedule: Schedule) -> tuple[object, ...]:
+        return schedule.buckets, tuple(name for name, _ in schedule.each), schedule.lanes
+
+    def _predict(self, schedule: Schedule) -> Prediction:
+        return predict(self._profile, self._network, schedule, paced=self._paced, topology=self._topology)
+
+
+def _rank(one: Candidate) -> float:
+    return one.seconds * (1 + _PER_BUCKET * len(one.schedule.buckets))
+
+
+def make_plan(profile: Profile, network: Network, allow: Sequence[str] = (), *, paced: bool = False) -> Plan:
+    """The best schedule that is allowed, as a plan for this model on this cluster."""
+    found = search(profile, network, allow, paced=paced)
+    return plan_of(profile, network, found)
+
+
+def plan_of(profile: Profile, network: Network, found: Found) -> Plan:
+    chosen = found.plain if found.nothing else found.best
+    nothing = Alternative(name="do nothing: plain DDP", iteration_s=found.plain.iteration_s, lossless=True)
+    others = [
+        Alternative(name=one.name, iteration_s=one.seconds, lossless=one.schedule.lossless)
+        for one in found.candidates
+        if one.name != "plan"
+    ]
+    ends = chosen.timeline.end_s.values()
+    first_s = min((gradient.ready_s for gradient in profile.gradients), default=0.0)
+    return Plan(
+        model=profile.model,
+        gradients=tuple(PlannedGradient(name=g.name, shape=g.shape, dtype=g.dtype) for g in profile.gradients),
+        where=Where(host_of_rank=network.host_of_rank, backend=network.backend, device=profile.device),
+        buckets=() if found.nothing else _planned(profile, network, chosen.schedule),
+        lanes=1 if found.nothing else chosen.schedule.lanes,
+        iteration_s=chosen.iteration_s,
+        low_s=chosen.low_s,
+        high_s=chosen.high_s,
+        compute_s=chosen.compute_s,
+        plain_s=found.plain.iteration_s,
+        exchange_s=max(0.0, max(ends, default=0.0) - first_s),
+        reason=_reason(found),
+        alternatives=(nothing, *others),
+        how=f"model: {profile.how}; links: {network.how}",
+    )
+
+
+def _planned(profile: Profile, network: Network, schedule: Schedule) -> tuple[PlannedBucket, ...]:
+    topology = topology_of(network)
+    buckets = []
+    for index, places in enumerate(schedule.buckets):
+        _, exchange = schedule.exchange_of(index)
+        first = profile.gradients[places[0]]
+        if isinstance(exchange, Hierarchical):
+            numel = sum(profile.gradients[place].bytes for place in places) // _dtype(first.dtype).itemsize
+            way = exchange.way(numel, _dtype(first.dtype), topology)
+            if not way.shapes:
+                exchange = exchange.across
+            elif len(set(way.shapes)) == 1:  # chosen once, by these links: whoever applies it need not know them
+                exchange = dataclasses.replace(exchange, shape=way.shapes[0], chunks=way.chunks)
+        buckets.append(
+            PlannedBucket(
+                parameters=tuple(profile.gradients[place].name for place in places),
+                lane=index % schedule.lanes,
+                exchange=settings(exchange),
+            )
+        )
+    return tuple(buckets)
+
+
+def _reason(found: Found) -> str:
+    plain, best = found.plain, found.best
+    if found.nothing:
+        gain = 1 - best.iteration_s / plain.iteration_s if plain.iteration_s else 0.0
+        if gain <= 0:
+            return f"Nothing that is allowed is faster than plain DDP, at {plain.iteration_s * 1e3:.1f} ms per step."
+        return (
+            f"Plain DDP takes {plain.iteration_s * 1e3:.1f} ms per step, and the best that is allowed would save "
+            f"{gain:.1%} of it: not worth a change."
+        )
+    names = " and ".join(best.schedule.exchanges)
+    count, before = len(best.schedule.buckets), len(plain.schedule.buckets)
+    lanes = f" on {best.schedule.lanes} lanes" if best.schedule.lanes > 1 else ""
+    saved = _saved(plain.losses, best.losses)
+    return (
+        f"{_buckets(count)}{lanes} through {names}, instead of DDP's {before}: "
+        f"{plain.iteration_s * 1e3:.1f} → {best.iteration_s * 1e3:.1f} ms per step"
+        f"{f', mostly less lost to {saved}' if saved else ''}."
+    )
+
+
+def _buckets(count: int) -> str:
+    return "One bucket" if count == 1 else f"{count} buckets"
+
+
+def _saved(before: Losses, after: Losses) -> str:
+    """The cause of which less is lost."""
+    left = lost_to(after)
+    saved = {name: seconds - left.get(name, 0.0) for name, seconds in lost_to(before).items()}
+    most = max(saved, key=lambda name: saved[name], default="")
+    return CAUSES[most] if most and saved[most] > 0 else ""
+
+
+def _commonest(profile: Profile) -> torch.dtype:
+    by_type: dict[str, int] = {}
+    for gradient in profile.gradients:
+        by_type[gradient.dtype] = by_type.get(gradient.dtype, 0) + gradient.bytes
+    return _dtype(max(by_type, key=lambda kind: by_type[kind]))
+
+
+def _dtype(name: str) -> torch.dtype:
+    real = {"complex64": "float32", "complex128": "float64"}.get(name, name)
+    dtype: torch.dtype = getattr(torch, real)
+    return dtype
+
+
+def _priced(grid: fusion.Floats, table: fusion.Floats, nbytes: fusion.Floats) -> fusion.Floats:
+    seconds: fusion.Floats = np.interp(nbytes, grid, table)
+    return seconds
