@@ -1,11 +1,12 @@
 """Syncline makes data-parallel PyTorch training fast on slow or uneven networks.
 
 model = DDP(net)
-handle = syncline.attach(model, syncline.Dense(wire="bf16"))
+syncline.tune(model, step)                                    # measure, plan, apply in place
+handle = syncline.attach(model, syncline.Dense(wire="bf16"))  # or choose yourself
 """
 
 from syncline._version import __version__
-from syncline.engine import BucketTiming, Handle, Stats, attach
+from syncline.engine import BucketTiming, Handle, Stats, Tuned, attach, handle_of, tune, wrap
 from syncline.errors import (
     ClusterError,
     ExchangeError,
@@ -18,6 +19,8 @@ from syncline.measure.backward import measure_backward
 from syncline.measure.network import Network
 from syncline.measure.profile import Profile
 from syncline.measure.watch import watch_backward
+from syncline.plan.plan import Plan
+from syncline.plan.search import make_plan
 
 __all__ = [
     "BucketTiming",
@@ -30,12 +33,18 @@ __all__ = [
     "MismatchError",
     "Network",
     "OkTopk",
+    "Plan",
     "Profile",
     "Stats",
     "SynclineError",
+    "Tuned",
     "UsageError",
     "__version__",
     "attach",
+    "handle_of",
+    "make_plan",
     "measure_backward",
+    "tune",
     "watch_backward",
+    "wrap",
 ]

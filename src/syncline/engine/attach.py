@@ -23,12 +23,13 @@ from syncline.engine.comm import group_timeout
 from syncline.engine.engine import Engine
 from syncline.engine.hook import Switch, other_hooks, switch_of
 from syncline.engine.place import Place, find_place
+from syncline.engine.route import Planned, Route, Uniform
 from syncline.engine.state import SCHEMA, dealt, file_of, folder_of, load_state, ranks_saved, save_state, shares
 from syncline.errors import ExchangeError, MismatchError, SynclineError, UsageError
-from syncline.exchange import Dense, Exchange, Tree, default_lanes, settings
+from syncline.exchange import Dense, Exchange, Tree, default_lanes
 from syncline.measure.network import Network
+from syncline.plan.plan import MAX_LANES, Plan
 
-MAX_LANES = 16
 ON_WORLD_SIZE = ("refuse", "reset", "redistribute")
 
 
@@ -62,7 +63,22 @@ class Handle:
     def __init__(self, ddp: DDP, switch: Switch, engine: Engine, place: Place | None = None) -> None:
         self._ddp, self._switch, self._engine = ddp, switch, engine
         self._place = place
-        self.exchange = engine.exchange
+        self._route = engine.route
+
+    @property
+    def exchange(self) -> Exchange:
+        """Of all buckets; of a plan's, one that is not plain, if any is."""
+        return self._route.exchanges[-1]
+
+    @property
+    def plan(self) -> Plan | None:
+        """What buckets follow, if a plan was applied."""
+        return self._route.plan if isinstance(self._route, Planned) else None
+
+    @property
+    def mismatch(self) -> str | None:
+        """How DDP's buckets are not the plan's, if they are not. Known after the second step."""
+        return self._attached.route.mismatch
 
     @property
     def error(self) -> BaseException | None:
@@ -84,7 +100,11 @@ class Handle:
 
     def describe(self) -> str:
         """What is attached, where ranks sit as far as the exchange asks, and which way buckets go."""
-        lines = [f"{self.exchange!r} among {dist.get_world_size(self._ddp.process_group)} ranks"]
+        ranks = dist.get_world_size(self._ddp.process_group)
+        lines = [f"{self.exchange!r} among {ranks} ranks"]
+        if self.plan is not None:
+            lines = [f"a plan for {self.plan.model} among {ranks} ranks: {self.plan.reason}"]
+            lines += [self.mismatch] if self.mismatch else []
         if self._place is not None:
             lines += [self._place.tree.describe(), f"links: {self._place.known}"]
         return "\n".join([*lines, *(f"buckets: {count} × {way}" for way, count in self.ways.items())])
@@ -140,10 +160,10 @@ class Handle:
             state = self._saved(folder_of(folder), on_world_size)
         except SynclineError as error:
             with contextlib.suppress(MismatchError):  # this rank's own error says more
-                _meet(group, {"error": str(error)}, "what is loaded", "load")
+                meet(group, {"error": str(error)}, "what is loaded", "load")
             raise
         common = {"error": None, **{field: state[field] for field in ("steps", "exchange", "buckets")}}
-        _meet(group, common, "what is loaded", "load")
+        meet(group, common, "what is loaded", "load")
         self._go_on(state)
 
     def _saved(self, folder: Path, on_world_size: str) -> Mapping[str, Any]:
@@ -185,6 +205,16 @@ class Handle:
         engine.load(state["tensors"], state["buckets"])
         engine.steps = int(state["steps"])
 
+    def drift(self) -> str | None:
+        """How much longer buckets take than the plan expected, where that is so much that another might be better."""
+        return self._attached.drift()
+
+    def retune(self, step: Callable[[nn.Module], object], **options: Any) -> Any:
+        """Measures, plans and applies anew, as `tune` does, which explains its arguments and what it returns."""
+        from syncline.engine.tune import tune
+
+        return tune(self._ddp, step, **options)
+
     def detach(self) -> None:
         """Gives the model back to plain DDP, between steps, on all ranks. The model stays the same object."""
         _ = self._attached  # raises where there is nothing to detach
@@ -193,10 +223,10 @@ class Handle:
     @property
     def _identity(self) -> dict[str, Any]:
         """What a state must have been saved by to be loaded here. Levels count for what keeps something on leaders."""
-        levels = repr(self._place.tree.root) if self._place is not None and self.exchange.keeps else None
+        levels = repr(self._place.tree.root) if self._place is not None and self._engine.keeps else None
         return {
             "schema": SCHEMA,
-            "exchange": settings(self.exchange),
+            "exchange": self._route.settings(),
             "rank": dist.get_rank(self._ddp.process_group),
             "world_size": dist.get_world_size(self._ddp.process_group),
             "levels": levels,
@@ -233,7 +263,7 @@ def attach(
     scaled with, if any: an exchange that keeps gradients for later must know when their scale changes.
     Replaces what was attached before; raises, and leaves the model as it was, if anything does not fit.
     """
-    ddp = _ddp_of(model)
+    ddp = ddp_of(model)
     exchange = Dense() if exchange is None else exchange
     if isinstance(exchange, type) or not isinstance(exchange, Exchange):
         raise UsageError(f"{exchange!r} is not an exchange: pass an instance, for example syncline.Dense()")
@@ -243,18 +273,31 @@ def attach(
         raise UsageError(f"lanes is {lanes!r}: there may be 1 to {MAX_LANES}")
     if timeout_s is not None and not timeout_s > 0:
         raise UsageError(f"timeout_s is {timeout_s!r}: a collective needs some time")
+    return attach_route(ddp, Uniform(exchange, lanes), timeout_s=timeout_s, network=network, scaler=scaler)
+
+
+def attach_route(
+    ddp: DDP,
+    route: Route,
+    *,
+    timeout_s: float | None = None,
+    network: Network | str | os.PathLike[str] | None = None,
+    scaler: GradScaler | None = None,
+) -> Handle:
+    """`attach`, for buckets that go different ways."""
     group: dist.ProcessGroup = ddp.process_group
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
-    parameters = _parameters(ddp)
+    parameters = parameters_of(ddp)
     with _current_device(parameters):
         known = _read(network)
         scaled = scaler is not None and scaler.is_enabled()
-        _meet(group, {**_fingerprint(ddp, group, exchange, lanes, parameters, known), "scaler": scaled})
+        meet(group, {**_fingerprint(ddp, group, route, parameters, known), "scaler": scaled})
         if isinstance(known, SynclineError):
             raise known
-        place = find_place(group, exchange, known)
+        place = find_place(group, route.exchanges, known)
         topology = None if place is None else place.topology
-        engine = Engine(group, parameters, exchange, lanes, timeout, topology, _scale_of(scaler))
+        engine = Engine(group, parameters, route, timeout, topology, _scale_of(scaler))
+        engine.place = place
     try:
         switch = switch_of(ddp)
     except BaseException:
@@ -290,7 +333,7 @@ def _read(network: object) -> Network | SynclineError | None:
         return error
 
 
-def _ddp_of(model: nn.Module) -> DDP:
+def ddp_of(model: nn.Module) -> DDP:
     inner = getattr(model, "_orig_mod", model)  # torch.compile(DDP(net))
     if not isinstance(inner, DDP):
         raise UsageError(f"attach needs a DistributedDataParallel model, not {type(inner).__name__}: wrap it first")
@@ -300,7 +343,7 @@ def _ddp_of(model: nn.Module) -> DDP:
     return inner
 
 
-def _parameters(ddp: DDP) -> dict[str, nn.Parameter]:
+def parameters_of(ddp: DDP) -> dict[str, nn.Parameter]:
     """All that DDP may exchange. Frozen ones too: those that were frozen after DDP was built are in its buckets."""
     ignored = getattr(ddp, "parameters_to_ignore", ())
     return {
@@ -310,7 +353,7 @@ def _parameters(ddp: DDP) -> dict[str, nn.Parameter]:
     }
 
 
-def _meet(
+def meet(
     group: dist.ProcessGroup, fingerprint: Mapping[str, Any], what: str = "what is attached", call: str = "attach"
 ) -> None:
     try:
@@ -338,8 +381,7 @@ def _current_device(parameters: Mapping[str, nn.Parameter]) -> contextlib.Abstra
 def _fingerprint(
     ddp: DDP,
     group: dist.ProcessGroup,
-    exchange: Exchange,
-    lanes: int,
+    route: Route,
     parameters: Mapping[str, nn.Parameter],
     network: Network | SynclineError | None,
 ) -> dict[str, Any]:
@@ -360,9 +402,9 @@ def _fingerprint(
         "torch": str(torch.__version__),
         "backend": str(dist.get_backend(group)),
     }
-    fields = flatten({"exchange": settings(exchange), "ddp": flags, "version": versions, "parameter": model})
+    fields = flatten({**route.fingerprint(), "ddp": flags, "version": versions, "parameter": model})
     # Ranks choose by it, so it has to be the same file; what it says is none of the fingerprint's business.
     known = f"unreadable: {network}" if isinstance(network, SynclineError) else None
     if isinstance(network, Network):
         known = f"one with digest {digest(msgspec.to_builtins(network)).hex()[:8]}"
-    return {**fields, "lanes": lanes, "network": known}
+    return {**fields, "network": known}

@@ -7,8 +7,10 @@ they see in it, and moves along by parameter name when the buckets change.
 
 from __future__ import annotations
 
+import statistics
 import threading
-from collections import Counter
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,8 +23,16 @@ from torch import Tensor
 from syncline.engine.agreement import agree
 from syncline.engine.comm import LaneGroups
 from syncline.engine.lane import Job, Lane, make_lane
+from syncline.engine.place import Place
+from syncline.engine.route import Route
 from syncline.errors import ExchangeError, SynclineError, UsageError
 from syncline.exchange import Climbing, Exchange, Layout, Slot, State, Topology, Work
+
+_WATCHED = 50
+"""Steps of which the median is compared with what was expected."""
+_UNSETTLED = 3
+"""Steps that prepare buckets, and say nothing."""
+_DRIFTED = 1.5
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """By parameter name, then by kind, in logical shape."""
@@ -34,6 +44,7 @@ class Bucket:
 
     index: int
     lane: int
+    exchange: Exchange
     layout: Layout
     state: State | None = None
     """None until all ranks have agreed on the layout."""
@@ -69,19 +80,20 @@ class Regrouping:
 
 
 class Engine:
-    """Runs one exchange for one model. All ranks create it together, in the same order as their other groups."""
+    """Runs the exchanges of one model. All ranks create it together, in the same order as their other groups."""
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         parameters: Mapping[str, torch.nn.Parameter],
-        exchange: Exchange,
-        lanes: int,
+        route: Route,
         timeout: timedelta,
         topology: Topology | None = None,
         scale: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
-        self.exchange = exchange
+        self.route = route
+        self.place: Place | None = None
+        """Where ranks sit, for the handle."""
         self.error: BaseException | None = None
         self.steps = 0
         self.buckets: dict[tuple[int, ...], Bucket] = {}
@@ -95,7 +107,7 @@ class Engine:
         self._lanes: list[Lane] = []
         device = next(iter(parameters.values())).device
         try:
-            for index in range(lanes):
+            for index in range(route.lanes):
                 self._groups.append(LaneGroups.create(group, timeout, topology))
                 self._lanes.append(make_lane(device, f"syncline-lane-{index}"))
         except BaseException:
@@ -106,6 +118,10 @@ class Engine:
         self._regrouping: Regrouping | None = None
         self._counted: dict[str, int] = {}
         self._lock = threading.Lock()
+
+        self._spans_s: deque[float] = deque(maxlen=_WATCHED)
+        """Of the last steps, where something is expected of them: from first ready to last end."""
+        self._warned = False
 
     # --- in the thread that runs backward -----------------------------------------------------------------------
 
@@ -119,13 +135,15 @@ class Engine:
         bucket = self._see(grad_bucket, flat)
         lane = self._lanes[bucket.lane]
         step = self._step
+        if not step.jobs and self.route.expected_s is not None:
+            self._watch(self.last_step)
         job = Job(
             bucket=bucket.index,
             lane=bucket.lane,
             flat=flat,
             run=lambda: self._run(bucket, flat),
             # The first time, ranks meet to compare the bucket and prepare it; but for that, it is the exchange's word.
-            waits=self.exchange.waits or bucket.state is None,
+            waits=bucket.exchange.waits or bucket.state is None,
             on_done=lambda job: self._done(job, bucket, step),
             marks=lane.marks(step.jobs[0].marks if step.jobs else None),
         )
@@ -164,9 +182,7 @@ class Engine:
             whole = torch.cat(pieces)
             parameters: list[Tensor] = [self._parameters[name] for name in names]
             layout = self._layout(parameters, whole)
-            bucket = self.buckets.setdefault(
-                tuple(map(id, parameters)), Bucket(index, index % len(self._lanes), layout)
-            )
+            bucket = self.buckets.setdefault(tuple(map(id, parameters)), self._bucket(index, layout))
             work = self._run(bucket, whole)
             if work is not None:
                 work.wait()
@@ -191,8 +207,12 @@ class Engine:
             layout = self._layout(parameters, flat)
             self._retire(layout)
             index = grad_bucket.index()
-            self.buckets[key] = Bucket(index, index % len(self._lanes), layout)
+            self.buckets[key] = self._bucket(index, layout)
         return self.buckets[key]
+
+    def _bucket(self, index: int, layout: Layout) -> Bucket:
+        exchange, lane = self.route.way([slot.name for slot in layout.slots], index, self.steps)
+        return Bucket(index, lane, exchange, layout)
 
     def _layout(self, parameters: list[Tensor], flat: Tensor) -> Layout:
         slots, offset = [], 0
@@ -233,14 +253,14 @@ class Engine:
         bucket.state.begin(self.steps, self._scale())
         if not bucket.averages:
             flat.mul_(1 / self._ranks)  # not div_: the very operation with which plain DDP averages
-        return self.exchange.run(flat, bucket.state, comm)
+        return bucket.exchange.run(flat, bucket.state, comm)
 
     def _prepare(self, bucket: Bucket) -> State:
         layout, comm = bucket.layout, self._groups[bucket.lane].comm
         held = {slot.name: f"{tuple(slot.shape)} at {slot.offset}" for slot in layout.slots}
         agree(comm.group, {"index": bucket.index, "dtype": str(layout.dtype), **held}, "a gradient bucket")
-        state = self.exchange.prepare(layout, comm)
-        if isinstance(self.exchange, Climbing):  # it chose by arithmetic, which other machines may do differently
+        state = bucket.exchange.prepare(layout, comm)
+        if isinstance(bucket.exchange, Climbing):  # it chose by arithmetic, which other machines may do differently
             agree(comm.group, {"way": state.describe()}, "the way of a gradient bucket")
         with self._lock:
             mine = {slot.name: self._waiting.pop(slot.name) for slot in layout.slots if slot.name in self._waiting}
@@ -294,6 +314,31 @@ class Engine:
         self.last_step = step
         self.steps += 1
 
+    def _watch(self, step: Step) -> None:
+        """Notes how long the exchange of a step took that is over."""
+        seconds = [job.marks.seconds() for job in step.jobs]
+        known = [one for one in seconds if one is not None]
+        if known and len(known) == len(seconds) and self.steps > _UNSETTLED:
+            self._spans_s.append(max(one["end"] for one in known) - min(one["ready"] for one in known))
+        if not self._warned and len(self._spans_s) == _WATCHED and self._groups[0].comm.rank == 0:
+            told = self.drift()
+            if told is not None:
+                self._warned = True
+                warnings.warn(told, stacklevel=2)
+
+    def drift(self) -> str | None:
+        """How much longer steps take to exchange than was expected, where it matters."""
+        expected_s = self.route.expected_s
+        if expected_s is None or len(self._spans_s) < _WATCHED // 5:
+            return None
+        took_s = statistics.median(self._spans_s)
+        if took_s <= _DRIFTED * expected_s + 1e-3:
+            return None
+        return (
+            f"exchanging gradients takes {took_s * 1e3:.1f} ms per step, and the plan expected {expected_s * 1e3:.1f}: "
+            "the network or the model is not what it was. handle.retune(step) plans anew"
+        )
+
     # --- for the handle -----------------------------------------------------------------------------------------
 
     @property
@@ -311,7 +356,7 @@ class Engine:
         total: dict[str, int] = {}
         for bucket in self.buckets.values():
             topology = self._groups[bucket.lane].topology
-            cost = self.exchange.cost(bucket.layout.numel, bucket.layout.dtype, topology)
+            cost = bucket.exchange.cost(bucket.layout.numel, bucket.layout.dtype, topology)
             for level, sent in cost.sent_bytes.items():
                 total[level] = total.get(level, 0) + sent
         return total
@@ -319,6 +364,11 @@ class Engine:
     @property
     def lanes(self) -> int:
         return len(self._lanes)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether part of what comes in may wait for later steps."""
+        return any(exchange.keeps for exchange in self.route.exchanges)
 
     @property
     def ways(self) -> dict[str, int]:
@@ -338,7 +388,7 @@ class Engine:
     def bucket_names(self) -> list[list[str]]:
         """What each bucket holds now, for exchanges to which that matters: what they select, they select per bucket."""
         ordered = sorted(self.buckets.values(), key=lambda bucket: bucket.index)
-        return [[slot.name for slot in bucket.layout.slots] for bucket in ordered] if self.exchange.keeps else []
+        return [[slot.name for slot in bucket.layout.slots] for bucket in ordered] if self.keeps else []
 
     def load(self, tensors: Tensors, buckets: Sequence[Sequence[str]] = ()) -> None:
         """`buckets`: those in which the coming steps go until DDP's own are the same; it fills them in another order

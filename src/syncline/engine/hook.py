@@ -79,6 +79,20 @@ def switch_of(ddp: DDP) -> Switch:
     return _switches[ddp]
 
 
+def forget(ddp: DDP) -> None:
+    """The next reducer of this model is one without our hook: as if it had never been there."""
+    switch = _switches.pop(ddp, None)
+    if switch is not None:
+        switch.turn_to(None)
+    hooks = getattr(ddp, "_comm_hooks", [])
+    hooks[:] = [(hook, state) for hook, state in hooks if hook is not _syncline_hook]
+
+
+def attached_to(ddp: DDP) -> Switch | None:
+    """The model's switch, where it has one."""
+    return _switches.get(ddp)
+
+
 def other_hooks(ddp: DDP) -> list[str]:
     """The names of hooks that others have registered."""
     return [hook.__qualname__ for hook, _ in getattr(ddp, "_comm_hooks", ()) if hook is not _syncline_hook]

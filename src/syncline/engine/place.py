@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -25,21 +26,27 @@ class Place:
     """Where its knowledge of links comes from."""
 
 
-def find_place(group: dist.ProcessGroup, exchange: Exchange, network: Network | None) -> Place | None:
-    """Collective; None where the exchange does not ask. Hosts are found by what ranks say of themselves, racks are the
+def find_place(group: dist.ProcessGroup, exchanges: Sequence[Exchange], network: Network | None) -> Place | None:
+    """Collective; None where no exchange asks. Hosts are found by what ranks say of themselves, racks are the
     network's: they show only in what links carry."""
-    if not isinstance(exchange, Climbing) and network is None:
+    climbing = next((exchange for exchange in exchanges if isinstance(exchange, Climbing)), None)
+    if climbing is None and network is None:
         return None
-    host_of_rank = number([data.decode() for data in gather_bytes(group, host_identity().encode())])
+    host_of_rank = hosts_of(group)
     if network is not None:
         _check(network, host_of_rank, str(dist.get_backend(group)))
-    if not isinstance(exchange, Climbing):
+    if climbing is None:
         return None
     links = network or assumed_links(host_of_rank, backend=str(dist.get_backend(group)))
-    tree = exchange.tree(links.tree, group.size())
+    tree = climbing.tree(links.tree, group.size())
     agree(group, {"tree": repr(tree.root)}, "where ranks sit")
     known = links.how if links.measured else f"{links.how}; attach(…, network=…) chooses by measured ones"
     return Place(tree, topology_of(links, tree), known)
+
+
+def hosts_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Collective: by rank, the number of its host."""
+    return number([data.decode() for data in gather_bytes(group, host_identity().encode())])
 
 
 def _check(network: Network, host_of_rank: tuple[int, ...], backend: str) -> None:

@@ -45,7 +45,7 @@ _LANES = (1, 2, 4)
 _EFFORT = 9_000
 """Collectives that are simulated to get better, about."""
 _LARGEST = 600
-"""Collectives of a step, of schedules that are looked at at all; what is dense may have as many as there are gradients."""
+"""Collectives of a step, of schedules that are looked at at all; or as many as there are gradients, if more."""
 _PER_BUCKET = 1e-4
 """Of a step: what a bucket must save to be one more. No figure of any model, but what is equally fast in one should
 rather be few buckets: each is a hook, a copy and a collective more that something can happen to."""
@@ -366,7 +366,7 @@ def plan_of(profile: Profile, network: Network, found: Found) -> Plan:
         if one.name != "plan"
     ]
     ends = chosen.timeline.end_s.values()
-    first_s = min((gradient.ready_s for gradient in profile.gradients), default=0.0)
+    first_s = max(profile.gradients[place].ready_s for place in chosen.schedule.buckets[0])
     return Plan(
         model=profile.model,
         gradients=tuple(PlannedGradient(name=g.name, shape=g.shape, dtype=g.dtype) for g in profile.gradients),

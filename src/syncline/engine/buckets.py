@@ -1,0 +1,92 @@
+"""DDP's buckets, made to measure: for a model that is to be wrapped, and for one that is wrapped already.
+
+DDP takes a cap for each bucket, and closes a bucket when it reaches its cap: caps of exactly so many bytes give exact
+buckets. A live model gets new ones by building its reducer anew, inside the same object, so that whoever refers to the
+model still does. That is private to torch, and looked for before it is used.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.nn.parallel import distributed as ddp_module
+
+from syncline.errors import UsageError
+
+MIB = 1024 * 1024
+
+
+def caps_are_known() -> bool:
+    """Whether this torch takes a cap for each bucket."""
+    return "bucket_cap_mb_list" in inspect.signature(DDP.__init__).parameters
+
+
+def cap_arguments(caps: Sequence[int], *, rebuilt: bool = True) -> dict[str, Any]:
+    """What to build DDP with for buckets of so many bytes, in the order in which they are launched.
+
+    Where DDP does not rebuild its buckets, it fills them from the first parameter on, and launches them backwards. A
+    torch that knows one cap for all gets the middle one: its buckets are others, and that will be told.
+    """
+    if not caps_are_known():
+        return {"bucket_cap_mb": sorted(caps)[len(caps) // 2] / MIB}
+    ordered = caps if rebuilt else tuple(reversed(caps))
+    return {"bucket_cap_mb_list": [cap / MIB for cap in ordered]}
+
+
+def rebuilds(ddp: DDP) -> bool:
+    """Whether it forms its buckets anew when it has seen in which order gradients are ready."""
+    return bool(getattr(ddp, "static_graph", False)) or not ddp.find_unused_parameters
+
+
+def settled_after(ddp: DDP) -> int:
+    """Steps after which its buckets stay as they are."""
+    return 2 if getattr(ddp, "static_graph", False) else int(rebuilds(ddp))
+
+
+def can_change() -> bool:
+    """Whether a live model's buckets can be changed with this torch."""
+    config = getattr(ddp_module, "_BucketCapacityConfig", None)
+    needed = ("_ddp_init_helper", "_build_params_for_reducer", "_build_debug_param_to_name_mapping")
+    return config is not None and hasattr(config, "create") and all(hasattr(DDP, name) for name in needed)
+
+
+def current(ddp: DDP) -> Any:
+    """What `put_back` takes."""
+    return getattr(ddp, "_bucket_config", None)
+
+
+def change(ddp: DDP, caps: Sequence[int]) -> None:
+    """Gives a live model buckets of so many bytes, between steps, on all ranks. Its hook stays."""
+    if not can_change():
+        raise UsageError("this torch cannot change the buckets of a live model: build it with syncline.wrap(net, plan)")
+    arguments = cap_arguments(caps, rebuilt=rebuilds(ddp))
+    config: Any = ddp_module._BucketCapacityConfig
+    put_back(
+        ddp,
+        config.create(
+            bucket_cap_mb=arguments.get("bucket_cap_mb"),
+            bucket_cap_mb_list=arguments.get("bucket_cap_mb_list"),
+            use_python_reducer=getattr(ddp, "_use_python_reducer", False),
+        ),
+    )
+
+
+def put_back(ddp: DDP, config: Any) -> None:
+    """Builds the reducer anew, as `current` found it."""
+    inside: Any = ddp
+    inside._bucket_config = config
+    inside.bucket_bytes_cap = config.bucket_bytes_cap
+    inside.bucket_bytes_cap_list = list(config.per_bucket_bytes_caps)
+    inside.bucket_bytes_cap_default = config.first_bucket_bytes_cap < config.bucket_bytes_cap
+    parameters, expect_sparse = inside._build_params_for_reducer()
+    names = inside._build_debug_param_to_name_mapping(parameters)
+    inside._ddp_init_helper(parameters, expect_sparse, names, getattr(ddp, "static_graph", False))
+    if getattr(ddp, "static_graph", False):
+        inside.reducer._set_static_graph()
+    for hook, state in inside._comm_hooks:
+        inside.logger._set_comm_hook_name(hook.__qualname__)
+        dist._register_comm_hook(inside.reducer, state, hook)  # type: ignore[attr-defined]

@@ -1,0 +1,129 @@
+"""Which way each bucket of a model goes: one exchange for all of them, or what a plan says of each.
+
+A plan speaks of the buckets that DDP makes after its first step (its second with `static_graph`). Until then buckets
+are others, and go as they are, summed without loss. Should they still be others then, that is told, and each goes as
+the planned one does with which it shares most.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from syncline.engine.agreement import digest
+from syncline.exchange import Dense, Exchange, settings
+from syncline.plan.plan import Plan
+
+
+class Route(Protocol):
+    @property
+    def lanes(self) -> int: ...
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """All that buckets may go through, each once."""
+
+    @property
+    def mismatch(self) -> str | None:
+        """What is not as it was planned, if anything."""
+
+    @property
+    def expected_s(self) -> float | None:
+        """From the first bucket's gradients to the last bucket's end, where somebody expects something."""
+
+    def way(self, names: Sequence[str], index: int, steps: int) -> tuple[Exchange, int]:
+        """Exchange and lane of a bucket with these parameters, after so many steps."""
+
+    def settings(self) -> dict[str, Any]:
+        """What a saved state must have been saved by."""
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What all ranks must agree on."""
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """One exchange; lanes take turns."""
+
+    exchange: Exchange
+    lanes: int
+    mismatch: str | None = None
+    expected_s: float | None = None
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return (self.exchange,)
+
+    def way(self, names: Sequence[str], index: int, steps: int) -> tuple[Exchange, int]:
+        return self.exchange, index % self.lanes
+
+    def settings(self) -> dict[str, Any]:
+        return settings(self.exchange)
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"exchange": settings(self.exchange), "lanes": self.lanes}
+
+
+class Planned:
+    """As a plan says."""
+
+    def __init__(self, plan: Plan, *, settled_after: int = 1, tells: bool = False) -> None:
+        """`settled_after`: steps after which buckets are the plan's. `tells`: whether this rank warns if not."""
+        self.plan = plan
+        self.mismatch: str | None = None
+        self._settled_after, self._tells = settled_after, tells
+        made = plan.exchanges
+        self._ways = {
+            frozenset(bucket.parameters): (exchange, bucket.lane)
+            for bucket, exchange in zip(plan.buckets, made, strict=True)
+        }
+        self._exchanges = tuple(dict.fromkeys([Dense(), *made]))
+
+    @property
+    def lanes(self) -> int:
+        return self.plan.lanes
+
+    @property
+    def expected_s(self) -> float | None:
+        return self.plan.exchange_s
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return self._exchanges
+
+    def way(self, names: Sequence[str], index: int, steps: int) -> tuple[Exchange, int]:
+        held = frozenset(names)
+        if held in self._ways:
+            return self._ways[held]
+        if steps < self._settled_after:
+            return Dense(), index % self.lanes
+        if self.mismatch is None:
+            self.mismatch = self._told(held, index)
+            if self._tells:
+                warnings.warn(self.mismatch, stacklevel=2)
+        return self._ways[max(self._ways, key=lambda planned: len(planned & held))]
+
+    def _told(self, held: frozenset[str], index: int) -> str:
+        planned = frozenset(self.plan.buckets[index].parameters) if index < len(self.plan.buckets) else frozenset()
+        others = sorted(held ^ planned)
+        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+        return (
+            f"DDP's bucket {index} is not the plan's: they differ in {others[0]}{more}. Gradients become ready in "
+            "another order than when the plan was made. Each bucket goes as the planned one with which it shares most; "
+            "plan again"
+        )
+
+    def settings(self) -> dict[str, Any]:
+        return {"type": "Plan", "digest": digest(self.fingerprint()).hex()[:16]}
+
+    def fingerprint(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {"plan.lanes": self.lanes, "plan.buckets": len(self.plan.buckets)}
+        for index, bucket in enumerate(self.plan.buckets):
+            names = bucket.parameters
+            held = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            fields[f"plan.buckets[{index}].parameters"] = f"{held}, {len(names)}, {digest({'': names}).hex()[:8]}"
+            fields[f"plan.buckets[{index}].lane"] = bucket.lane
+            fields[f"plan.buckets[{index}].exchange"] = bucket.exchange
+        return fields

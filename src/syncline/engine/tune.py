@@ -1,0 +1,303 @@
+"""`tune`: measure, plan, try, and apply to a live DistributedDataParallel model, in place.
+
+    syncline.tune(model, step)
+
+All ranks profile the model without communication, probe the links, and plan. What the plan promises is then tried
+against plain DDP, taking turns on the model itself; the faster of the two stays. The model is the same object before
+and after, with the same weights, buffers and gradients, and random numbers go on where they were: training continues
+as if nothing had happened, but for the time it takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from syncline.engine import buckets
+from syncline.engine.attach import Handle, ddp_of, meet, parameters_of
+from syncline.engine.comm import gather_bytes, group_device
+from syncline.engine.hook import forget, other_hooks
+from syncline.engine.place import hosts_of
+from syncline.engine.wrap import apply
+from syncline.errors import UsageError
+from syncline.exchange import EXCHANGES, wire
+from syncline.measure.network import Network
+from syncline.measure.overhead import measure_overheads
+from syncline.measure.probe import probe
+from syncline.measure.profile import Profile
+from syncline.measure.steps import together
+from syncline.measure.watch import watch_backward
+from syncline.plan.plan import Plan
+from syncline.plan.search import check_allowed, make_plan, options
+from syncline.predict.price import topology_of
+
+Step = Callable[[nn.Module], object]
+
+BUDGET_S = 45.0
+_LEAST_BUDGET_S = 5.0
+_PROBE_SHARE, _PROFILE_SHARE, _TRIAL_SHARE = 0.4, 0.15, 0.4
+_PROFILED = (5, 20)
+"""Steps that are measured: at least, and at most."""
+_TRIED = (4, 15)
+"""Steps of each of a trial's turns."""
+_SETTLING = 3
+"""Steps until DDP's buckets are what they will be, and caches warm."""
+_TURNS = ("plain", "plan", "plan", "plain")
+_WORTH = 0.99
+"""Of plain DDP's time: what a plan must stay under in the trial."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Median seconds of a forward and a backward, on the slowest rank of each step, in turns."""
+
+    plain_s: float
+    plan_s: float
+    steps: int
+    """Of each."""
+
+    @property
+    def won(self) -> bool:
+        return self.plan_s < _WORTH * self.plain_s
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What `tune` found and did; the same on all ranks."""
+
+    plan: Plan
+    trial: Trial | None
+    """None where there was nothing to try: plain DDP is predicted to be best."""
+    handle: Handle | None
+    """What is attached now; None where plain DDP is left alone."""
+    profile: Profile
+    network: Network
+    seconds: float
+    """That tuning took."""
+    model: DDP = field(repr=False)
+
+    def describe(self) -> str:
+        lines = [self.plan.reason]
+        if self.trial is not None:
+            lines.append(
+                f"Tried: plain DDP {self.trial.plain_s * 1e3:.1f} ms, the plan {self.trial.plan_s * 1e3:.1f} ms per "
+                f"forward and backward: {'the plan stays' if self.trial.won else 'plain DDP stays'}."
+            )
+        return "\n".join(lines)
+
+    def drift(self) -> str | None:
+        """Whether exchanging takes much longer than expected by now, and retuning may pay."""
+        return None if self.handle is None else self.handle.drift()
+
+    def retune(self, step: Step, **arguments: Any) -> Tuned:
+        """`tune` again; with what is known of the links, where `network` is passed on."""
+        return tune(self.model, step, **arguments)
+
+
+def tune(
+    model: nn.Module,
+    step: Step,
+    *,
+    allow: Sequence[str] = (),
+    budget_s: float = BUDGET_S,
+    network: Network | str | os.PathLike[str] | None = None,
+    scaler: GradScaler | None = None,
+    quiet: bool = False,
+) -> Tuned:
+    """Finds how `model`, a DistributedDataParallel, exchanges its gradients fastest, and has it do so.
+
+    `step(model)` runs one forward and backward on the model that it is given, as in training but without an update; it
+    is called some dozens of times, so let it use one batch again and again. All ranks of the model's process group call
+    `tune`, with the same arguments. Only what changes no result is tried, unless `allow` names more: "bf16", "fp16",
+    "sparse". It takes about `budget_s`; a `network`, or the file that `syncline probe` wrote of it, saves the probing.
+    `scaler`: as for `attach`. Rank 0 says what was chosen and why, unless `quiet`.
+    """
+    began = time.monotonic()
+    ddp = ddp_of(model)
+    group: dist.ProcessGroup = ddp.process_group
+    allowed = _check(ddp, group, allow, budget_s, network)
+    links = Network.load(network) if isinstance(network, str | os.PathLike) else network
+    known = None if links is None else msgspec.json.encode(links)
+    meet(group, {"allow": list(allowed), "budget_s": budget_s, "network": _digest(known)}, "what is tuned", "tune")
+    device = next(iter(parameters_of(ddp).values())).device
+    with _as_it_was(ddp, device), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        profile = _profile(ddp, step, group, _PROFILE_SHARE * budget_s, device)
+        if links is None:
+            kinds = wire.KINDS if allowed or group.size() > len(set(hosts_of(group))) else ("all_reduce", "broadcast")
+            links = probe(budget_s=_PROBE_SHARE * budget_s, kinds=kinds)
+        names = options(links, allowed)
+        overheads = measure_overheads(
+            device, {name: EXCHANGES[name] for name in names}, topology=topology_of(links), group=group
+        )
+        profile = msgspec.structs.replace(profile, overheads=overheads)
+        plan = _planned(profile, links, allowed, group)
+        original = buckets.current(ddp)
+        trial = None
+        try:
+            if not plan.nothing:
+                left_s = max(_LEAST_BUDGET_S, budget_s - (time.monotonic() - began))
+                trial = _try(ddp, plan, step, group, original, _TRIAL_SHARE * min(left_s, budget_s), links, device)
+        finally:
+            _plain(ddp, original)
+        handle = None
+        if trial is not None and trial.won:
+            _drop_gradients(ddp)
+            buckets.change(ddp, plan.caps)
+            handle = apply(ddp, plan, network=links, scaler=scaler)
+    tuned = Tuned(plan, trial, handle, profile, links, time.monotonic() - began, ddp)
+    if not quiet and group.rank() == 0:
+        print(f"syncline: {tuned.describe()}", file=sys.stderr)
+    return tuned
+
+
+def _check(
+    ddp: DDP, group: dist.ProcessGroup, allow: Sequence[str], budget_s: float, network: object
+) -> tuple[str, ...]:
+    allowed = check_allowed(allow)
+    if not budget_s >= _LEAST_BUDGET_S:
+        raise UsageError(f"budget_s is {budget_s!r}: measuring takes at least {_LEAST_BUDGET_S:g} s")
+    if network is None and group.size() != dist.get_world_size():
+        raise UsageError("the model's process group is a part of the world, which cannot be probed: pass network=")
+    if other_hooks(ddp):
+        raise UsageError(f"this model has a communication hook already ({other_hooks(ddp)[0]}): DDP takes only one")
+    if not buckets.can_change():
+        raise UsageError(
+            "this torch cannot change the buckets of a live model: make a plan with `syncline plan`, and build the "
+            "model with syncline.wrap(net, plan)"
+        )
+    return allowed
+
+
+def _digest(data: bytes | None) -> str | None:
+    return None if data is None else hashlib.sha256(data).hexdigest()[:8]
+
+
+@contextlib.contextmanager
+def _as_it_was(ddp: DDP, device: torch.device) -> Iterator[None]:
+    """Puts back what steps change: gradients, buffers and random numbers. Parameters are not theirs to change."""
+    gradients = [(p, p.grad) for p in ddp.module.parameters()]
+    values = [None if grad is None else grad.detach().clone() for _, grad in gradients]
+    tensors = [(buffer, buffer.detach().clone()) for buffer in ddp.module.buffers()]
+    states: list[tuple[Callable[[Any], None], Any]] = [
+        (torch.set_rng_state, torch.get_rng_state()),
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),
+    ]
+    if device.type == "cuda":
+        states.append((lambda state: torch.cuda.set_rng_state(state, device), torch.cuda.get_rng_state(device)))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in tensors:
+                buffer.copy_(value)
+        for (parameter, _), value in zip(gradients, values, strict=True):
+            parameter.grad = value
+        for put, state in states:
+            put(state)
+
+
+def _profile(ddp: DDP, step: Step, group: dist.ProcessGroup, budget_s: float, device: torch.device) -> Profile:
+    """Collective: of the module inside, without communication, on all ranks at once."""
+    versions = {name: parameter._version for name, parameter in parameters_of(ddp).items()}
+    times: list[float] = []
+
+    def run(count: int) -> bytes:
+        for _ in range(count):
+            _drop_gradients(ddp)
+            started = time.monotonic()
+            step(ddp.module)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            times.append(time.monotonic() - started)
+        changed = next((name for name, p in parameters_of(ddp).items() if p._version != versions[name]), None)
+        if changed is not None:
+            raise UsageError(f"step changed {changed}: it runs forward and backward only, without optimizer.step()")
+        return b""
+
+    name = type(ddp.module).__name__
+    with watch_backward(ddp.module, steps=_PROFILED[1], skip=2, model_name=name) as watch:
+        together(group, lambda: run(2))
+        count = _count(group, _PROFILED, budget_s, times[-1])
+        together(group, lambda: run(count))
+        return watch.profile(group)
+
+
+def _count(group: dist.ProcessGroup, bounds: tuple[int, int], budget_s: float, step_s: float) -> int:
+    """Collective: how many steps of the slowest rank fit into a time."""
+    slowest = torch.tensor([step_s], dtype=torch.float64, device=group_device(group))
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+    return max(bounds[0], min(bounds[1], int(budget_s / max(float(slowest), 1e-6))))
+
+
+def _planned(profile: Profile, network: Network, allowed: tuple[str, ...], group: dist.ProcessGroup) -> Plan:
+    """Collective: rank 0's plan, because other machines may round differently."""
+    answers = together(
+        group, lambda: msgspec.json.encode(make_plan(profile, network, allowed)) if group.rank() == 0 else b""
+    )
+    return msgspec.json.decode(answers[0], type=Plan)
+
+
+def _try(
+    ddp: DDP,
+    plan: Plan,
+    step: Step,
+    group: dist.ProcessGroup,
+    original: Any,
+    budget_s: float,
+    network: Network,
+    device: torch.device,
+) -> Trial:
+    """Collective: plain DDP and the plan, in turns."""
+    times: dict[str, list[float]] = {"plain": [], "plan": []}
+    longest_s = max(plan.plain_s, plan.iteration_s)
+    count = max(_TRIED[0], min(_TRIED[1], int(budget_s / (len(_TURNS) * max(longest_s, 1e-6))) - _SETTLING))
+    for turn in _TURNS:
+        _drop_gradients(ddp)
+        if turn == "plan":
+            forget(ddp)
+            buckets.change(ddp, plan.caps)
+            apply(ddp, plan, network=network)
+        else:
+            _plain(ddp, original)
+        for number in range(_SETTLING + count):
+            _drop_gradients(ddp)
+            gather_bytes(group, b"")  # all start together
+            started = time.monotonic()
+            step(ddp)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            if number >= _SETTLING:
+                times[turn].append(time.monotonic() - started)
+    everyone = torch.tensor([times["plain"], times["plan"]], dtype=torch.float64, device=group_device(group))
+    dist.all_reduce(everyone, op=dist.ReduceOp.MAX, group=group)
+    plain_s, plan_s = (statistics.median(row) for row in everyone.tolist())
+    return Trial(plain_s, plan_s, len(times["plain"]))
+
+
+def _plain(ddp: DDP, original: Any) -> None:
+    """As it was before: DDP's own buckets, without a hook."""
+    _drop_gradients(ddp)
+    forget(ddp)
+    buckets.put_back(ddp, original)
+
+
+def _drop_gradients(ddp: DDP) -> None:
+    for parameter in ddp.module.parameters():
+        parameter.grad = None
