@@ -27,6 +27,7 @@ from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
 from syncline.measure.profile import Overheads, Profile, Work
 from syncline.predict import Schedule, ddp_buckets, predict
+from syncline.predict.schedule import DDP_CAPS, MIB
 
 _STEPS, _WARMUP = 8, 3
 _ALONE_STEPS, _ALONE_WARMUP = 4, 3
@@ -42,6 +43,11 @@ class Forecast:
     """The workload is a replay: it keeps its pace whatever DDP does meanwhile."""
     bucket_mb: float | None
 
+    @property
+    def caps(self) -> tuple[int, ...]:
+        """Bytes at which DDP closes its buckets."""
+        return DDP_CAPS if self.bucket_mb is None else (int(self.bucket_mb * MIB),)
+
     def predicted_s(self, prepared: Prepared, hook_s: float | None = None) -> float | None:
         """`hook_s`: what one step of PyTorch's hook computes, from `alone_s`. What an exchange computes is in the
         profile, by the name of what was prepared."""
@@ -49,6 +55,8 @@ class Forecast:
             slowest = self.profile.slowest
             always_s = 0.0 if slowest is None else slowest.step_s - self.profile.step_s
             return self.profile.step_s + max(always_s, self.profile.jitter_s)
+        if prepared.plan is not None:
+            return prepared.plan.iteration_s
         if prepared.cost is None:
             schedule = Schedule.of(self.profile, bucket_mb=self.bucket_mb)
             if prepared.handle is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,18 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from syncline.engine import Handle, attach
+from syncline.engine import Handle, attach, handle_of, wrap
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, AllgatherTopk, Cost, Exchange, OkTopk, Phase, Topology
 from syncline.exchange.wire import sent_bytes
 from syncline.measure.network import Network
-from syncline.predict.schedule import Costed
+from syncline.plan.plan import Plan
+from syncline.plan.search import make_plan, named, plan_for
+from syncline.predict import Schedule, predict
+from syncline.predict.schedule import Costed, filled
+
+if TYPE_CHECKING:
+    from syncline.bench.forecast import Forecast
 
 
 @dataclass
@@ -34,11 +41,13 @@ class Prepared:
     cost: Costed | None = None
     """What a baseline puts on the wire; Syncline's exchanges know it themselves."""
     one_bucket: bool = False
+    plan: Plan | None = None
+    """What it follows, if it is planned."""
 
     @property
     def name(self) -> str:
         """Of the method and its variant."""
-        return f"{self.method} {self.setting}".strip()
+        return self.method if self.plan is not None else f"{self.method} {self.setting}".strip()
 
     def chosen(self) -> str:
         """Its setting, and the ways that its buckets go, most of them first."""
@@ -50,14 +59,14 @@ class Prepared:
         """Payload that the busiest rank sent in the last step; None where nobody counted."""
         if self.handle is not None:
             return sum(self.handle.stats().sent_bytes.values())
-        if self.method == "ddp":
+        if self.method == "ddp" or (self.plan is not None and self.plan.nothing):
             return _ddp_sent_bytes(self.model)
         return 0 if self.method == "nosync" else None
 
     def predicted_sent_bytes(self, ranks: int) -> int | None:
         if self.handle is not None:
             return sum(self.handle.predicted_sent_bytes().values())
-        if self.method == "ddp":
+        if self.method == "ddp" or (self.plan is not None and self.plan.nothing):
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             sizes = {p.element_size() for p in parameters}
             return sum(
@@ -77,6 +86,8 @@ class Wrapping:
     """None for all ranks."""
     network: Network | None = None
     """What exchanges choose by that do."""
+    forecast: Forecast | None = None
+    """What planners plan from."""
 
     def ddp(self, net: nn.Module, bucket_mb: float | None = None) -> DDP:
         cap = bucket_mb if bucket_mb is not None else self.bucket_mb
@@ -85,6 +96,43 @@ class Wrapping:
 
 
 Preparation = Callable[[nn.Module, Wrapping], Prepared]
+
+PLANNERS: dict[str, tuple[str, ...]] = {
+    "wfbp": (),
+    "mgwfbp": (),
+    "asc": (),
+    "plan": (),
+    "plan-lossy": ("bf16", "sparse"),
+}
+"""By method: what it may use beside what is lossless."""
+
+
+def make_planned(method: str, forecast: Forecast) -> Plan:
+    """The plan of a method, from what is known before anything is measured."""
+    profile, network, caps = forecast.profile, forecast.network, forecast.caps
+    if method in ("plan", "plan-lossy"):
+        return make_plan(profile, network, PLANNERS[method], paced=forecast.paced, caps=caps)
+    schedule = named(profile, network, method)
+    plain = predict(profile, network, Schedule("ddp", filled(profile.gradients, caps)), paced=forecast.paced)
+    chosen = predict(profile, network, schedule, paced=forecast.paced)
+    return plan_for(profile, network, chosen, plain_s=plain.iteration_s, reason=f"{method}, as published")
+
+
+def _planned(method: str) -> Preparation:
+    def prepare(net: nn.Module, wrapping: Wrapping) -> Prepared:
+        if wrapping.forecast is None:
+            raise UsageError(f"{method} plans from a profile and a network: leave out --probe 0")
+        plan = make_planned(method, wrapping.forecast)
+        if plan.nothing:
+            return Prepared(method, wrapping.ddp(net), setting="plain DDP", plan=plan)
+        ids = [wrapping.device.index] if wrapping.device.type == "cuda" else None
+        ddp = wrap(net, plan, network=wrapping.network, device_ids=ids, process_group=wrapping.group)
+        names = " and ".join(dict.fromkeys(type(one).__name__ for one in plan.exchanges))
+        lanes = f", {plan.lanes} lanes" if plan.lanes > 1 else ""
+        buckets = f"{len(plan.buckets)} bucket{'s' if len(plan.buckets) > 1 else ''}"
+        return Prepared(method, ddp, handle_of(ddp), f"{buckets} through {names}{lanes}", plan=plan)
+
+    return prepare
 
 
 def _nosync(net: nn.Module, wrapping: Wrapping) -> Prepared:
@@ -160,8 +208,8 @@ def _powersgd(rank: int, batched: bool) -> Preparation:
     return prepare
 
 
-RINGS = frozenset({"nosync", "ddp", "dense", "fp16-hook", "powersgd"})
-"""Those that use no other collectives than DDP itself."""
+RINGS = frozenset({"nosync", "ddp", "dense", "fp16-hook", "powersgd", "wfbp", "mgwfbp", "asc"})
+"""Those that use no other collectives than DDP itself. A plan does not where hosts have one rank each."""
 
 METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
     "nosync": ("computation only: the floor", (_nosync,)),
@@ -187,6 +235,11 @@ METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
         "Syncline, sums inside hosts first, the largest 1 % at the top",
         (_exchange("hierarchical+oktopk"),),
     ),
+    "wfbp": ("every gradient alone, as soon as it is ready", (_planned("wfbp"),)),
+    "mgwfbp": ("MG-WFBP's fusion, as published", (_planned("mgwfbp"),)),
+    "asc": ("ASC-WFBP's fusion on two lanes, as published", (_planned("asc"),)),
+    "plan": ("Syncline's plan, lossless", (_planned("plan"),)),
+    "plan-lossy": ("Syncline's plan, with bf16 and sparse exchanges allowed", (_planned("plan-lossy"),)),
     "fp16-hook": ("PyTorch's fp16 hook", (_fp16_hook,)),
     "powersgd": (
         "PyTorch's PowerSGD hook, the best of ranks 1, 2, 4, equal shapes batched or not",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 from collections.abc import Callable, Sequence
@@ -13,19 +14,20 @@ from torch import nn
 
 from syncline._version import __version__
 from syncline.bench.forecast import Forecast, alone_s, profile_workload
-from syncline.bench.methods import METHODS, RINGS, Prepared, Wrapping, check_methods
+from syncline.bench.methods import METHODS, PLANNERS, RINGS, Prepared, Wrapping, check_methods
 from syncline.bench.result import BenchResult, Cluster, Model, Row
 from syncline.bench.rounds import Contender, Turns, combine, reported_to, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, format_rate, launch
 from syncline.cluster.isolation import why_not_shaped
 from syncline.errors import UsageError
-from syncline.exchange import Exchange, wire
+from syncline.exchange import EXCHANGES, Exchange, wire
 from syncline.measure.network import Network
 from syncline.measure.overhead import group_of_one
 from syncline.measure.probe import probe
 from syncline.measure.profile import Profile
 from syncline.models import zoo
 from syncline.models.replay import ReplayModel
+from syncline.plan.search import options
 from syncline.predict.price import topology_of
 
 PROBE_S = 12.0
@@ -134,10 +136,17 @@ def _measure(
     """On one rank."""
     rank.init_process_group()
     if network is None and probe_s and rank.world_size > 1:
-        kinds = ("all_reduce", "broadcast") if RINGS.issuperset(methods) else wire.KINDS
-        network = probe(budget_s=probe_s, kinds=kinds)
-    prepared = _prepare(rank, workload, methods, Wrapping(rank.device, bucket_mb, network=network))
-    predicted_s = {} if network is None else _predict(rank, workload, prepared, bucket_mb, network)
+        rings = RINGS | ({"plan"} if max(rank.spec.per_host) == 1 else set())
+        network = probe(
+            budget_s=probe_s, kinds=("all_reduce", "broadcast") if rings.issuperset(methods) else wire.KINDS
+        )
+    wrapping = Wrapping(rank.device, bucket_mb, network=network)
+    unplanned = _prepare(rank, workload, [method for method in methods if method not in PLANNERS], wrapping)
+    forecast = None if network is None else _forecast(rank, workload, methods, unplanned, bucket_mb, network)
+    wrapping = dataclasses.replace(wrapping, forecast=forecast)
+    planned = _prepare(rank, workload, [method for method in methods if method in PLANNERS], wrapping)
+    prepared = {**unplanned, **planned}
+    predicted_s = {} if forecast is None else _predict(rank, workload, prepared, forecast)
     contenders = [Contender(name, _training_step(one.model, workload, rank)) for name, one in prepared.items()]
     record = take_turns(rank, contenders, warmup=WARMUP, rounds=rounds)
     about = {
@@ -171,25 +180,37 @@ def _prepare(rank: Rank, workload: Workload, methods: Sequence[str], wrapping: W
     return {one.name: one for one in prepared}
 
 
-def _predict(
+def _forecast(
     rank: Rank,
     workload: Workload,
+    methods: Sequence[str],
     prepared: dict[str, Prepared],
     bucket_mb: float | None,
     network: Network,
-) -> dict[str, float | None]:
-    """By method and setting: seconds per step, foreseen before anything is measured."""
-    methods = list(dict.fromkeys(one.method for one in prepared.values()))
+) -> Forecast:
     net = workload.build(rank.rank).to(rank.device)
     loss_of = workload.loss_of(net, rank.rank, rank.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-    exchanges = {name: functools.partial(_exchange_of, one) for name, one in prepared.items() if one.handle is not None}
+    exchanges: dict[str, Callable[[], Exchange]] = {
+        name: functools.partial(_exchange_of, one) for name, one in prepared.items() if one.handle is not None
+    }
+    for method in methods:
+        exchanges |= {
+            name: EXCHANGES[name] for name in (options(network, PLANNERS[method]) if method in PLANNERS else ())
+        }
     profile = profile_workload(net, lambda _: loss_of(), optimizer, workload.name, topology_of(network), exchanges)
-    forecast = Forecast(profile, network, workload.profile is not None, bucket_mb)
+    return Forecast(profile, network, workload.profile is not None, bucket_mb)
+
+
+def _predict(
+    rank: Rank, workload: Workload, prepared: dict[str, Prepared], forecast: Forecast
+) -> dict[str, float | None]:
+    """By method and setting: seconds per step, foreseen before anything is measured."""
+    methods = list(dict.fromkeys(one.method for one in prepared.values()))
     hooks = [method for method in methods if any(one.cost for one in prepared.values() if one.method == method)]
     hook_s = {}
     with group_of_one(rank.device) as group:
-        for name, one in _prepare(rank, workload, hooks, Wrapping(rank.device, bucket_mb, group)).items():
+        for name, one in _prepare(rank, workload, hooks, Wrapping(rank.device, forecast.bucket_mb, group)).items():
             hook_s[name] = forecast.hook_s(alone_s(_training_step(one.model, workload, rank), rank.device))
     return {name: forecast.predicted_s(one, hook_s.get(name)) for name, one in prepared.items()}
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from syncline._version import __version__
-from syncline.cli import bench, cluster, demo, predict, probe, profile
+from syncline.cli import bench, cluster, demo, plan, predict, probe, profile
 
 app = typer.Typer(
     name="syncline",
@@ -38,6 +38,7 @@ app.command("bench")(bench.bench)
 app.command("profile")(profile.profile)
 app.command("probe")(probe.probe_command)
 app.command("predict")(predict.predict_command)
+app.command("plan")(plan.plan_command)
 app.add_typer(cluster.app, name="cluster")
 
 

@@ -85,20 +85,20 @@ def predict_command(
         screen.check_writable(json)
         time_scale, size_scale = options.scales(scale)
         model = load_profile(profile).scaled(time=time_scale, bytes=size_scale)
-        measured = None if network is None else _load(network, trunk_rate)
+        measured = None if network is None else load_network(network, trunk_rate)
         counts = _host_counts(hosts, measured)
         rates = [None] if rate is None else [parse_rate(one, fastest_bps=FASTEST_BPS) for one in rate.split(",")]
         if measured is None:
-            cluster = _assumed(counts, per_host, rates[0], trunk_rate)
+            cluster = assumed(counts, per_host, rates[0], trunk_rate)
         elif per_host is not None:
             raise UsageError("--per-host is for links that are assumed: a --network knows its ranks")
         else:
             cluster = measured
         schedules = [Schedule.parse(model, text, cluster.backend) for text in plan or ["ddp"]]
-        here = _moved(cluster, counts[0], rates[0])
+        here = moved(cluster, counts[0], rates[0])
         found = diagnose(model, here, schedules[0])
         rows = [
-            (rate_bps, predict(model, _moved(cluster, count, rate_bps), schedule))
+            (rate_bps, predict(model, moved(cluster, count, rate_bps), schedule))
             for schedule in schedules
             for rate_bps in rates
             for count in counts
@@ -123,7 +123,7 @@ def _host_counts(text: str | None, network: Network | None) -> list[int]:
     return list(dict.fromkeys(counts))
 
 
-def _assumed(counts: list[int], per_host: int | None, rate_bps: int | None, trunk_rate: str | None) -> Network:
+def assumed(counts: list[int], per_host: int | None, rate_bps: int | None, trunk_rate: str | None) -> Network:
     if rate_bps is None:
         raise UsageError("without --network, say at least how fast the hosts' links are: --rate 10gbit")
     if trunk_rate is not None:
@@ -133,7 +133,7 @@ def _assumed(counts: list[int], per_host: int | None, rate_bps: int | None, trun
     return assumed_network(max(2, counts[0]), per_host or 1, rate_bps)
 
 
-def _load(path: Path, trunk_rate: str | None) -> Network:
+def load_network(path: Path, trunk_rate: str | None) -> Network:
     network = Network.load(path)
     if not network.collectives or not network.links:
         raise UsageError(f"{path}: holds no measured collectives: probe again")
@@ -142,7 +142,7 @@ def _load(path: Path, trunk_rate: str | None) -> Network:
     return network
 
 
-def _moved(network: Network, hosts: int, rate_bps: int | None) -> Network:
+def moved(network: Network, hosts: int, rate_bps: int | None) -> Network:
     moved = network.with_hosts(hosts)
     return moved if rate_bps is None else moved.with_rate(rate_bps)
 

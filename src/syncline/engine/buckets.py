@@ -59,6 +59,15 @@ def current(ddp: DDP) -> Any:
     return getattr(ddp, "_bucket_config", None)
 
 
+def caps_now(ddp: DDP) -> tuple[int, ...]:
+    """Bytes at which it closes its buckets once they are rebuilt."""
+    config = current(ddp)
+    if config is None or not hasattr(config, "per_bucket_bytes_caps"):
+        return (ddp.bucket_bytes_cap,)
+    each: tuple[int, ...] = config.per_bucket_bytes_caps
+    return each or tuple(dict.fromkeys((config.first_bucket_bytes_cap, config.bucket_bytes_cap)))
+
+
 def change(ddp: DDP, caps: Sequence[int]) -> None:
     """Gives a live model buckets of so many bytes, between steps, on all ranks. Its hook stays."""
     if not can_change():

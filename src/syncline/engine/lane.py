@@ -95,7 +95,7 @@ class Lane(Protocol):
         """For a bucket that is ready now; `first` are those of the step's first bucket, if this is not it."""
 
     def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
-        """Where work goes that must follow everything submitted to this lane and `others` so far."""
+        """Where work goes that must follow everything submitted to this lane, to `others`, and by the caller so far."""
 
     def close(self) -> None: ...
 
@@ -202,6 +202,12 @@ def _end(job: Job) -> None:
         job.on_done(job)
     except BaseException as failure:  # noqa: BLE001
         job.error = job.error or failure
+    # These know the step that knows this job: a circle that would be there until Python looks for circles.
+    job.run, job.on_done = _nothing, _nothing
+
+
+def _nothing(*_: object) -> None:
+    """Done already."""
 
 
 def _result(job: Job) -> Tensor:
@@ -238,6 +244,7 @@ class StreamLane:
         return CudaMarks(first if isinstance(first, CudaMarks) else None)
 
     def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         for other in others:
             if isinstance(other, StreamLane) and other is not self:
                 self._stream.wait_stream(other._stream)

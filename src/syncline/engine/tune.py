@@ -146,7 +146,7 @@ def tune(
             device, {name: EXCHANGES[name] for name in names}, topology=topology_of(links), group=group
         )
         profile = msgspec.structs.replace(profile, overheads=overheads)
-        plan = _planned(profile, links, allowed, group)
+        plan = _planned(profile, links, allowed, buckets.caps_now(ddp), group)
         original = buckets.current(ddp)
         trial = None
         try:
@@ -246,11 +246,15 @@ def _count(group: dist.ProcessGroup, bounds: tuple[int, int], budget_s: float, s
     return max(bounds[0], min(bounds[1], int(budget_s / max(float(slowest), 1e-6))))
 
 
-def _planned(profile: Profile, network: Network, allowed: tuple[str, ...], group: dist.ProcessGroup) -> Plan:
+def _planned(
+    profile: Profile, network: Network, allowed: tuple[str, ...], caps: Sequence[int], group: dist.ProcessGroup
+) -> Plan:
     """Collective: rank 0's plan, because other machines may round differently."""
-    answers = together(
-        group, lambda: msgspec.json.encode(make_plan(profile, network, allowed)) if group.rank() == 0 else b""
-    )
+
+    def made() -> bytes:
+        return msgspec.json.encode(make_plan(profile, network, allowed, caps=caps)) if group.rank() == 0 else b""
+
+    answers = together(group, made)
     return msgspec.json.decode(answers[0], type=Plan)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Protocol
@@ -69,20 +70,24 @@ def _recorded(kernels: Callable[[], None], stream: int) -> _Graph | None:
     driver = _driver()
     if driver is None or driver.cuStreamBeginCapture_v2(ctypes.c_void_p(stream), _THREAD_LOCAL) != 0:
         return None
-    graph, executable, failed = ctypes.c_void_p(), ctypes.c_void_p(), False
+    graph, executable, recorded = ctypes.c_void_p(), ctypes.c_void_p(), False
+    # What is collected meanwhile may be memory that this stream has used, and torch would note that on the stream.
+    collecting = gc.isenabled()
+    gc.disable()
     try:
         kernels()
+        recorded = True
     except RuntimeError:  # what may not be recorded says so; launched one by one it may well run
-        failed = True
+        pass
     finally:
-        code = driver.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph))
-    if code != 0 or not graph:
-        return None
-    made = (
-        not failed and driver.cuGraphInstantiateWithFlags(ctypes.byref(executable), graph, ctypes.c_ulonglong(0)) == 0
-    )
-    driver.cuGraphDestroy(graph)
-    return _Graph(executable, driver) if made else None
+        if collecting:
+            gc.enable()
+        ended = driver.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph)) == 0
+        if recorded and ended:
+            recorded = driver.cuGraphInstantiateWithFlags(ctypes.byref(executable), graph, ctypes.c_ulonglong(0)) == 0
+        if graph:
+            driver.cuGraphDestroy(graph)
+    return _Graph(executable, driver) if recorded and ended else None
 
 
 @functools.cache

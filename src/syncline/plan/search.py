@@ -27,10 +27,10 @@ from syncline.measure.network import Network
 from syncline.measure.profile import Profile
 from syncline.plan import fusion
 from syncline.plan.plan import Alternative, Plan, PlannedBucket, PlannedGradient, Where
-from syncline.predict import Losses, Prediction, Schedule, ddp_buckets, predict
+from syncline.predict import Losses, Prediction, Schedule, predict
 from syncline.predict.diagnosis import CAUSES, lost_to
 from syncline.predict.price import topology_of
-from syncline.predict.schedule import MIB, Costed, caps_of, filled
+from syncline.predict.schedule import DDP_CAPS, MIB, Costed, caps_of, filled
 
 ALLOWED = {
     "bf16": ("bf16", "hierarchical+bf16"),
@@ -40,7 +40,8 @@ ALLOWED = {
 """What may be allowed beside what is lossless, and the exchanges that this adds."""
 LEAST_GAIN = 0.02
 """Of a step: for less, plain DDP is left alone."""
-CONSTANT_MB = (1.0, 5.0, 25.0, 100.0)
+_CONSTANT = (0.04, 0.2, 1.0, 4.0)
+"""Of the size that DDP has: 1, 5, 25 and 100 MB by default."""
 _LANES = (1, 2, 4)
 _EFFORT = 9_000
 """Collectives that are simulated to get better, about."""
@@ -53,6 +54,8 @@ _FEW = 8
 """Gradients of which all layouts are tried."""
 _STARTS = 3
 """Layouts from which is searched on."""
+
+_SEARCHED = "searched"
 
 Sizes = tuple[int, ...]
 
@@ -97,9 +100,16 @@ def options(network: Network, allow: Sequence[str] = ()) -> dict[str, Exchange]:
     return {name: EXCHANGES[name]() for name in names if leveled or not name.startswith("hierarchical")}
 
 
-def search(profile: Profile, network: Network, allow: Sequence[str] = (), *, paced: bool = False) -> Found:
-    """`paced`: see `predict`."""
-    return _Search(profile, network, options(network, allow), paced).run()
+def search(
+    profile: Profile,
+    network: Network,
+    allow: Sequence[str] = (),
+    *,
+    paced: bool = False,
+    caps: Sequence[int] = DDP_CAPS,
+) -> Found:
+    """`paced`: see `predict`. `caps`: bytes at which plain DDP closes its buckets."""
+    return _Search(profile, network, options(network, allow), paced, caps).run()
 
 
 def named(profile: Profile, network: Network, name: str) -> Schedule:
@@ -109,14 +119,17 @@ def named(profile: Profile, network: Network, name: str) -> Schedule:
         "mgwfbp": fusion.mgwfbp,
         "asc": fusion.asc,
     }
-    made = _Search(profile, network, {"dense": Dense()}, paced=False)
+    made = _Search(profile, network, {"dense": Dense()}, False, DDP_CAPS)
     sizes = planner[name](made.gradients(made.line()))
     return dataclasses.replace(made.schedule(sizes, ["dense"], 2 if name == "asc" else 1), name=name)
 
 
 class _Search:
-    def __init__(self, profile: Profile, network: Network, exchanges: dict[str, Exchange], paced: bool) -> None:
+    def __init__(
+        self, profile: Profile, network: Network, exchanges: dict[str, Exchange], paced: bool, caps: Sequence[int]
+    ) -> None:
         self._profile, self._network, self._exchanges, self._paced = profile, network, exchanges, paced
+        self._own, self._cap = filled(profile.gradients, caps), caps[-1]
         self._topology = topology_of(network)
         self._known: dict[tuple[object, ...], float] = {}
         self._counted: dict[tuple[str, int, torch.dtype], int] = {}
@@ -129,16 +142,14 @@ class _Search:
     # --- what is asked ------------------------------------------------------------------------------------------
 
     def run(self) -> Found:
-        plain = self._predict(Schedule.of(self._profile, "ddp"))
-        own = ddp_buckets(self._profile.gradients)
-        starts = [self._try("DDP's buckets", own, [name], 1) for name in self._exchanges]
+        plain = self._predict(Schedule("ddp", self._own))
+        starts = [self._try("DDP's buckets", self._own, [name], 1) for name in self._exchanges]
         starts += self._usual()
         starts += self._fused()
         if len(self._profile.gradients) <= _FEW:
             starts += self._all()
         ranked = sorted({self._key(one.schedule): one for one in starts}.values(), key=_rank)
         best = min((self._improve(one) for one in ranked[:_STARTS]), key=_rank)
-        self._note("plan", best)
         kinds = sorted(self._kinds.values(), key=lambda one: one.seconds)
         chosen = self._predict(best.schedule)
         return Found(plain, chosen if chosen.iteration_s < plain.iteration_s else plain, tuple(kinds))
@@ -147,13 +158,16 @@ class _Search:
         """Layouts that everyone uses, through each exchange."""
         gradients = self.gradients(self.line())
         total = self._profile.gradient_bytes
-        caps = [*(int(mb * MIB) for mb in CONSTANT_MB), *(total // parts + 1 for parts in (1, 2, 3, 4, 6, 8, 12, 16))]
+        caps = [
+            *(max(1, int(self._cap * part)) for part in _CONSTANT),
+            *(total // parts + 1 for parts in (1, 2, 3, 4, 6, 8, 12, 16)),
+        ]
         tried = [
             self._try(
                 f"buckets of {cap / MIB:.3g} MB", filled(self._profile.gradients, [cap]), [name], self._lanes(name)
             )
             for name in self._exchanges
-            for cap in (sorted(set(caps)) if name == "dense" else caps[len(CONSTANT_MB) :: 2])
+            for cap in (sorted(set(caps)) if name == "dense" else caps[len(_CONSTANT) :: 2])
         ]
         for name, planner, lanes in (
             ("wfbp", fusion.wfbp, 1),
@@ -200,7 +214,7 @@ class _Search:
         while improved and self._effort < limit:
             improved = False
             for buckets, names, lanes in self._moves(best.schedule):
-                one = self._try("plan", buckets, names, lanes)
+                one = self._try(_SEARCHED, buckets, names, lanes)
                 if _rank(one) < _rank(best) * (1 - 1e-6):
                     best, improved = one, True
                     break
@@ -310,7 +324,8 @@ class _Search:
             self._effort += 10 + collectives + len(self._profile.gradients) // 50
             self._known[key] = self._predict(schedule).iteration_s
         one = Candidate(name, schedule, self._known[key])
-        self._note(f"{name}{self._told(schedule)}", one)
+        if name != _SEARCHED:
+            self._note(one)
         return one
 
     def _collectives(self, schedule: Schedule) -> int:
@@ -328,17 +343,14 @@ class _Search:
             self._counted[key] = len(self._exchanges[name].cost(numel, dtype, self._topology).phases)
         return self._counted[key]
 
-    def _told(self, schedule: Schedule) -> str:
-        through = " and ".join(dict.fromkeys(name for name, _ in schedule.each))
-        lanes = f", {schedule.lanes} lanes" if schedule.lanes > 1 else ""
-        return f" through {through}{lanes}"
-
-    def _note(self, name: str, one: Candidate) -> None:
+    def _note(self, one: Candidate) -> None:
         """The best of each kind."""
-        if name.startswith("plan through") or not math.isfinite(one.seconds):
-            return
-        if name not in self._kinds or one.seconds < self._kinds[name].seconds:
-            self._kinds[name] = dataclasses.replace(one, name=name)
+        names = list(dict.fromkeys(name for name, _ in one.schedule.each))
+        kind = f"{'buckets' if one.name.startswith('buckets of') else one.name} {' '.join(names)}"
+        if kind not in self._kinds or one.seconds < self._kinds[kind].seconds:
+            through = names[0] if len(names) == 1 else f"{len(names)} exchanges"
+            lanes = f", {one.schedule.lanes} lanes" if one.schedule.lanes > 1 else ""
+            self._kinds[kind] = dataclasses.replace(one, name=f"{one.name}, {through}{lanes}")
 
     def _key(self, schedule: Schedule) -> tuple[object, ...]:
         return schedule.buckets, tuple(name for name, _ in schedule.each), schedule.lanes
@@ -351,36 +363,59 @@ def _rank(one: Candidate) -> float:
     return one.seconds * (1 + _PER_BUCKET * len(one.schedule.buckets))
 
 
-def make_plan(profile: Profile, network: Network, allow: Sequence[str] = (), *, paced: bool = False) -> Plan:
-    """The best schedule that is allowed, as a plan for this model on this cluster."""
-    found = search(profile, network, allow, paced=paced)
-    return plan_of(profile, network, found)
-
-
-def plan_of(profile: Profile, network: Network, found: Found) -> Plan:
-    chosen = found.plain if found.nothing else found.best
+def make_plan(
+    profile: Profile,
+    network: Network,
+    allow: Sequence[str] = (),
+    *,
+    paced: bool = False,
+    caps: Sequence[int] = DDP_CAPS,
+) -> Plan:
+    """The best schedule that is allowed, as a plan for this model on this cluster. See `search`."""
+    found = search(profile, network, allow, paced=paced, caps=caps)
     nothing = Alternative(name="do nothing: plain DDP", iteration_s=found.plain.iteration_s, lossless=True)
     others = [
-        Alternative(name=one.name, iteration_s=one.seconds, lossless=one.schedule.lossless)
-        for one in found.candidates
-        if one.name != "plan"
+        Alternative(name=one.name, iteration_s=one.seconds, lossless=one.schedule.lossless) for one in found.candidates
     ]
+    chosen = found.plain if found.nothing else found.best
+    return plan_for(
+        profile,
+        network,
+        chosen,
+        plain_s=found.plain.iteration_s,
+        reason=_reason(found),
+        alternatives=(nothing, *others),
+        nothing=found.nothing,
+    )
+
+
+def plan_for(
+    profile: Profile,
+    network: Network,
+    chosen: Prediction,
+    *,
+    plain_s: float,
+    reason: str,
+    alternatives: tuple[Alternative, ...] = (),
+    nothing: bool = False,
+) -> Plan:
+    """A schedule, of which the prediction is given, as a plan."""
     ends = chosen.timeline.end_s.values()
     first_s = max(profile.gradients[place].ready_s for place in chosen.schedule.buckets[0])
     return Plan(
         model=profile.model,
         gradients=tuple(PlannedGradient(name=g.name, shape=g.shape, dtype=g.dtype) for g in profile.gradients),
         where=Where(host_of_rank=network.host_of_rank, backend=network.backend, device=profile.device),
-        buckets=() if found.nothing else _planned(profile, network, chosen.schedule),
-        lanes=1 if found.nothing else chosen.schedule.lanes,
+        buckets=() if nothing else _planned(profile, network, chosen.schedule),
+        lanes=1 if nothing else chosen.schedule.lanes,
         iteration_s=chosen.iteration_s,
         low_s=chosen.low_s,
         high_s=chosen.high_s,
         compute_s=chosen.compute_s,
-        plain_s=found.plain.iteration_s,
+        plain_s=plain_s,
         exchange_s=max(0.0, max(ends, default=0.0) - first_s),
-        reason=_reason(found),
-        alternatives=(nothing, *others),
+        reason=reason,
+        alternatives=alternatives,
         how=f"model: {profile.how}; links: {network.how}",
     )
 

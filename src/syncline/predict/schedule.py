@@ -16,6 +16,8 @@ from syncline.measure.profile import Gradient, Profile
 MIB = 1024 * 1024
 DDP_FIRST_BYTES = MIB
 DDP_BUCKET_BYTES = 25 * MIB
+DDP_CAPS = (DDP_FIRST_BYTES, DDP_BUCKET_BYTES)
+"""Bytes at which plain DDP closes its buckets, unless it is told otherwise."""
 MAX_LANES = 16
 
 
@@ -120,7 +122,7 @@ class Schedule:
 def ddp_buckets(gradients: Sequence[Gradient], bucket_mb: float | None = None) -> tuple[tuple[int, ...], ...]:
     """DDP's own: by default the first bucket of each type is small, so that something travels early."""
     if bucket_mb is None:
-        return filled(gradients, [DDP_FIRST_BYTES, DDP_BUCKET_BYTES])
+        return filled(gradients, DDP_CAPS)
     return filled(gradients, [int(bucket_mb * MIB)])
 
 

@@ -1,0 +1,128 @@
+"""`syncline plan`: the best plan for a model on a cluster, with the alternatives that it beat."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from syncline.cli import options, screen
+from syncline.cli.predict import FASTEST_BPS, assumed, load_network, moved
+from syncline.cluster import parse_rate
+from syncline.errors import UsageError
+from syncline.measure.profile import load_profile
+from syncline.plan.plan import Plan
+from syncline.plan.search import ALLOWED, make_plan
+from syncline.predict.schedule import DDP_CAPS, MIB
+
+_SHOWN = 8
+
+
+def plan_command(
+    profile: Annotated[str, typer.Option(metavar="NAME|FILE", help="Of the model: syncline profile writes one.")],
+    network: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Of the cluster: syncline probe writes one.")
+    ] = None,
+    hosts: Annotated[
+        int | None, typer.Option(min=1, max=65_536, metavar="N", help="How many hosts; default: the network's, or 4.")
+    ] = None,
+    rate: Annotated[str | None, typer.Option(metavar="RATE", help="Of the hosts' links; default: as measured.")] = None,
+    per_host: Annotated[
+        int | None, typer.Option("--per-host", min=1, metavar="N", help="Ranks on each host, without --network.")
+    ] = None,
+    allow: Annotated[
+        str, typer.Option(metavar="A,B,…", help=f"What may change results: {', '.join(ALLOWED)}. Default: nothing.")
+    ] = "",
+    bucket_mb: Annotated[
+        float | None, typer.Option(help="The size of plain DDP's buckets, if not its default.")
+    ] = None,
+    scale: Annotated[str, typer.Option(metavar="T,B", help="Of the profile: times by T, sizes by B.")] = "1,1",
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan, for wrap.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The same: the plan is a file for machines.")
+    ] = None,
+) -> None:
+    """Find the fastest way to exchange a model's gradients on a cluster: buckets, lanes and exchanges.
+
+    syncline plan --profile profile.json --network network.json --out plan.json
+
+    Apply it with syncline.wrap(net, "plan.json"). Without --network, links are assumed to be Ethernet at --rate.
+    """
+    with options.one_line_errors("syncline plan"):
+        for path in (out, json):
+            screen.check_writable(path)
+        time_scale, size_scale = options.scales(scale)
+        model = load_profile(profile).scaled(time=time_scale, bytes=size_scale)
+        rate_bps = None if rate is None else parse_rate(rate, fastest_bps=FASTEST_BPS)
+        if bucket_mb is not None and not 0 < bucket_mb < 1e6:
+            raise UsageError(f"--bucket-mb {bucket_mb:g}: a bucket needs a positive size, in MB")
+        if network is not None:
+            if per_host is not None:
+                raise UsageError("--per-host is for links that are assumed: a --network knows its ranks")
+            measured = load_network(network, None)
+            cluster = moved(measured, hosts or measured.hosts, rate_bps)
+        else:
+            cluster = moved(assumed([hosts or 4], per_host, rate_bps, None), hosts or 4, None)
+        allowed = [name.strip() for name in allow.split(",") if name.strip()]
+        caps = DDP_CAPS if bucket_mb is None else (int(bucket_mb * MIB),)
+        plan = make_plan(model, cluster, allowed, caps=caps)
+        for path in (out, json):
+            if path is not None:
+                plan.save(path)
+        _show(plan, out or json, cluster.measured)
+
+
+def _show(plan: Plan, path: Path | None, measured: bool) -> None:
+    hosts, ranks = len(set(plan.where.host_of_rank)), len(plan.where.host_of_rank)
+    each = f" × {ranks // hosts} ranks" if ranks > hosts else ""
+    screen.out.print(f"{plan.model} on {hosts} host{'s' if hosts > 1 else ''}{each}, {plan.where.backend}")
+    if not measured:
+        screen.out.print("Links are not measured but assumed: syncline probe measures yours.", style="yellow")
+    screen.out.print()
+    screen.out.print(plan.reason)
+    screen.out.print()
+    table = screen.table("", "per step", "faster", "scaling", "")
+    if not plan.nothing:
+        table.add_row("the plan", *_figures(plan, plan.iteration_s, plan.lossless))
+    nothing, *others = plan.alternatives
+    table.add_row(nothing.name, *_figures(plan, nothing.iteration_s, True))
+    for other in others[:_SHOWN]:
+        table.add_row(other.name, *_figures(plan, other.iteration_s, other.lossless))
+    screen.out.print(table)
+    if len(others) > _SHOWN:
+        screen.out.print(f"and {len(others) - _SHOWN} slower ones", style="dim")
+    if not plan.nothing:
+        screen.out.print()
+        screen.out.print(f"expected: {plan.low_s * 1e3:.0f}–{plan.high_s * 1e3:.0f} ms per step", style="dim")
+        for index, bucket in enumerate(plan.buckets[:_SHOWN]):
+            size = sum(gradient.bytes for gradient in plan.gradients if gradient.name in set(bucket.parameters))
+            lane = f", lane {bucket.lane}" if plan.lanes > 1 else ""
+            count = f"{len(bucket.parameters)} gradient{'s' if len(bucket.parameters) > 1 else ''}"
+            line = f"bucket {index}: {count}, {screen.size(size)}, {_short(plan.exchanges[index])}{lane}, from "
+            screen.out.print(line + bucket.parameters[0], style="dim", no_wrap=True, overflow="ellipsis")
+        if len(plan.buckets) > _SHOWN:
+            screen.out.print(f"and {len(plan.buckets) - _SHOWN} buckets more", style="dim")
+    if path is not None:
+        screen.out.print()
+        screen.out.print(f'Apply it: model = syncline.wrap(net, "{path}")')
+
+
+def _short(exchange: Any) -> str:
+    """Its type, and what is not as it is by default."""
+    usual = type(exchange)()
+    others = [
+        field.name
+        for field in dataclasses.fields(exchange)
+        if getattr(exchange, field.name) != getattr(usual, field.name)
+    ]
+    values = [getattr(exchange, name) for name in others]
+    shown = [_short(value) if dataclasses.is_dataclass(value) else repr(value) for value in values]
+    return f"{type(exchange).__name__}({', '.join(f'{n}={v}' for n, v in zip(others, shown, strict=True))})"
+
+
+def _figures(plan: Plan, seconds: float, lossless: bool) -> tuple[str, str, str, str]:
+    times = plan.plain_s / seconds if seconds else 1.0
+    scaling = f"{plan.compute_s / seconds:.0%}" if seconds else "–"
+    return screen.ms(seconds * 1e3), f"{times:.2f}×", scaling, "" if lossless else "lossy"
