@@ -1,7 +1,9 @@
-"""The main job, end to end: real digits, a real network of slow links, plain DDP against Syncline.
+"""The main job, end to end: real digits, a real network of slow links, plain DDP against what Syncline makes of it.
 
-Every method trains a model of its own from the same weights on the same batches, and they take turns step by step in
-the same processes: so they see the same machine, and what differs is the method.
+Before training, `tune` measures the model and the links, plans, tries the plan, and applies it or leaves plain DDP
+alone: once with what is lossless, once with 16 bits allowed. Every method trains a model of its own from the same
+weights on the same batches, and they take turns step by step in the same processes: so they see the same machine, and
+what differs is the method.
 """
 
 from __future__ import annotations
@@ -19,13 +21,17 @@ from syncline.bench.result import Cluster
 from syncline.bench.rounds import Contender, combine, reported_to, take_turns
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.cluster.isolation import why_not_shaped
+from syncline.engine import Tuned, tune
+from syncline.measure.network import Network
+from syncline.measure.probe import probe
 from syncline.models import zoo
 from syncline.models.data import Digits, digits
 
 MODEL = "cnn"
-CONTENDERS = ("nosync", "ddp", "dense", "bf16")
-WITH_LEVELS = ("nosync", "ddp", "dense", "hierarchical", "bf16")
-"""Where hosts have several ranks."""
+CONTENDERS = ("nosync", "ddp", "tune", "tune-bf16")
+ALLOWED = {"tune": (), "tune-bf16": ("bf16",)}
+TUNE_S = 25.0
+"""Of which most is probing; the second time, what was probed is known."""
 BATCH = 32
 LEARNING_RATE, MOMENTUM = 0.02, 0.9
 
@@ -52,6 +58,8 @@ class DemoResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epochs: float
     rows: list[DemoRow]
     schema: int = 1
+    said: dict[str, str] = {}
+    """What tuning said, by method."""
 
     def row(self, method: str) -> DemoRow:
         return next(row for row in self.rows if row.method == method)
@@ -67,21 +75,26 @@ class _Training:
 
 
 def run_demo(
-    spec: ClusterSpec, steps: int, *, deadline_s: float = 900.0, on_progress: Callable[[int, int], None] | None = None
+    spec: ClusterSpec,
+    steps: int,
+    *,
+    deadline_s: float = 900.0,
+    tune_s: float = TUNE_S,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> DemoResult:
     data = digits()  # once, before the ranks are forked
     shaped = why_not_shaped() is None
 
     answers = launch(
         spec,
-        lambda rank: _train(rank, data, steps),
+        lambda rank: _train(rank, data, steps, tune_s),
         deadline_s=deadline_s,
         on_event=reported_to(on_progress),
         shaped=shaped,
     )
     turns = combine([answer["record"] for answer in answers])
     rows = []
-    for method in _contenders(spec):
+    for method in CONTENDERS:
         times = turns[method].quartiles
         losses = [answer["losses"][method] for answer in answers]
         rows.append(
@@ -98,18 +111,25 @@ def run_demo(
             )
         )
     seen = steps * BATCH * spec.world_size
-    return DemoResult(Cluster.of(spec, shaped), steps, seen / len(data.train_images), rows)
+    return DemoResult(Cluster.of(spec, shaped), steps, seen / len(data.train_images), rows, said=answers[0]["said"])
 
 
-def _train(rank: Rank, data: Digits, steps: int) -> dict[str, Any]:
+def _train(rank: Rank, data: Digits, steps: int, tune_s: float) -> dict[str, Any]:
     rank.init_process_group()
-    trainings = {method: _prepare(rank, method, data) for method in _contenders(rank.spec)}
+    trainings, said = {}, {}
+    network: Network | None = None
+    for method in CONTENDERS:
+        trainings[method] = _prepare(rank, method, data)
+        if method in ALLOWED:
+            tuned = _tune(rank, trainings[method].prepared.model, data, ALLOWED[method], tune_s, network)
+            network, said[method] = tuned.network, tuned.describe()
     contenders = [Contender(method, training.step) for method, training in trainings.items()]
     record = take_turns(rank, contenders, warmup=0, rounds=steps)
     plain = _weights(trainings["ddp"].prepared.model)
     synchronised = {method: training for method, training in trainings.items() if method != "nosync"}
     return {
         "record": record,
+        "said": said,
         "losses": {method: training.losses for method, training in trainings.items()},
         "accuracy": {method: _accuracy(t.prepared.model, data) for method, t in synchronised.items()},
         "difference": {
@@ -118,13 +138,23 @@ def _train(rank: Rank, data: Digits, steps: int) -> dict[str, Any]:
     }
 
 
-def _contenders(spec: ClusterSpec) -> tuple[str, ...]:
-    return WITH_LEVELS if spec.hosts > 1 and max(spec.per_host) > 1 else CONTENDERS
+def _tune(
+    rank: Rank, model: nn.Module, data: Digits, allow: tuple[str, ...], tune_s: float, network: Network | None
+) -> Tuned:
+    first = slice(rank.rank * BATCH, (rank.rank + 1) * BATCH)
+
+    def step(one: nn.Module) -> None:
+        zoo.loss(one(data.train_images[first]), data.train_labels[first]).backward()
+
+    # Every kind of collective is probed the first time, for what is allowed the second.
+    links = probe(budget_s=0.5 * tune_s) if network is None else network
+    return tune(model, step, allow=allow, budget_s=tune_s, network=links, quiet=True)
 
 
 def _prepare(rank: Rank, method: str, data: Digits) -> _Training:
     torch.manual_seed(0)
-    prepared = METHODS[method][1][0](zoo.build_model(MODEL), Wrapping(rank.device))
+    plain = "ddp" if method in ALLOWED else method
+    prepared = METHODS[plain][1][0](zoo.build_model(MODEL), Wrapping(rank.device))
     optimizer = torch.optim.SGD(prepared.model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     batches = torch.Generator().manual_seed(1)
     losses: list[float] = []

@@ -34,7 +34,7 @@ from syncline.engine.attach import Handle, ddp_of, meet, parameters_of
 from syncline.engine.comm import gather_bytes, group_device
 from syncline.engine.hook import forget, other_hooks
 from syncline.engine.place import hosts_of
-from syncline.engine.wrap import apply
+from syncline.engine.wrapping import apply
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, wire
 from syncline.measure.network import Network

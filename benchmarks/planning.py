@@ -1,0 +1,209 @@
+"""Plans against DDP, constant bucket sizes and the published planners, on the wire.
+
+Recorded models are replayed on emulated hosts so that what plain DDP sends takes 0.5, 1 and 2 times as long as what it
+computes. Emulated links are slow, so times, sizes and bucket caps are scaled alike: DDP's 1 and 25 MB become as much
+smaller as the model does. What cannot be scaled is the start-up of a collective; it is printed beside backward.
+
+In each cell the ranks probe the links, profile the workload, plan, and then all methods take turns.
+
+    python benchmarks/planning.py --json F                    # all cells; what is in F is not measured again
+    python benchmarks/planning.py --json F --only densenet201-cuda --hosts 4
+    python benchmarks/planning.py --report F
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from link_rate import cpu_ticks, stolen_since
+from syncline._version import __version__
+from syncline.bench.forecast import Forecast, profile_workload
+from syncline.bench.methods import make_planned
+from syncline.bench.rounds import Contender, combine, take_turns, training_step
+from syncline.cluster import ClusterSpec, Rank, launch
+from syncline.engine import handle_of, wrap
+from syncline.exchange import EXCHANGES
+from syncline.files import write_text
+from syncline.measure.network import Network
+from syncline.measure.probe import probe
+from syncline.measure.profile import Profile, load_profile
+from syncline.models.replay import ReplayModel
+from syncline.plan.plan import Plan
+from syncline.plan.search import options
+from syncline.predict import Schedule, predict
+from syncline.predict.price import solo_s, topology_of
+from syncline.predict.schedule import DDP_CAPS, MIB, filled
+
+MODELS = ("resnet152-cuda", "densenet201-cuda", "inception-v4-cuda", "bert-base-cuda")
+HOSTS = (4, 8)
+RATIOS = (0.5, 1.0, 2.0)
+RATE_BPS = 200_000_000
+COMPUTE_S = {4: 0.5, 8: 0.8}
+"""Of a step: more hosts on the same cores have longer start-ups, which should not be all that is seen."""
+CONSTANT_MB = (1, 5, 25, 100)
+PLANNED = ("wfbp", "mgwfbp", "asc", "plan", "plan-lossy")
+PROBE_S = 14.0
+
+
+def cell(name: str, hosts: int, ratio: float) -> tuple[Profile, float]:
+    """The scaled profile, and by how much its sizes were."""
+    profile = load_profile(name)
+    compute_s = COMPUTE_S[hosts]
+    sent = ratio * compute_s * RATE_BPS / 8
+    size = sent * hosts / (2 * (hosts - 1)) / profile.gradient_bytes
+    return profile.scaled(time=compute_s / profile.step_s, bytes=size), size
+
+
+def on_cluster(rank: Rank, profile: Profile, size: float, rounds: int) -> dict[str, Any]:
+    rank.init_process_group(timeout_s=300)
+    device = rank.device
+    network = probe(budget_s=PROBE_S)
+    exchanges = {name: EXCHANGES[name] for name in options(network, ("bf16", "sparse"))}
+    net = ReplayModel(profile, seed=rank.rank, rank=rank.rank)
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
+    measured = profile_workload(net, lambda model: model(), optimizer, profile.model, topology_of(network), exchanges)
+    caps = tuple(max(1, int(cap * size)) for cap in DDP_CAPS)
+    forecast = _Scaled(measured, network, True, None, caps)
+    plans: dict[str, Plan | tuple[int, ...]] = {"ddp": caps}
+    plans |= {f"{mb} MB": (max(1, int(mb * MIB * size)),) for mb in CONSTANT_MB}
+    plans |= {method: make_planned(method, forecast) for method in PLANNED}
+    contenders, about, handles = [], {}, {}
+    for method, plan in plans.items():
+        net = ReplayModel(profile, seed=rank.rank, rank=rank.rank)
+        if isinstance(plan, Plan) and not plan.nothing:
+            model = wrap(net, plan, network=network)
+            handles[method] = handle_of(model)
+            lanes, through = plan.lanes, sorted({type(one).__name__ for one in plan.exchanges})
+            about[method] = {"buckets": len(plan.buckets), "lanes": lanes, "through": through}
+            expected_s = plan.iteration_s
+        else:
+            layout = caps if isinstance(plan, Plan) else plan
+            model = DDP(net, bucket_cap_mb_list=[cap / MIB for cap in layout])
+            schedule = Schedule("ddp", filled(measured.gradients, layout))
+            about[method] = {"buckets": len(schedule.buckets), "lanes": 1, "through": ["DDP"]}
+            expected_s = predict(measured, network, schedule, paced=True).iteration_s
+        about[method]["predicted_ms"] = expected_s * 1e3
+        contenders.append(Contender(method, training_step(model, model)))
+    record = take_turns(rank, contenders, warmup=4, rounds=rounds)
+    for method, handle in handles.items():
+        about[method]["mismatch"] = handle.mismatch
+    startup_s = solo_s(network, "all_reduce", 1, 4)
+    return {"record": record, "about": about, "startup_ms": startup_s * 1e3, "backward_ms": measured.backward_s * 1e3}
+
+
+class _Scaled(Forecast):
+    """With DDP's caps as they are scaled."""
+
+    def __init__(self, profile: Profile, network: Network, paced: bool, bucket_mb: float | None, caps: tuple[int, ...]):
+        super().__init__(profile, network, paced, bucket_mb)
+        object.__setattr__(self, "_caps", caps)
+
+    @property
+    def caps(self) -> tuple[int, ...]:
+        scaled: tuple[int, ...] = self.__dict__["_caps"]
+        return scaled
+
+
+def measure(path: Path, models: list[str], hosts: list[int], ratios: list[float], rounds: int) -> None:
+    about = {"schema": 1, "syncline": __version__, "torch": str(torch.__version__), "rate_bps": RATE_BPS}
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {**about, "cells": []}
+    finished = {(one["model"], one["hosts"], one["ratio"]) for one in result["cells"]}
+    for count, ratio, name in itertools.product(hosts, ratios, models):
+        if (name, count, ratio) in finished:
+            continue
+        began, ticks = time.monotonic(), cpu_ticks()
+        profile, size = cell(name, count, ratio)
+        spec = ClusterSpec(hosts=count, rate_bps=RATE_BPS)
+        answers = launch(spec, partial(on_cluster, profile=profile, size=size, rounds=rounds), deadline_s=900)
+        turns = combine([answer["record"] for answer in answers])
+        rows = {}
+        for method, found in answers[0]["about"].items():
+            times, ratio_to = turns[method].quartiles, turns[method].ratio_to(turns["ddp"])
+            rows[method] = {
+                "step_ms": times.median * 1e3,
+                "step_ms_low": times.low * 1e3,
+                "step_ms_high": times.high * 1e3,
+                "vs_ddp": ratio_to.median,
+                "vs_ddp_low": ratio_to.low,
+                "vs_ddp_high": ratio_to.high,
+                **found,
+            }
+        one = {"model": name, "hosts": count, "ratio": ratio, "rounds": rounds, "size_scale": size}
+        one |= {"startup_ms": answers[0]["startup_ms"], "backward_ms": answers[0]["backward_ms"], "rows": rows}
+        one |= {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "stolen": stolen_since(ticks)}
+        result["cells"].append(one)
+        write_text(path, json.dumps(result, indent=1) + "\n")
+        print(f"{name} {count} hosts × {ratio:g}: {time.monotonic() - began:.0f} s", flush=True)
+        print(_line(one), flush=True)
+
+
+def _line(one: dict[str, Any]) -> str:
+    rows = one["rows"]
+    return "  " + ", ".join(
+        f"{method} {row['step_ms']:.0f} ({row['predicted_ms']:.0f})" for method, row in rows.items()
+    )
+
+
+def report(path: Path) -> None:
+    cells = json.loads(path.read_text())["cells"]
+    methods = list(cells[0]["rows"])
+    print("| model | hosts | comm. / comp. | start-up / backward | " + " | ".join(methods) + " | plan / best other |")
+    print("|---" * (len(methods) + 5) + "|")
+    worst, errors = [], []
+    for one in cells:
+        rows = one["rows"]
+        others = [row["step_ms"] for method, row in rows.items() if not method.startswith("plan")]
+        beside = rows["plan"]["step_ms"] / min(others)
+        worst.append((beside, f"{one['model']} {one['hosts']} × {one['ratio']:g}"))
+        errors.append(rows["plan"]["predicted_ms"] / rows["plan"]["step_ms"] - 1)
+        share = one["startup_ms"] / one["backward_ms"]
+        print(
+            f"| {one['model'].removesuffix('-cuda')} | {one['hosts']} | {one['ratio']:g} | {share:.1%} | "
+            + " | ".join(f"{rows[method]['step_ms']:.0f}" for method in methods)
+            + f" | {beside:.3f} |"
+        )
+    print(
+        f"\nPlan beside the best other, worst: {max(worst)}; over 1.03 in {sum(b > 1.03 for b, _ in worst)} of {len(cells)}"
+    )
+    wfbp = [one["rows"]["wfbp"]["step_ms"] / one["rows"]["plan"]["step_ms"] for one in cells]
+    ddp = [one["rows"]["ddp"]["step_ms"] / one["rows"]["plan"]["step_ms"] for one in cells]
+    lossy = [one["rows"]["ddp"]["step_ms"] / one["rows"]["plan-lossy"]["step_ms"] for one in cells]
+    for name, values in (("wfbp", wfbp), ("ddp", ddp), ("ddp, for plan-lossy", lossy)):
+        print(
+            f"Times faster than {name}: {min(values):.2f} to {max(values):.2f}, median {statistics.median(values):.2f}"
+        )
+    within = sum(abs(error) <= 0.1 for error in errors)
+    print(
+        f"Plan's prediction within 10 % in {within} of {len(cells)}: {', '.join(f'{error:+.0%}' for error in errors)}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--only", action="append", choices=MODELS)
+    parser.add_argument("--hosts", type=int, action="append", choices=HOSTS)
+    parser.add_argument("--ratio", type=float, action="append", choices=RATIOS)
+    parser.add_argument("--rounds", type=int, default=7)
+    args = parser.parse_args()
+    if args.json:
+        measure(
+            args.json, args.only or list(MODELS), args.hosts or list(HOSTS), args.ratio or list(RATIOS), args.rounds
+        )
+    if args.report:
+        report(args.report)
+
+
+if __name__ == "__main__":
+    main()
