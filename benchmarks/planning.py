@@ -66,7 +66,6 @@ def cell(name: str, hosts: int, ratio: float) -> tuple[Profile, float]:
 
 def on_cluster(rank: Rank, profile: Profile, size: float, rounds: int) -> dict[str, Any]:
     rank.init_process_group(timeout_s=300)
-    device = rank.device
     network = probe(budget_s=PROBE_S)
     exchanges = {name: EXCHANGES[name] for name in options(network, ("bf16", "sparse"))}
     net = ReplayModel(profile, seed=rank.rank, rank=rank.rank)
@@ -173,7 +172,8 @@ def report(path: Path) -> None:
             + f" | {beside:.3f} |"
         )
     print(
-        f"\nPlan beside the best other, worst: {max(worst)}; over 1.03 in {sum(b > 1.03 for b, _ in worst)} of {len(cells)}"
+        f"\nPlan beside the best other, worst: {max(worst)}; "
+        f"over 1.03 in {sum(beside > 1.03 for beside, _ in worst)} of {len(cells)}"
     )
     wfbp = [one["rows"]["wfbp"]["step_ms"] / one["rows"]["plan"]["step_ms"] for one in cells]
     ddp = [one["rows"]["ddp"]["step_ms"] / one["rows"]["plan"]["step_ms"] for one in cells]

@@ -14,16 +14,18 @@ import msgspec
 import psutil
 import pytest
 
+from syncline.bench import demo
 from syncline.bench.demo import CONTENDERS, run_demo
 from syncline.bench.methods import METHODS, check_methods
 from syncline.bench.result import BenchResult
 from syncline.bench.rounds import Quartiles, combine
 from syncline.bench.run import Workload, run_bench
-from syncline.cluster import ClusterSpec, why_not_shaped
+from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
 from syncline.errors import UsageError
 from syncline.files import read_json, write_json
 from syncline.measure.network import assumed_network
 from syncline.measure.profile import load_profile
+from syncline.models.data import digits
 
 needs_links = pytest.mark.skipif(why_not_shaped() is not None, reason=str(why_not_shaped()))
 
@@ -128,7 +130,7 @@ def test_unknown_and_repeated_methods_are_refused() -> None:
 
 def test_the_demo_trains_every_method_on_the_same_batches() -> None:
     pytest.importorskip("mlxtend")
-    result = run_demo(ClusterSpec(hosts=2, rate_bps=20_000_000), steps=12, tune_s=5)
+    result = run_demo(ClusterSpec(hosts=2, rate_bps=80_000_000), steps=8, tune_s=5)
     assert [row.method for row in result.rows] == list(CONTENDERS)
     assert len({row.losses[0] for row in result.rows}) == 1
     plain, tuned, bf16 = (result.row(name) for name in ("ddp", "tune", "tune-bf16"))
@@ -145,11 +147,21 @@ def test_the_demo_trains_every_method_on_the_same_batches() -> None:
 @needs_links
 def test_real_training_through_levels_follows_plain_ddp_to_summation_order() -> None:
     pytest.importorskip("mlxtend")
-    result = run_demo(ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=100_000_000), steps=12, tune_s=10)
-    plain, tuned = result.row("ddp"), result.row("tune")
-    assert tuned.losses == pytest.approx(plain.losses, rel=1e-4)
-    assert tuned.difference is not None and tuned.difference < 1e-4
-    assert plain.losses[-1] < 0.8 * plain.losses[0]
+    data = digits()
+
+    def main(rank: Rank) -> dict[str, list[float]]:
+        rank.init_process_group()
+        losses = {}
+        for method in ("ddp", "hierarchical"):
+            training = demo._prepare(rank, method, data)
+            for _ in range(12):
+                training.step()
+            losses[method] = training.losses
+        return losses
+
+    for losses in launch(ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=1_000_000_000), main, deadline_s=60):
+        assert losses["hierarchical"] == pytest.approx(losses["ddp"], rel=1e-4)
+        assert losses["ddp"][-1] < 0.8 * losses["ddp"][0]
 
 
 @needs_links

@@ -37,6 +37,7 @@ from ddp_helpers import (
 )
 from exchanges import ErrorFeedback
 from syncline.cluster import Rank
+from syncline.engine.agreement import agree, difference
 from syncline.engine.comm import LaneGroups
 from syncline.exchange import Comm, State, Work
 
@@ -54,6 +55,9 @@ def test_wrong_arguments_are_refused_in_one_line() -> None:
             assert "is not an exchange: pass an instance" in line
         for timeout_s in (0, -1.0, float("nan")):
             assert "timeout_s" in refusal(lambda timeout_s=timeout_s: syncline.attach(model, timeout_s=timeout_s))
+        for scaler in (True, 1024.0, torch.amp.GradScaler):
+            line = refusal(lambda scaler=scaler: syncline.attach(model, scaler=scaler))
+            assert f"scaler is a {type(scaler).__name__}: pass the GradScaler" in line
         assert open_groups() == 1
         model.register_comm_hook(None, allreduce_hook)  # none of these has taken the model's one hook
 
@@ -109,6 +113,26 @@ def test_what_differs_between_ranks_is_named_on_every_rank_and_nothing_is_left_b
     assert 'exchange.type is "Dense" on ranks 0, 2; "ErrorFeedback" on rank 1' in kind
     assert "lanes is 1 on ranks 0, 2; 2 on rank 1" in lanes
     assert 'ddp.other hooks is [] on ranks 0, 2; ["allreduce_hook"] on rank 1' in hook
+
+
+def test_of_long_values_the_part_that_differs_is_shown() -> None:
+    buckets = [f"layer{number}.weight" for number in range(200)]
+    line = difference({0: {"buckets": buckets}, 1: {"buckets": [*buckets[:-1], "other"]}, 2: {"buckets": []}})
+    assert len(line) < 400
+    assert '"layer0.weight","layer1.weight"' in line
+    assert "[] on rank 2" in line
+    line = difference({0: {"buckets": buckets}, 1: {"buckets": [*buckets[:100], "other", *buckets[101:]]}})
+    assert len(line) < 300
+    assert '"layer99.weight","layer100.weight"' in line and '"layer99.weight","other"' in line
+    assert "layer0." not in line and "layer199" not in line
+
+
+def test_where_one_rank_has_an_error_the_others_are_told_nothing_else() -> None:
+    def main(rank: Rank) -> str:
+        fields = {"error": "its disk is full"} if rank.rank % 2 else {"error": None, "steps": list(range(100))}
+        return refusal(lambda: agree(dist.group.WORLD, fields, "what is loaded"), syncline.MismatchError)
+
+    assert set(on_ranks(3, main)) == {"what is loaded is refused on rank 1: its disk is full"}
 
 
 @pytest.mark.skipif("bucket_cap_mb_list" not in DDP.__init__.__code__.co_varnames, reason="this torch has no lists")
@@ -272,6 +296,7 @@ def test_disjoint_subgroups_train_different_models_at_once() -> None:
             assert_alike(train(model, square_loss_step(rank), 4), plain, way)
             assert handle.state_dict()["world_size"] == 2
             assert handle.state_dict()["rank"] == rank.rank % 2
+        dist.barrier()  # rank 0 serves the others' store
         return [float(tensor.double().sum()) for tensor in plain.final.values()]
 
     finals = on_ranks(4, main)

@@ -41,6 +41,7 @@ from syncline.engine import buckets
 from syncline.exchange import Dense, Exchange, settings
 from syncline.measure.network import Network
 from syncline.plan.plan import Plan, PlannedBucket, PlannedGradient, Where
+from syncline.predict.schedule import DDP_CAPS
 
 READY = ("last.bias", "last.weight", "middle.bias", "middle.weight", "first.bias", "first.weight")
 """Of `Mlp`."""
@@ -396,11 +397,11 @@ def test_a_plan_that_is_not_faster_when_tried_is_not_kept(monkeypatch: pytest.Mo
 
     def main(rank: Rank) -> None:
         model = DDP(seeded(Noisy), bucket_cap_mb=0.01)
-        config = buckets.current(model)
+        config = buckets.own(model)
         tuned = syncline.tune(model, noisy_step(rank), allow=("bf16",), budget_s=5, network=links(1.0), quiet=True)
         assert tuned.trial is not None and not tuned.trial.won and tuned.handle is None
         assert "plain DDP stays" in tuned.describe()
-        assert buckets.current(model) is config and not model._comm_hooks and open_groups() == 1
+        assert model._bucket_config is config and not model._comm_hooks and open_groups() == 1
         plain = train(DDP(seeded(Mlp)), square_loss_step(rank), 3)
         assert_alike(train(DDP(seeded(Mlp)), square_loss_step(rank), 3), plain, Way(Dense()))
 
@@ -418,8 +419,12 @@ def test_tuning_again_replaces_what_was_chosen(monkeypatch: pytest.MonkeyPatch) 
         second = first.handle.retune(step, allow=("bf16",), budget_s=5, network=links(2.0), quiet=True)
         assert "detached" in refusal(lambda: first.handle.stats())
         assert second.handle is not None and second.handle.stats().steps == 0
-        second.retune(step, budget_s=5, network=links(1e6, startup_s=1e-7), quiet=True)
-        assert not model._comm_hooks and open_groups() == 1
+        own = buckets.own(model)
+        third = second.retune(step, budget_s=5, network=links(1e6, startup_s=1e-7), quiet=True)
+        assert third.plan.nothing and model._bucket_config is own and not model._comm_hooks and open_groups() == 1
+        net = seeded(Mlp)
+        wrapped = syncline.wrap(net, plan_for(net, layout_of(1, 1, 4)))
+        assert buckets.own_caps(wrapped) == DDP_CAPS
 
     on_ranks(2, main)
 

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import functools
+import json
+import shutil
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
 from ddp_helpers import TIMEOUT_S, Mlp, batch, gradients, on_ranks, refusal, seeded
 from syncline.cluster import ClusterSpec, Rank, launch
+from syncline.engine import place
+from syncline.errors import SynclineError
 from syncline.exchange import AllgatherTopk
 
 SPARSE = syncline.OkTopk(density=0.1, values="fp32")
@@ -197,68 +204,247 @@ def test_a_changed_number_of_ranks_is_refused_or_dealt_anew_as_asked(saved: int,
             assert torch.allclose(total(after)[name], tensor, rtol=1e-6, atol=1e-9), name
 
 
+def rewrite(path: Path, tensors: dict[str, Tensor] | None = None, **fields: Any) -> None:
+    """A rank's file with other tensors, or other fields in its header."""
+    with safe_open(str(path), "pt") as file:
+        about = {**json.loads(file.metadata()["syncline"]), **fields}
+    held = safetensors.torch.load(path.read_bytes()) if tensors is None else tensors
+    path.write_bytes(safetensors.torch.save(held, {"syncline": json.dumps(about)}))
+
+
 def spoil(path: Path, how: str) -> None:
+    tensors = {} if how == "gone" else safetensors.torch.load(path.read_bytes())
+    name = next(iter(tensors), "")
     if how == "cut":
         path.write_bytes(path.read_bytes()[:-40])
     elif how == "pickle":
         torch.save({"residual": torch.zeros(3)}, path)
     elif how == "gone":
         path.unlink()
+    elif how == "folder":
+        path.unlink()
+        path.mkdir()
     elif how == "nan":
-        from safetensors import safe_open
-        from safetensors.torch import load, save
+        tensors[name].view(-1)[0] = torch.nan
+        rewrite(path, tensors)
+    elif how == "shape":
+        rewrite(path, {**tensors, name: torch.zeros(7)})
+    elif how == "name":
+        rewrite(path, {**tensors, "residual/nobody": torch.zeros(7)})
+    elif how == "older":
+        rewrite(path, steps=0)
+    elif how == "density":
+        rewrite(path, exchange={"type": "OkTopk", "density": 0.2, "values": "fp32", "warmup": 0, "momentum": 0.0})
+    elif how == "renamed":
+        rewrite(path, rank=0)
+    elif how == "steps":
+        rewrite(path, steps="many")
 
-        tensors = load(path.read_bytes())
-        next(iter(tensors.values())).view(-1)[0] = torch.nan
-        with safe_open(str(path), "pt") as file:
-            about = file.metadata()
-        path.write_bytes(save(tensors, about))
+
+SPOILED = {
+    "cut": "is not a complete safetensors file",
+    "pickle": "is not a complete safetensors file",
+    "gone": "the states of ranks [1] of 2 are missing: copy them there, or",
+    "folder": "is a folder, in the place of a state",
+    "nan": "is not finite",
+    "shape": "has shape (7,), the parameter",
+    "name": "the state holds 'nobody', which is not a parameter of this model: load it into the model",
+    "older": "was not saved with rank-00000-of-00002.safetensors: steps is 0, and there 1",
+    "density": "was not saved with rank-00000-of-00002.safetensors: exchange.density is 0.2, and there 0.1",
+    "renamed": "its rank is 0, and its name says 1",
+    "steps": "this is not the state of an exchange: steps: expected int, got str",
+}
 
 
-@pytest.mark.parametrize(
-    ("how", "expected"),
-    [
-        ("cut", "is not a complete safetensors file"),
-        ("pickle", "is not a complete safetensors file"),
-        ("gone", "the states of ranks [1] of 2 are missing"),
-        ("nan", "is not finite"),
-        ("older", "steps"),
-    ],
-)
-def test_files_that_do_not_fit_are_refused_on_every_rank_and_nothing_is_taken_over(
-    how: str, expected: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("how", SPOILED)
+def test_files_that_do_not_fit_are_refused_on_every_rank_and_nothing_is_taken_over(how: str, tmp_path: Path) -> None:
+    path = tmp_path / "rank-00001-of-00002.safetensors"
+
     def main(rank: Rank) -> None:
         model, optimizer, handle = start(timeout_s=TIMEOUT_S)
         step(rank.rank, model, optimizer, 0)
-        if rank.rank == 1 or how != "older":
-            handle.save(tmp_path)
+        handle.save(tmp_path)
         step(rank.rank, model, optimizer, 1)
-        if rank.rank == 0 and how == "older":
-            handle.save(tmp_path)
-        dist.barrier()
         if rank.rank == 0:
-            spoil(tmp_path / "rank-00001-of-00002.safetensors", how)
+            spoil(path, how)
         dist.barrier()
         before = kept(handle)
         line = refusal(lambda: handle.load(tmp_path), syncline.SynclineError)
-        assert expected in line or "error" in line
-        if rank.rank == 1:
-            assert expected in line
+        told = "" if rank.rank == 1 or how == "gone" else "what is loaded is refused on rank 1: "
+        assert line.startswith(f"{told}{tmp_path if how == 'gone' else path}: ")
+        assert SPOILED[how] in line
+        assert "take an earlier checkpoint" in line or "or start without it" in line
         assert all(torch.equal(tensor, before[name]) for name, tensor in kept(handle).items())
         step(rank.rank, model, optimizer, 2)
 
     on_ranks(2, main)
 
 
-def test_a_folder_without_a_state_and_an_unknown_policy_are_refused_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["redistribute", "reset"])
+def test_every_one_of_the_old_files_must_be_of_the_same_save(policy: str, tmp_path: Path) -> None:
+    """The last of four is no rank's first."""
+    others = {
+        "steps": {"steps": 1},
+        "exchange.type": {"exchange": {"type": "Dense", "wire": "bf16"}},
+        "buckets": {"buckets": [["first.weight"]]},
+        "levels": {"levels": "((0, 1), (2, 3))"},
+    }
+
+    def save(rank: Rank) -> None:
+        model, optimizer, handle = start()
+        for number in range(2):
+            step(rank.rank, model, optimizer, number)
+        handle.save(tmp_path / "good")
+
+    def load(rank: Rank) -> None:
+        model, optimizer, handle = start()
+        for field in others:
+            line = refusal(lambda field=field: handle.load(tmp_path / field, on_world_size=policy), SynclineError)
+            assert f"{tmp_path / field / 'rank-00003-of-00004.safetensors'}: was not saved with" in line
+            assert f"{field} is " in line
+            assert line.startswith("what is loaded is refused on rank 1: ") == (rank.rank == 0)
+        handle.load(tmp_path / "good", on_world_size=policy)
+        step(rank.rank, model, optimizer, 2)
+
+    on_ranks(4, save)
+    for field, fields in others.items():
+        shutil.copytree(tmp_path / "good", tmp_path / field)
+        rewrite(tmp_path / field / "rank-00003-of-00004.safetensors", **fields)
+    on_ranks(2, load)
+
+
+def test_a_state_of_another_exchange_or_model_is_refused_with_what_differs_and_what_to_do(tmp_path: Path) -> None:
     def main(rank: Rank) -> None:
-        _, _, handle = start()
-        for folder, expected in ((tmp_path, "holds no state"), (tmp_path / "x", "cannot be read")):
-            assert expected in refusal(lambda folder=folder: handle.load(folder))
-        assert "one of refuse, reset, redistribute" in refusal(lambda: handle.load(tmp_path, on_world_size="guess"))
+        model, optimizer, handle = start()
+        step(rank.rank, model, optimizer, 0)
+        handle.save(tmp_path)
+        file = tmp_path / "rank-00000-of-00002.safetensors"
+        others = {
+            "the state's exchange is another: density is 0.1, here it is 0.05": syncline.OkTopk(0.05, "fp32"),
+            'the state\'s exchange is another: type is "OkTopk", here it is "Dense"': syncline.Dense(),
+        }
+        for expected, exchange in others.items():
+            line = refusal(lambda exchange=exchange: start(exchange)[2].load(tmp_path))
+            assert line == f"{file}: {expected}: attach the exchange that it was saved with, or start without it"
+        wrapped = syncline.attach(DDP(nn.Sequential(wide()), **BUCKETS), SPARSE)
+        assert f"{file}: the state holds " in (line := refusal(lambda: wrapped.load(tmp_path)))
+        assert "not a parameter of this model: load it into the model that it was saved with" in line
 
     on_ranks(2, main)
+
+
+def test_a_folder_without_a_state_and_an_unknown_policy_are_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    def main(rank: Rank) -> None:
+        _, _, handle = start()
+        folders = {
+            tmp_path: "holds no state of an exchange: pass the folder that handle.save(folder) wrote",
+            tmp_path / "x": "there is no such folder: pass the folder",
+            tmp_path / "file": "is not a folder: pass the folder",
+            "a\0b": "the state's folder is 'a\\x00b': pass the path of a folder",
+            "": "the state's folder is '': pass",
+            b"x": "the state's folder is b'x': pass",
+        }
+        for folder, expected in folders.items():
+            assert expected in refusal(lambda folder=folder: handle.load(folder))
+        assert "one of refuse, reset, redistribute" in refusal(lambda: handle.load(tmp_path, on_world_size="guess"))
+        mine = tmp_path / str(rank.rank)
+        assert str(mine) in refusal(lambda: handle.load(mine))  # not what the other is told
+
+    on_ranks(2, main)
+
+
+def test_where_a_state_cannot_be_written_every_rank_raises_and_the_old_one_stays(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    def main(rank: Rank) -> None:
+        model, optimizer, handle = start()
+        folders = {
+            tmp_path / "file": f"{tmp_path / 'file'}: cannot be made a folder: File exists: save to another path",
+            tmp_path / "file" / "below": "cannot be made a folder: Not a directory: save to another path",
+            tmp_path / ("x" * 300): "cannot be made a folder: File name too long: save to another path",
+            "a\0b": "the state's folder is 'a\\x00b': pass the path of a folder",
+            None: "the state's folder is None: pass the path of a folder",
+        }
+        for folder, expected in folders.items():
+            assert expected in refusal(lambda folder=folder: handle.save(folder))
+        step(rank.rank, model, optimizer, 0)
+        handle.save(tmp_path / "state")
+        before = kept(handle)
+        step(rank.rank, model, optimizer, 1)
+        mine = tmp_path / "state" if rank.rank == 0 else tmp_path / "file"
+        line = refusal(lambda: handle.save(mine), syncline.SynclineError)
+        told = "" if rank.rank else "what is saved is refused on rank 1: "
+        assert line == f"{told}{tmp_path / 'file'}: cannot be made a folder: File exists: save to another path"
+        dist.barrier()  # a rank removes its own draft
+        assert len(list((tmp_path / "state").iterdir())) == 2
+        handle.load(tmp_path / "state")
+        assert handle.stats().steps == 1
+        assert all(torch.equal(tensor, before[name]) for name, tensor in kept(handle).items())
+        dist.barrier()
+        if rank.rank == 0:
+            (tmp_path / "other" / "rank-00001-of-00002.safetensors").mkdir(parents=True)
+        dist.barrier()
+        line = refusal(lambda: handle.save(tmp_path / "other"), syncline.SynclineError)
+        assert "is a folder, in the place of a state: remove it, or save to another path" in line
+
+    on_ranks(2, main)
+
+
+def test_a_folder_holds_what_was_saved_last_whatever_the_number_of_ranks(tmp_path: Path) -> None:
+    """And one that a crash left with something else beside it is loaded all the same."""
+
+    def save(rank: Rank, folder: str, steps: int) -> None:
+        model, optimizer, handle = start()
+        for number in range(steps):
+            step(rank.rank, model, optimizer, number)
+        handle.save(tmp_path / folder)
+
+    def files(folder: str) -> list[str]:
+        return sorted(path.name for path in (tmp_path / folder).iterdir())
+
+    for ranks, steps in ((3, 1), (2, 2), (3, 4)):
+        on_ranks(ranks, lambda rank, steps=steps: save(rank, "again", steps))
+        assert files("again") == [f"rank-{rank:05d}-of-{ranks:05d}.safetensors" for rank in range(ranks)]
+        shutil.copytree(tmp_path / "again", tmp_path / f"{ranks} at {steps}")
+    on_ranks(2, lambda rank: save(rank, "2 at 3", 3))
+
+    def mixed(folder: str, *parts: str, drafts: str = "", of: range = range(0)) -> None:
+        for part in parts:
+            shutil.copytree(tmp_path / part, tmp_path / folder, dirs_exist_ok=True)
+        for rank in of:
+            name = f"rank-{rank:05d}-of-{drafts[0]:0>5}.safetensors"
+            shutil.copy(tmp_path / drafts / name, tmp_path / folder / f"{name}.new")
+
+    mixed("not yet removed", "2 at 2", "3 at 4")
+    mixed("not all removed", "2 at 3", "3 at 4")
+    (tmp_path / "not all removed" / "rank-00001-of-00002.safetensors").unlink()
+    mixed("not all written", "2 at 2", drafts="2 at 3", of=range(1))
+    mixed("not all written of others", "2 at 2", drafts="3 at 4", of=range(2))
+    mixed("not yet in place", "2 at 2", drafts="2 at 3", of=range(2))
+    mixed("not all in place", "2 at 2", drafts="2 at 3", of=range(1, 2))
+    shutil.copy(tmp_path / "2 at 3" / "rank-00000-of-00002.safetensors", tmp_path / "not all in place")
+    steps = {
+        "not yet removed": 4,
+        "not all removed": 4,
+        "not all written": 2,
+        "not all written of others": 2,
+        "not yet in place": 3,
+        "not all in place": 3,
+    }
+
+    def load(rank: Rank) -> None:
+        model, optimizer, handle = start()
+        for folder, expected in steps.items():
+            handle.load(tmp_path / folder, on_world_size="redistribute")
+            assert handle.stats().steps == expected, folder
+            step(rank.rank, model, optimizer, expected)
+            handle.save(tmp_path / folder)
+
+    on_ranks(2, load)
+    for folder in steps:
+        assert files(folder) == files("2 at 3")
 
 
 def test_clipping_clips_the_applied_gradients_alike_on_all_ranks() -> None:
@@ -293,6 +479,43 @@ def test_inside_hosts_everything_is_summed_and_only_leaders_keep_something() -> 
     assert all(weights == ranks[0][1] for _, weights in ranks)
 
 
+@pytest.mark.parametrize("ranks", [4, 3])
+def test_what_hosts_kept_is_forgotten_or_refused_on_other_hosts(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ranks there are on them, and whether hosts were found or named."""
+    within: dict[str, Any] = {"across": syncline.OkTopk(density=0.1), "shape": "leader"}
+
+    def on_hosts(rank: Rank, hosts: str) -> list[tuple[str, Any]]:
+        monkeypatch.setattr(place, "host_identity", lambda: hosts[rank.rank])
+        named = [[other for other, host in enumerate(hosts) if host == name] for name in sorted(set(hosts))]
+        exchanges = {"found": syncline.Hierarchical(**within), "named": syncline.Hierarchical(**within, levels=named)}
+        return [(name, start(exchange)) for name, exchange in exchanges.items()]
+
+    def save(rank: Rank) -> None:
+        for name, (model, optimizer, handle) in on_hosts(rank, "aabb"):
+            for number in range(3):
+                step(rank.rank, model, optimizer, number)
+            assert bool(kept(handle)) == (rank.rank in (0, 2))
+            handle.save(tmp_path / name)
+
+    def load(rank: Rank) -> None:
+        for name, (model, optimizer, handle) in on_hosts(rank, "abab"[:ranks]):
+            refused = refusal(lambda name=name, handle=handle: handle.load(tmp_path / name))
+            moved = "((0, 1), (2, 3)), and here it is ((0, 2), (1, 3))" if ranks == 4 else "4 ranks saved it, and 3 are"
+            assert moved in refused
+            dealt = refusal(lambda name=name, handle=handle: handle.load(tmp_path / name, on_world_size="redistribute"))
+            for line in (refused, dealt):
+                assert line.endswith(": pass on_world_size='reset', which forgets what was kept")
+            handle.load(tmp_path / name, on_world_size="reset")
+            assert handle.stats().steps == 3
+            assert not any(bool(tensor.any()) for tensor in kept(handle).values())
+            step(rank.rank, model, optimizer, 3)
+
+    on_ranks(4, save)
+    on_ranks(ranks, load)
+
+
 def test_a_model_that_sends_a_tenth_still_learns() -> None:
     def main(rank: Rank) -> list[float]:
         losses = []
@@ -315,3 +538,19 @@ def test_a_model_that_sends_a_tenth_still_learns() -> None:
     for dense, sparse in on_ranks(2, main):
         assert sparse < 0.5
         assert dense < 0.5
+
+
+def test_numbers_of_numpy_are_settings_like_others(tmp_path: Path) -> None:
+    exchange = syncline.OkTopk(density=np.float64(0.125), values="fp32", warmup=np.int64(2), momentum=np.float32(0.5))
+    assert exchange == syncline.OkTopk(density=0.125, values="fp32", warmup=2, momentum=0.5)
+    assert repr(exchange) == repr(syncline.OkTopk(density=0.125, values="fp32", warmup=2, momentum=0.5))
+    for wrong in ({"density": np.float64("nan")}, {"warmup": np.float64(2.0)}, {"momentum": np.bool_(True)}):
+        assert f"OkTopk({next(iter(wrong))}=" in refusal(lambda wrong=wrong: syncline.OkTopk(**wrong))
+
+    def main(rank: Rank) -> None:
+        model, optimizer, handle = start(exchange)
+        step(rank.rank, model, optimizer, 0)
+        handle.save(tmp_path)
+        handle.load(tmp_path)
+
+    on_ranks(2, main)

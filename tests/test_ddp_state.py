@@ -201,7 +201,7 @@ def test_a_state_that_does_not_fit_is_refused_in_one_line() -> None:
         misfits = {
             "the state's world_size is 3, here it is 2": {**good, "world_size": 3},
             f"the state's rank is {1 - rank.rank}, here it is {rank.rank}": {**good, "rank": 1 - rank.rank},
-            "the state's exchange is {'type': 'Dense', 'wire': 'bf16'}": {
+            'the state\'s exchange is another: type is "Dense", here it is "ErrorFeedback": attach': {
                 **good,
                 "exchange": {"type": "Dense", "wire": "bf16"},
             },
@@ -211,6 +211,18 @@ def test_a_state_that_does_not_fit_is_refused_in_one_line() -> None:
                 "tensors": {**tensors, "d": {"residual": torch.zeros(7)}},
             },
             "the state holds 'z', which is not a parameter": {**good, "tensors": {**tensors, "z": {}}},
+            "the state holds 'y', which is not a parameter": {**good, "buckets": [["a", "y"]]},
+            "it is a NoneType: pass what handle.state_dict() returned": None,
+            "it is a list: pass": [good],
+            "steps: expected int, got str": {**good, "steps": "three"},
+            "steps: expected int >= 0": {**good, "steps": -1},
+            "buckets: expected array, got int": {**good, "buckets": 3},
+            "buckets[0][1]: expected str, got null": {**good, "buckets": [["a", None]]},
+            "exchange: expected object, got str": {**good, "exchange": "OkTopk"},
+            "tensors: expected them by parameter name, then by kind: pass": {**good, "tensors": [1]},
+            "tensors: expected them by parameter name, then": {**good, "tensors": {"a": tensors["a"]["residual"]}},
+            "tensors: residual of 'a' is a int": {**good, "tensors": {"a": {"residual": 3}}},
+            "is unsupported": {**good, "exchange": {"type": object()}},
             **{f"{field!r} is missing": {k: v for k, v in good.items() if k != field} for field in good},
         }
         for expected, misfit in misfits.items():

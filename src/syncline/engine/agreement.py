@@ -6,7 +6,7 @@ First a digest each; only where those differ, the fields themselves, so that the
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -17,6 +17,9 @@ from syncline.errors import MismatchError
 
 Fields = Mapping[str, Any]
 """Flat, JSON-valued."""
+
+_LONGEST = 120
+"""Characters of a value that an error shows."""
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -35,13 +38,24 @@ def digest(fields: Fields) -> bytes:
 
 
 def agree(group: dist.ProcessGroup, fields: Fields, what: str) -> None:
-    """Collective. Raises the same error on every rank if any of them has other fields."""
+    """Collective. Raises the same error on every rank if any of them has other fields.
+
+    A rank on which something failed has nothing to compare, and comes with nothing but its `error`: that is then all
+    that the others are told.
+    """
     digests = gather_bytes(group, digest(fields))
     if len(set(digests)) == 1:
         return
     everyone = [msgspec.json.decode(data) for data in gather_bytes(group, msgspec.json.encode(fields))]
-    ranks = dist.get_process_group_ranks(group)
-    raise MismatchError(f"{what} differs between ranks: {difference(dict(zip(ranks, everyone, strict=True)))}")
+    by_rank = dict(zip(dist.get_process_group_ranks(group), everyone, strict=True))
+    errors: dict[str, list[int]] = {}
+    for rank, theirs in by_rank.items():
+        if theirs.keys() == {"error"}:
+            errors.setdefault(str(theirs["error"]), []).append(rank)
+    if errors:
+        told = "; ".join(f"on {_ranks(ranks)}: {error}" for error, ranks in errors.items())
+        raise MismatchError(f"{what} is refused {told}")
+    raise MismatchError(f"{what} differs between ranks: {difference(by_rank)}")
 
 
 def difference(everyone: Mapping[int, Fields]) -> str:
@@ -51,13 +65,42 @@ def difference(everyone: Mapping[int, Fields]) -> str:
     for name in names:
         values: dict[str, list[int]] = {}
         for rank, fields in everyone.items():
-            text = msgspec.json.encode(fields[name]).decode() if name in fields else "(not there)"
-            values.setdefault(text, []).append(rank)
+            values.setdefault(_text(fields, name), []).append(rank)
         if len(values) > 1:
-            holders = "; ".join(f"{text} on {_ranks(ranks)}" for text, ranks in values.items())
-            parts.append(f"{name} is {holders}")
-    shown = parts[:3] + ([f"and {len(parts) - 3} more fields"] if len(parts) > 3 else [])
-    return ". ".join(shown) or "fields in another order"
+            shown = zip(shortened(list(values)), values.values(), strict=True)
+            parts.append(f"{name} is {'; '.join(f'{text} on {_ranks(ranks)}' for text, ranks in shown)}")
+    told = parts[:3] + ([f"and {len(parts) - 3} more fields"] if len(parts) > 3 else [])
+    return ". ".join(told) or "fields in another order"
+
+
+def first_difference(one: Fields, other: Fields) -> tuple[str, str, str] | None:
+    """The first field in which two differ, and how each has it. Values are the same if they are as JSON: `1` is `1.0`,
+    and a tuple a list."""
+    for name in dict.fromkeys([*one, *other]):
+        texts = [_text(fields, name) for fields in (one, other)]
+        if (name in one) != (name in other) or msgspec.json.decode(texts[0]) != msgspec.json.decode(texts[1]):
+            first, second = shortened(texts)
+            return name, first, second
+    return None
+
+
+def shortened(texts: Sequence[str]) -> list[str]:
+    """Each, or of a long one a part: from shortly before where they begin to differ."""
+    differ = (place for place, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1)
+    begin = max(0, next(differ, min(map(len, texts))) - _LONGEST // 4)
+    return [_part(text, begin) for text in texts]
+
+
+def _part(text: str, begin: int) -> str:
+    if len(text) <= _LONGEST:
+        return text
+    begin = min(begin, len(text) - _LONGEST)
+    end = begin + _LONGEST
+    return f"{'…' if begin else ''}{text[begin:end]}{'…' if end < len(text) else ''}"
+
+
+def _text(fields: Fields, name: str) -> str:
+    return msgspec.json.encode(fields[name]).decode() if name in fields else "(not there)"
 
 
 def _ranks(ranks: list[int]) -> str:

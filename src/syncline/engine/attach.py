@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,19 +18,37 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline._version import __version__
-from syncline.engine.agreement import agree, digest, flatten
+from syncline.engine.agreement import agree, digest, first_difference, flatten, shortened
 from syncline.engine.comm import group_timeout
 from syncline.engine.engine import Engine
 from syncline.engine.hook import Switch, other_hooks, switch_of
 from syncline.engine.place import Place, find_place
 from syncline.engine.route import Planned, Route, Uniform
-from syncline.engine.state import SCHEMA, dealt, file_of, folder_of, load_state, ranks_saved, save_state, shares
+from syncline.engine.state import (
+    SCHEMA,
+    check_of_one_save,
+    dealt,
+    files_saved,
+    folder_of,
+    load_state,
+    problem_of,
+    put_in_place,
+    remove_others,
+    shares,
+    write_draft,
+)
 from syncline.errors import ExchangeError, MismatchError, SynclineError, UsageError
 from syncline.exchange import Dense, Exchange, Tree, default_lanes
 from syncline.measure.network import Network
 from syncline.plan.plan import MAX_LANES, Plan
 
 ON_WORLD_SIZE = ("refuse", "reset", "redistribute")
+_REMEDIES = {
+    "rank": "each rank loads its own",
+    "world_size": "load it on as many ranks; what handle.save wrote, handle.load can deal anew",
+    "levels": "load it on hosts like those; what handle.save wrote, handle.load(…, on_world_size='reset') can forget",
+}
+"""Where a state was saved, and what to do if that is not here."""
 
 
 @dataclass(frozen=True)
@@ -145,65 +163,121 @@ class Handle:
         self._go_on(state)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes what this rank must save to a file of its own in `folder`. All ranks call it, between steps."""
+        """Writes what this rank must save to a file of its own in `folder`. All ranks call it, between steps.
+
+        If one of them cannot write, every rank raises and the folder holds what it held before. If all can, what
+        other numbers of ranks saved there is removed.
+        """
         state = self.state_dict()
-        save_state(file_of(folder_of(folder), state["rank"], state["world_size"]), state)
+        draft: Path | None = None
+        try:
+            with self._together("save") as fields:
+                fields["steps"] = state["steps"]
+                draft = write_draft(folder_of(folder), state)
+        except MismatchError as error:
+            if draft is not None and error.__cause__ is None:  # they met, so none of them puts its draft in place
+                draft.unlink(missing_ok=True)
+            raise
+        with self._together("save"):
+            put_in_place(draft)
+        with self._together("save"):
+            if state["rank"] == 0:
+                remove_others(draft.parent, state["world_size"])
 
     def load(self, folder: str | os.PathLike[str], *, on_world_size: str = "refuse") -> None:
         """Goes on where `save` was called, on all ranks together.
 
-        `on_world_size`: what to do where so many ranks as saved it are not here. `refuse` to go on; or `reset`: forget
-        what was kept, which loses some of the last gradients; or `redistribute` it, so that its sum stays the same.
+        `on_world_size`: what to do where not so many ranks are here as saved it, or where hosts kept something for
+        their ranks and those sit on other hosts now. `refuse` to go on; or `reset`: forget what was kept, which loses
+        some of the last gradients; or `redistribute` it, so that its sum stays the same: not for what hosts kept.
         """
-        group = self._ddp.process_group
-        try:
+        with self._together("load") as fields:
             state = self._saved(folder_of(folder), on_world_size)
-        except SynclineError as error:
-            with contextlib.suppress(MismatchError):  # this rank's own error says more
-                meet(group, {"error": str(error)}, "what is loaded", "load")
-            raise
-        common = {"error": None, **{field: state[field] for field in ("steps", "exchange", "buckets")}}
-        meet(group, common, "what is loaded", "load")
+            common = {field: state[field] for field in ("exchange", "world_size", "levels", "steps", "buckets")}
+            fields |= flatten({"on_world_size": on_world_size, **common})
         self._go_on(state)
 
+    @contextlib.contextmanager
+    def _together(self, call: str) -> Iterator[dict[str, Any]]:
+        """What is done inside is done on all ranks, with the same of what is put into the fields, or all raise."""
+        group, what = self._ddp.process_group, {"save": "what is saved", "load": "what is loaded"}[call]
+        fields: dict[str, Any] = {}
+        with _current_device(parameters_of(self._ddp)):
+            try:
+                yield fields
+            except Exception as error:
+                text = str(error).splitlines()[0] if str(error) else type(error).__name__
+                with contextlib.suppress(MismatchError):  # this rank's own error says more
+                    meet(group, {"error": text}, what, call)
+                raise
+            meet(group, {"error": None, **fields}, what, call)
+
     def _saved(self, folder: Path, on_world_size: str) -> Mapping[str, Any]:
-        """This rank's part of what the ranks saved in a folder."""
+        """This rank's part of what the ranks saved in a folder: checked, so that nothing is left to fail."""
         if on_world_size not in ON_WORLD_SIZE:
             raise UsageError(f"on_world_size is {on_world_size!r}: it is one of {', '.join(ON_WORLD_SIZE)}")
-        rank, ranks = self._identity["rank"], self._identity["world_size"]
-        saved = ranks_saved(folder)
-        if saved == ranks:
-            state = load_state(file_of(folder, rank, ranks))
-            self._check(state)
-            return state
-        if on_world_size == "refuse":
-            raise UsageError(
-                f"{folder}: {saved} ranks saved it, and {ranks} are here: pass on_world_size='redistribute', or 'reset'"
-            )
-        parts = shares(rank, ranks, saved)
-        states = {old: load_state(file_of(folder, old, saved)) for old in parts}
-        first = next(iter(states.values()))
-        self._check({**first, **{field: self._identity[field] for field in ("rank", "world_size", "levels")}})
-        if on_world_size == "reset":
-            return {**first, "tensors": {}}
-        if first["levels"] is not None or self._identity["levels"] is not None:
-            raise UsageError(f"{folder}: what is kept there is the leaders' of {saved} ranks: on_world_size='reset'")
-        return {**first, "tensors": dealt({old: state["tensors"] for old, state in states.items()}, parts)}
+        here = self._identity
+        sits = {field: here[field] for field in ("rank", "world_size", "levels")}
+        files = files_saved(folder, here["world_size"])
+        first, saved = files[0], len(files)
+        common = load_state(first, tensors=False)
+        moved = saved != here["world_size"] or common["levels"] != here["levels"]
+        if moved and "levels" in here["exchange"]:  # which a user may name, and which are others for other ranks
+            sits["exchange"] = {**common["exchange"], "levels": here["exchange"]["levels"]}
+        self._check({**common, **sits}, first)
+        if moved:
+            self._check_move(folder, common, on_world_size)
+        parts = shares(here["rank"], here["world_size"], saved)
+        states = {}
+        for old in parts:
+            states[old] = load_state(files[old], tensors=not moved or on_world_size != "reset")
+            check_of_one_save(files[old], states[old], first, common)
+            self._check({**states[old], **sits}, files[old])
+        if not moved:
+            return states[here["rank"]]
+        return {**common, "tensors": dealt({old: state["tensors"] for old, state in states.items()}, parts)}
 
-    def _check(self, state: Mapping[str, Any]) -> None:
-        _ = self._attached  # raises where there is nothing to go on with
-        expected = self._identity
-        for field in (*expected, "steps", "buckets", "tensors"):
-            if field not in state:
-                raise UsageError(f"this is not the state of an exchange: {field!r} is missing")
-        for field, value in expected.items():
-            if _plain(state[field]) != _plain(value):
-                raise UsageError(f"the state's {field} is {state[field]!r}, here it is {value!r}")
+    def _check_move(self, folder: Path, state: Mapping[str, Any], on_world_size: str) -> None:
+        """Raises unless what was kept by other ranks, or on other hosts, may be treated as asked."""
+        here, saved = self._identity, state["world_size"]
+        hosts = state["levels"] is not None or here["levels"] is not None
+        reset = "'reset', which forgets what was kept"
+        if on_world_size == "refuse":
+            what = f"{saved} ranks saved it, and {here['world_size']} are here"
+            if saved == here["world_size"]:
+                then, now = shortened([str(state["levels"]), str(here["levels"])])
+                what = f"its {saved} ranks sat on other hosts, {then}, and here it is {now}"
+            choice = reset if hosts else f"'redistribute', or {reset}"
+            raise UsageError(f"{folder}: {what}: pass on_world_size={choice}")
+        if on_world_size == "redistribute" and hosts:
+            raise UsageError(
+                f"{folder}: hosts kept it, and {saved} ranks' hosts are not here: pass on_world_size={reset}"
+            )
+
+    def _check(self, state: Mapping[str, Any], path: Path | None = None) -> None:
+        """Raises for whatever could make `_go_on` fail, or go on wrongly."""
+        engine = self._attached  # raises where there is nothing to go on with
+        at = "" if path is None else f"{path}: "
+        problem = problem_of(state, "pass what handle.state_dict() returned")
+        if problem is not None:
+            raise UsageError(at + problem)
+        here = self._identity
+        other = first_difference(flatten(state["exchange"]), flatten(here["exchange"]))
+        if other is not None:
+            setting, there, now = other
+            what = f"the state's exchange is another: {setting} is {there}, here it is {now}"
+            raise UsageError(f"{at}{what}: attach the exchange that it was saved with, or start without it")
+        for field, remedy in _REMEDIES.items():
+            if state[field] != here[field]:
+                raise UsageError(f"{at}the state's {field} is {state[field]!r}, here it is {here[field]!r}: {remedy}")
+        misfit = engine.misfit(state["tensors"], state["buckets"])
+        if misfit is not None:
+            raise UsageError(f"{at}{misfit}: load it into the model that it was saved with, or start without it")
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         engine = self._attached
         engine.load(state["tensors"], state["buckets"])
-        engine.steps = int(state["steps"])
+        engine.steps = state["steps"]
 
     def drift(self) -> str | None:
         """How much longer buckets take than the plan expected, where that is so much that another might be better."""
@@ -211,7 +285,7 @@ class Handle:
 
     def retune(self, step: Callable[[nn.Module], object], **options: Any) -> Any:
         """Measures, plans and applies anew, as `tune` does, which explains its arguments and what it returns."""
-        from syncline.engine.tune import tune
+        from syncline.engine.tuning import tune
 
         return tune(self._ddp, step, **options)
 
@@ -237,11 +311,6 @@ class Handle:
         if self._switch.engine is not self._engine:
             raise UsageError("this handle is detached, or another attach has replaced it: use the newest, or attach")
         return self._engine
-
-
-def _plain(value: Any) -> Any:
-    """As it comes back from JSON."""
-    return msgspec.json.decode(msgspec.json.encode(value))
 
 
 def attach(
@@ -285,6 +354,7 @@ def attach_route(
     scaler: GradScaler | None = None,
 ) -> Handle:
     """`attach`, for buckets that go different ways."""
+    _check_scaler(scaler)
     group: dist.ProcessGroup = ddp.process_group
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
     parameters = parameters_of(ddp)
@@ -305,6 +375,14 @@ def attach_route(
         raise
     switch.turn_to(engine)
     return Handle(ddp, switch, engine, place)
+
+
+def _check_scaler(scaler: object) -> None:
+    known = all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "get_scale"))
+    if scaler is not None and (isinstance(scaler, type) or not known):
+        raise UsageError(
+            f"scaler is a {type(scaler).__name__}: pass the GradScaler that the loss is scaled with, or leave it out"
+        )
 
 
 def _scale_of(scaler: GradScaler | None) -> Callable[[], Tensor | None]:

@@ -8,6 +8,7 @@ model still does. That is private to torch, and looked for before it is used.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from torch.nn.parallel import distributed as ddp_module
 from syncline.errors import UsageError
 
 MIB = 1024 * 1024
+
+_own: weakref.WeakKeyDictionary[DDP, Any] = weakref.WeakKeyDictionary()
+"""Of models that have a plan's buckets: how theirs were."""
 
 
 def caps_are_known() -> bool:
@@ -54,16 +58,20 @@ def can_change() -> bool:
     return config is not None and hasattr(config, "create") and all(hasattr(DDP, name) for name in needed)
 
 
-def current(ddp: DDP) -> Any:
-    """What `put_back` takes."""
-    return getattr(ddp, "_bucket_config", None)
+def own(ddp: DDP) -> Any:
+    """How its buckets are without a plan: as the user built it, or DDP's default where a plan was there first."""
+    return _own.get(ddp, getattr(ddp, "_bucket_config", None))
 
 
-def caps_now(ddp: DDP) -> tuple[int, ...]:
-    """Bytes at which it closes its buckets once they are rebuilt."""
-    config = current(ddp)
-    if config is None or not hasattr(config, "per_bucket_bytes_caps"):
-        return (ddp.bucket_bytes_cap,)
+def planned_from_the_start(ddp: DDP) -> None:
+    """It was built with a plan's caps."""
+    if can_change():
+        _own[ddp] = _config().create(bucket_cap_mb=None, bucket_cap_mb_list=None, use_python_reducer=False)
+
+
+def own_caps(ddp: DDP) -> tuple[int, ...]:
+    """Bytes at which it closes its buckets without a plan, once they are rebuilt."""
+    config = own(ddp)
     each: tuple[int, ...] = config.per_bucket_bytes_caps
     return each or tuple(dict.fromkeys((config.first_bucket_bytes_cap, config.bucket_bytes_cap)))
 
@@ -73,10 +81,10 @@ def change(ddp: DDP, caps: Sequence[int]) -> None:
     if not can_change():
         raise UsageError("this torch cannot change the buckets of a live model: build it with syncline.wrap(net, plan)")
     arguments = cap_arguments(caps, rebuilt=rebuilds(ddp))
-    config: Any = ddp_module._BucketCapacityConfig
-    put_back(
+    _own.setdefault(ddp, own(ddp))
+    _build(
         ddp,
-        config.create(
+        _config().create(
             bucket_cap_mb=arguments.get("bucket_cap_mb"),
             bucket_cap_mb_list=arguments.get("bucket_cap_mb_list"),
             use_python_reducer=getattr(ddp, "_use_python_reducer", False),
@@ -84,8 +92,18 @@ def change(ddp: DDP, caps: Sequence[int]) -> None:
     )
 
 
-def put_back(ddp: DDP, config: Any) -> None:
-    """Builds the reducer anew, as `current` found it."""
+def put_back(ddp: DDP) -> None:
+    """Gives a live model its own buckets again."""
+    _build(ddp, own(ddp))
+    _own.pop(ddp, None)
+
+
+def _config() -> Any:
+    return ddp_module._BucketCapacityConfig
+
+
+def _build(ddp: DDP, config: Any) -> None:
+    """The reducer, anew."""
     inside: Any = ddp
     inside._bucket_config = config
     inside.bucket_bytes_cap = config.bucket_bytes_cap

@@ -390,18 +390,23 @@ class Engine:
         ordered = sorted(self.buckets.values(), key=lambda bucket: bucket.index)
         return [[slot.name for slot in bucket.layout.slots] for bucket in ordered] if self.keeps else []
 
-    def load(self, tensors: Tensors, buckets: Sequence[Sequence[str]] = ()) -> None:
-        """`buckets`: those in which the coming steps go until DDP's own are the same; it fills them in another order
-        before its first backward than afterwards."""
-        for name, kinds in tensors.items():
+    def misfit(self, tensors: Tensors, buckets: Sequence[Sequence[str]] = ()) -> str | None:
+        """Why these are not of this model and cannot be loaded, if so."""
+        for name in [*tensors, *(name for names in buckets for name in names)]:
             if name not in self._parameters:
-                raise UsageError(f"the state holds {name!r}, which is not a parameter of this model")
+                return f"the state holds {name!r}, which is not a parameter of this model"
+        for name, kinds in tensors.items():
             shape = _as_real(self._parameters[name]).shape
             for kind, tensor in kinds.items():
                 if tensor.shape != shape:
-                    raise UsageError(
+                    return (
                         f"the state's {kind} of {name!r} has shape {tuple(tensor.shape)}, the parameter {tuple(shape)}"
                     )
+        return None
+
+    def load(self, tensors: Tensors, buckets: Sequence[Sequence[str]] = ()) -> None:
+        """What is no `misfit`. `buckets`: those in which the coming steps go until DDP's own are the same; it fills
+        them in another order before its first backward than afterwards."""
         self._waiting.clear()
         self._keep(tensors)
         self._regrouping = None

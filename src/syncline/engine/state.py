@@ -1,17 +1,24 @@
 """What an exchange keeps, in files: one per rank, safetensors, with what they belong to in their headers.
 
-A file is replaced in one step, so there is the old one or the new one and never a half. What is kept sums up to what is
-still to be applied; so when the number of ranks changes it can be dealt anew: a rank takes over what some of the old
-ones kept, or an equal share of what one of them kept. Nothing is lost and nothing is applied twice.
+A state is saved in three moves, after each of which all ranks meet: each writes a draft; then puts it in the place of
+its file; then the files of other numbers of ranks are removed. Each file is written or moved in one step, so it is
+there or not, and never a half. If a rank cannot write, what was saved before is still there. And if all crash,
+whenever that is, there is a complete set of files and drafts: the old one until the last draft is written, and from
+then on the new one. Loading takes the complete set with the most steps.
+
+What is kept sums up to what is still to be applied; so when the number of ranks changes it can be dealt anew: a rank
+takes over what some of the old ones kept, or an equal share of what one of them kept. Nothing is lost and nothing is
+applied twice.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import safetensors
@@ -19,22 +26,83 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from syncline.engine.agreement import first_difference, flatten
 from syncline.errors import UsageError
 from syncline.files import FileError, write_bytes
 
 SCHEMA = 1
 _ABOUT = "syncline"
-_NAME = re.compile(r"rank-(\d{5})-of-(\d{5})\.safetensors")
+_DRAFT = ".new"
+_NAME = re.compile(rf"rank-(\d{{5}})-of-(\d{{5}})\.safetensors(?:{re.escape(_DRAFT)})?")
+_COMMON = ("exchange", "levels", "steps", "buckets")
+"""What the files of one save have in common."""
+_WRITTEN_BY = "pass the folder that handle.save(folder) wrote"
+_EARLIER = "take an earlier checkpoint"
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
+
+
+class About(msgspec.Struct, frozen=True):
+    """What the tensors of a state belong to."""
+
+    schema: int
+    exchange: dict[str, Any]
+    rank: int
+    world_size: int
+    levels: str | None
+    steps: Annotated[int, msgspec.Meta(ge=0)]
+    buckets: list[list[str]]
 
 
 def file_of(folder: Path, rank: int, ranks: int) -> Path:
     return folder / f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
-def save_state(path: Path, state: Mapping[str, Any]) -> None:
-    """A handle's state to one file."""
+def folder_of(path: str | os.PathLike[str]) -> Path:
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
+    if not isinstance(text, str) or not text or not text.isprintable():
+        raise UsageError(f"the state's folder is {text!r}: pass the path of a folder")
+    return Path(text)
+
+
+def problem_of(state: object, remedy: str) -> str | None:
+    """Why this is not the state of an exchange, if it is not."""
+    if isinstance(state, Mapping) and state.get("schema", SCHEMA) != SCHEMA:  # other fields may be others then
+        return (
+            f"the state's schema is {state['schema']!r}, here it is {SCHEMA}: load it with the syncline that saved it"
+        )
+    wrong = _wrong_in(state)
+    return None if wrong is None else f"this is not the state of an exchange: {wrong}: {remedy}"
+
+
+def _wrong_in(state: object) -> str | None:
+    if not isinstance(state, Mapping):
+        return f"it is a {type(state).__name__}"
+    missing = [field for field in (*About.__struct_fields__, "tensors") if field not in state]
+    if missing:
+        return f"{missing[0]!r} is missing"
+    about = {field: state[field] for field in About.__struct_fields__}
+    try:
+        msgspec.convert(about, About)
+        msgspec.json.encode(about)
+    except msgspec.ValidationError as error:
+        text, _, where = str(error).partition(" - at `$.")
+        return f"{where.rstrip('`')}: {text[:1].lower()}{text[1:].replace('`', '')}"
+    except (TypeError, ValueError) as error:
+        return str(error).splitlines()[0]
+    tensors = state["tensors"]
+    if not isinstance(tensors, Mapping) or not all(isinstance(kinds, Mapping) for kinds in tensors.values()):
+        return "tensors: expected them by parameter name, then by kind"
+    for name, kinds in tensors.items():
+        for kind, tensor in kinds.items():
+            if not isinstance(tensor, Tensor):
+                return f"tensors: {kind} of {name!r} is a {type(tensor).__name__}"
+    return None
+
+
+def write_draft(folder: Path, state: Mapping[str, Any]) -> Path:
+    """A handle's state to one file, beside the place that `put_in_place` gives it."""
+    path = file_of(folder, state["rank"], state["world_size"])
     about = {field: value for field, value in state.items() if field != "tensors"}
     flat = {
         f"{kind}/{name}": tensor.detach().cpu().contiguous()
@@ -45,55 +113,129 @@ def save_state(path: Path, state: Mapping[str, Any]) -> None:
         data = safetensors.torch.save(flat, {_ABOUT: msgspec.json.encode(about).decode()})
     except (ValueError, TypeError) as error:
         raise FileError(f"{path}: not written: {error}") from error
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, data)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(
+            f"{folder}: cannot be made a folder: {error.strerror or error}: save to another path"
+        ) from error
+    if path.is_dir():
+        raise FileError(f"{path}: is a folder, in the place of a state: remove it, or save to another path")
+    draft = path.with_name(path.name + _DRAFT)
+    try:
+        write_bytes(draft, data)
+    except FileError as error:
+        raise FileError(f"{error}: save to another path; what was saved before is still there") from error
+    return draft
 
 
-def load_state(path: Path) -> dict[str, Any]:
-    """What `save_state` wrote, checked for being that; what it belongs to is the handle's to check."""
+def put_in_place(draft: Path) -> None:
+    path = draft.with_name(draft.name.removesuffix(_DRAFT))
+    try:
+        draft.replace(path)
+    except OSError as error:
+        raise FileError(f"{path}: cannot be replaced: {error.strerror or error}: save to another path") from error
+
+
+def remove_others(folder: Path, ranks: int) -> None:
+    """What other numbers of ranks saved before."""
+    for _, saved, path in _files(folder):
+        if saved != ranks:
+            with contextlib.suppress(OSError):  # the state with the most steps is found all the same
+                path.unlink()
+
+
+def load_state(path: Path, *, tensors: bool = True) -> dict[str, Any]:
+    """What was written there, checked for being that; what it belongs to is the handle's to check. Without `tensors`,
+    only what they belong to is read."""
+    if path.is_dir():
+        raise FileError(f"{path}: is a folder, in the place of a state: {_EARLIER}")
     try:
         with safetensors.safe_open(str(path), framework="pt") as file:
             header = file.metadata() or {}
-            flat: dict[str, Tensor] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 - not a dict
+            keys = list(file.keys()) if tensors else []
+            flat: dict[str, Tensor] = {key: file.get_tensor(key) for key in keys}
     except FileNotFoundError as error:
-        raise FileError(f"{path}: there is no such file") from error
+        raise FileError(f"{path}: there is no such file: {_EARLIER}") from error
     except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise FileError(f"{path}: cannot be read: {error.strerror or error}: {_EARLIER}") from error
     except safetensors.SafetensorError as error:
-        raise FileError(f"{path}: is not a complete safetensors file: {error}") from error
+        raise FileError(f"{path}: is not a complete safetensors file: {error}: {_EARLIER}") from error
     try:
         about = msgspec.json.decode(header[_ABOUT], type=dict[str, Any])
     except (KeyError, msgspec.DecodeError) as error:
         raise FileError(f"{path}: holds tensors, but not what an exchange keeps: was another file meant?") from error
-    tensors: dict[str, dict[str, Tensor]] = {}
+    kept: dict[str, dict[str, Tensor]] = {}
     for key, tensor in flat.items():
         kind, slash, name = key.partition("/")
         if not slash or not torch.isfinite(tensor).all():
-            problem = "is not finite" if slash else "is no parameter's"
-            raise FileError(f"{path}: {key} {problem}: take an earlier checkpoint")
-        tensors.setdefault(name, {})[kind] = tensor
-    return {**about, "tensors": tensors}
+            wrong = "is not finite" if slash else "is no parameter's"
+            raise FileError(f"{path}: {key} {wrong}: {_EARLIER}")
+        kept.setdefault(name, {})[kind] = tensor
+    state = {**about, "tensors": kept}
+    problem = problem_of(state, _EARLIER)
+    if problem is not None:
+        raise FileError(f"{path}: {problem}")
+    return state
 
 
-def ranks_saved(folder: Path) -> int:
-    """How many ranks saved the state in this folder; all of their files must be there."""
-    found: dict[int, set[int]] = {}
+def check_of_one_save(path: Path, state: Mapping[str, Any], first: Path, other: Mapping[str, Any]) -> None:
+    """That the state in one file was saved together with that in another, the first rank's."""
+    named = _NAME.fullmatch(path.name)
+    assert named is not None  # noqa: S101 - so it was found
+    for field, value in (("rank", int(named[1])), ("world_size", int(named[2]))):
+        if state[field] != value:
+            raise FileError(
+                f"{path}: its {field} is {state[field]}, and its name says {value}: was it renamed? {_EARLIER}"
+            )
+    found = first_difference(*(flatten({field: of[field] for field in _COMMON}) for of in (state, other)))
+    if found is not None:
+        field, mine, theirs = found
+        raise FileError(f"{path}: was not saved with {first.name}: {field} is {mine}, and there {theirs}: {_EARLIER}")
+
+
+def files_saved(folder: Path, here: int) -> list[Path]:
+    """The files in which the state of a folder is, by rank.
+
+    A save that was cut short may leave several sets of them: of other numbers of ranks, or with drafts that were not
+    put in place. Of those whose files are all there and of one step, the one with the most steps is meant; of equal
+    ones that of as many ranks as are `here`.
+    """
+    placed: dict[int, dict[int, Path]] = {}
+    newest: dict[int, dict[int, Path]] = {}
+    for rank, ranks, path in _files(folder):
+        if path.suffix != _DRAFT:
+            placed.setdefault(ranks, {})[rank] = path
+        newest.setdefault(ranks, {})[rank] = path  # a draft comes after the file in whose place it goes
+    if not newest:
+        raise FileError(f"{folder}: holds no state of an exchange: {_WRITTEN_BY}")
+    sets = [*placed.items(), *(item for item in newest.items() if item[1] != placed.get(item[0]))]
+    complete = [[by_rank[rank] for rank in range(ranks)] for ranks, by_rank in sets if len(by_rank) == ranks]
+    if not complete:
+        missing = {ranks: [rank for rank in range(ranks) if rank not in newest[ranks]] for ranks in newest}
+        ranks = min(missing, key=lambda ranks: len(missing[ranks]))
+        raise FileError(
+            f"{folder}: the states of ranks {missing[ranks]} of {ranks} are missing: copy them there, or {_EARLIER}"
+        )
+    if len(complete) == 1:
+        return complete[0]
+    steps = [{load_state(path, tensors=False)["steps"] for path in paths} for paths in complete]
+    order = [(len(found) == 1, max(found), len(paths) == here) for found, paths in zip(steps, complete, strict=True)]
+    return complete[order.index(max(order))]
+
+
+def _files(folder: Path) -> list[tuple[int, int, Path]]:
+    """Rank, number of ranks, and path of each, in the order of their names."""
     try:
-        names = [entry.name for entry in folder.iterdir()]
+        found = [(_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
+    except FileNotFoundError as error:
+        raise FileError(f"{folder}: there is no such folder: {_WRITTEN_BY}") from error
+    except NotADirectoryError as error:
+        raise FileError(f"{folder}: is not a folder: {_WRITTEN_BY}") from error
     except OSError as error:
-        raise FileError(f"{folder}: cannot be read: {error.strerror or error}") from error
-    for match in filter(None, map(_NAME.fullmatch, names)):
-        found.setdefault(int(match[2]), set()).add(int(match[1]))
-    if not found:
-        raise FileError(f"{folder}: holds no state of an exchange; it is written by handle.save(folder)")
-    if len(found) > 1:
-        sizes = " and ".join(map(str, sorted(found)))
-        raise FileError(f"{folder}: holds states of {sizes} ranks: leave only those of one run")
-    ((ranks, present),) = found.items()
-    missing = sorted(set(range(ranks)) - present)
-    if missing:
-        raise FileError(f"{folder}: the states of ranks {missing} of {ranks} are missing")
-    return ranks
+        raise FileError(f"{folder}: cannot be read: {error.strerror or error}: {_WRITTEN_BY}") from error
+    named = [(int(name[1]), int(name[2]), path) for name, path in found if name is not None]
+    return [entry for entry in named if entry[0] < entry[1]]
 
 
 def shares(rank: int, ranks: int, saved: int) -> dict[int, float]:
@@ -116,9 +258,3 @@ def dealt(states: Mapping[int, Tensors], parts: Mapping[int, float]) -> dict[str
             for kind, tensor in kinds.items():
                 mine[kind] = tensor * part + mine[kind] if kind in mine else tensor * part
     return total
-
-
-def folder_of(path: str | os.PathLike[str]) -> Path:
-    if not isinstance(path, str | os.PathLike):
-        raise UsageError(f"the state's folder is {path!r}: pass a path")
-    return Path(path)

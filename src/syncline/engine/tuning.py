@@ -146,15 +146,14 @@ def tune(
             device, {name: EXCHANGES[name] for name in names}, topology=topology_of(links), group=group
         )
         profile = msgspec.structs.replace(profile, overheads=overheads)
-        plan = _planned(profile, links, allowed, buckets.caps_now(ddp), group)
-        original = buckets.current(ddp)
+        plan = _planned(profile, links, allowed, buckets.own_caps(ddp), group)
         trial = None
         try:
             if not plan.nothing:
                 left_s = max(_LEAST_BUDGET_S, budget_s - (time.monotonic() - began))
-                trial = _try(ddp, plan, step, group, original, _TRIAL_SHARE * min(left_s, budget_s), links, device)
+                trial = _try(ddp, plan, step, group, _TRIAL_SHARE * min(left_s, budget_s), links, device)
         finally:
-            _plain(ddp, original)
+            _plain(ddp)
         handle = None
         if trial is not None and trial.won:
             _drop_gradients(ddp)
@@ -263,7 +262,6 @@ def _try(
     plan: Plan,
     step: Step,
     group: dist.ProcessGroup,
-    original: Any,
     budget_s: float,
     network: Network,
     device: torch.device,
@@ -279,7 +277,7 @@ def _try(
             buckets.change(ddp, plan.caps)
             apply(ddp, plan, network=network)
         else:
-            _plain(ddp, original)
+            _plain(ddp)
         for number in range(_SETTLING + count):
             _drop_gradients(ddp)
             gather_bytes(group, b"")  # all start together
@@ -295,11 +293,11 @@ def _try(
     return Trial(plain_s, plan_s, len(times["plain"]))
 
 
-def _plain(ddp: DDP, original: Any) -> None:
-    """As it was before: DDP's own buckets, without a hook."""
+def _plain(ddp: DDP) -> None:
+    """As it is without us: its own buckets, without a hook."""
     _drop_gradients(ddp)
     forget(ddp)
-    buckets.put_back(ddp, original)
+    buckets.put_back(ddp)
 
 
 def _drop_gradients(ddp: DDP) -> None:

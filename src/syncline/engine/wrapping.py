@@ -62,6 +62,7 @@ def wrap(
         return DDP(net, **ddp_arguments)
     rebuilt = bool(ddp_arguments.get("static_graph")) or not ddp_arguments.get("find_unused_parameters")
     ddp = DDP(net, **ddp_arguments, **buckets.cap_arguments(made.caps, rebuilt=rebuilt))
+    buckets.planned_from_the_start(ddp)
     apply(ddp, made, network=network, timeout_s=timeout_s, scaler=scaler)
     return ddp
 

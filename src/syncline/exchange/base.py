@@ -330,8 +330,13 @@ def settings(exchange: object) -> dict[str, Any]:
     if dataclasses.is_dataclass(exchange):
         for entry in dataclasses.fields(exchange):
             value = getattr(exchange, entry.name)
-            described[entry.name] = settings(value) if isinstance(value, Exchange) else value
+            described[entry.name] = settings(value) if isinstance(value, Exchange) else _listed(value)
     return described
+
+
+def _listed(value: Any) -> Any:
+    """As it comes back from a file."""
+    return [_listed(one) for one in value] if isinstance(value, tuple) else value
 
 
 def from_settings(described: Mapping[str, Any], types: Mapping[str, type]) -> Any:
@@ -350,7 +355,7 @@ def from_settings(described: Mapping[str, Any], types: Mapping[str, type]) -> An
     }
     try:
         return types[name](**given)
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{name}: {error}") from error
 
 

@@ -26,6 +26,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +62,8 @@ class OkTopk:
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("density", "momentum", "warmup"):
+            object.__setattr__(self, name, _plain(getattr(self, name)))
         check_sparse(type(self).__name__, self.density, self.values)
         if isinstance(self.warmup, bool) or not isinstance(self.warmup, int) or self.warmup < 0:
             raise UsageError(f"OkTopk(warmup={self.warmup!r}): it is a number of steps, 0 for none")
@@ -156,6 +160,13 @@ class _Sparse(Residual):
     def finite(self, flat: Tensor) -> Tensor:
         known, self.result_is_finite = self.result_is_finite, None
         return super().finite(flat) if known is None else known
+
+
+def _plain(value: Any) -> Any:
+    """numpy's numbers as Python's, for a setting to be one that JSON knows; all else as it is."""
+    if type(value) in (bool, int, float) or not isinstance(value, Real):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def check_sparse(name: str, density: object, values: object) -> None:

@@ -93,8 +93,20 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{field}: must be seconds from 0 up, not {value}")
-        if not self.where.host_of_rank:
+        if self.low_s > self.high_s:
+            raise ValueError(f"low_s: is {self.low_s}, above high_s ({self.high_s})")
+        for index, other in enumerate(self.alternatives):
+            if not (math.isfinite(other.iteration_s) and other.iteration_s >= 0):
+                raise ValueError(
+                    f"alternatives[{index}].iteration_s: must be seconds from 0 up, not {other.iteration_s}"
+                )
+        hosts = self.where.host_of_rank
+        if not hosts:
             raise ValueError("where.host_of_rank: is empty; there is at least one rank")
+        if set(hosts) != set(range(max(hosts) + 1)):
+            raise ValueError(f"where.host_of_rank: is {list(hosts)}; hosts are numbered from 0, without a gap")
+        if self.where.device not in ("cpu", "cuda"):
+            raise ValueError(f"where.device: must be cpu or cuda, not {self.where.device}")
         self._check_gradients()
         self._check_buckets()
 
@@ -103,6 +115,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             raise ValueError("gradients: is empty; a model has at least one")
         seen: set[str] = set()
         for index, gradient in enumerate(self.gradients):
+            if not gradient.name:
+                raise ValueError(f"gradients[{index}].name: is empty")
             if gradient.name in seen:
                 raise ValueError(f"gradients[{index}].name: {gradient.name} appears twice")
             if gradient.dtype not in ITEM_BYTES:
@@ -160,7 +174,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         for bucket in self.buckets:
             kind = by_name[bucket.parameters[0]].dtype
             by_type.setdefault(kind, []).append(max(1, sum(by_name[name].bytes for name in bucket.parameters)))
-        return tuple(max(by_type.values(), key=sum, default=[]))
+        most = max(by_type, key=lambda kind: (sum(by_type[kind]), kind), default="")
+        return tuple(by_type.get(most, ()))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

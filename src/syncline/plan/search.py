@@ -57,6 +57,9 @@ _STARTS = 3
 
 _SEARCHED = "searched"
 
+Buckets = tuple[tuple[int, ...], ...]
+"""Places in the profile's list of gradients."""
+
 Sizes = tuple[int, ...]
 
 
@@ -80,7 +83,7 @@ class Found:
     @property
     def nothing(self) -> bool:
         """Whether plain DDP is left alone."""
-        return self.best.iteration_s > (1 - LEAST_GAIN) * self.plain.iteration_s
+        return self.best.iteration_s >= (1 - LEAST_GAIN) * self.plain.iteration_s
 
 
 def check_allowed(allow: Sequence[str]) -> tuple[str, ...]:
@@ -136,6 +139,8 @@ class _Search:
         self._effort = 0
         self._kinds: dict[str, Candidate] = {}
         self._dtype = _commonest(profile)
+        kinds = {gradient.dtype for gradient in profile.gradients}
+        self._uneven = len(kinds) > 1 or not all(gradient.bytes for gradient in profile.gradients)
         total = max(1, profile.gradient_bytes)
         self._grid = np.unique(np.concatenate([[0.0], np.geomspace(min(256.0, total), total, 48)]))
 
@@ -222,7 +227,7 @@ class _Search:
                     break
         return best
 
-    def _moves(self, schedule: Schedule) -> Iterator[tuple[tuple[tuple[int, ...], ...], list[str], int]]:
+    def _moves(self, schedule: Schedule) -> Iterator[tuple[Buckets, list[str], int]]:
         """Neighbours of a schedule; those that change what travels last come first."""
         names = [schedule.exchange_of(index)[0] for index in range(len(schedule.buckets))]
         for lanes in _LANES:
@@ -232,8 +237,8 @@ class _Search:
             for name in self._exchanges:
                 if name != names[index]:
                     yield schedule.buckets, [*names[:index], name, *names[index + 1 :]], schedule.lanes
-        if len({gradient.dtype for gradient in self._profile.gradients}) > 1:
-            return  # where one type's cuts move the other's
+        if self._uneven:
+            return  # where one cut moves others
         sizes = [len(places) for places in schedule.buckets]
         for index in reversed(range(len(sizes))):
             for part in sorted({1, sizes[index] // 4, sizes[index] // 2, 3 * sizes[index] // 4, sizes[index] - 1}):
@@ -270,28 +275,33 @@ class _Search:
         return fusion.line(float(table[0]), float(slope))
 
     def schedule(self, sizes: Sizes, names: Sequence[str], lanes: int) -> Schedule:
-        return self._schedule(self._cut(sizes), names, lanes)
+        return self._schedule(self._as_made(self._cut(sizes)), names, lanes)
 
-    def _schedule(self, buckets: tuple[tuple[int, ...], ...], names: Sequence[str], lanes: int) -> Schedule:
+    def _schedule(self, buckets: Buckets, names: Sequence[str], lanes: int) -> Schedule:
         """Of one name for all buckets, or of one for each."""
         given = list(names) * len(buckets) if len(names) == 1 else list(names)
         given = (given + given[-1:] * len(buckets))[: len(buckets)]
         each: tuple[tuple[str, Costed], ...] = tuple((name, self._exchanges[name]) for name in given)
         return Schedule("plan", buckets, self._exchanges[given[0]], given[0], lanes, each=each)
 
-    def _cut(self, sizes: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-        """Buckets of so many gradients each; of several types, as DDP would make them of the caps."""
+    def _cut(self, sizes: Sequence[int]) -> Buckets:
+        """Buckets of so many gradients each, or of as many of one type."""
         ends = list(itertools.accumulate(sizes))
         buckets = tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
-        if len({gradient.dtype for gradient in self._profile.gradients}) == 1:
+        if not self._uneven:
             return buckets
-        by_type = [
+        return tuple(
             part
             for places in buckets
             for kind in dict.fromkeys(self._profile.gradients[place].dtype for place in places)
             if (part := tuple(place for place in places if self._profile.gradients[place].dtype == kind))
-        ]
-        return filled(self._profile.gradients, caps_of(self._profile.gradients, by_type))
+        )
+
+    def _as_made(self, buckets: Buckets) -> Buckets:
+        """What DDP makes of the caps of these buckets: with several types, and with empty gradients, others."""
+        if not self._uneven:
+            return buckets
+        return filled(self._profile.gradients, caps_of(self._profile.gradients, buckets))
 
     def _table(self, name: str) -> fusion.Floats:
         """What buckets of the grid's sizes take through an exchange, alone."""
@@ -307,15 +317,15 @@ class _Search:
             table.append(seconds(cost) + own_s if self._network.ranks > 1 else 0.0)
         return np.array(table)
 
-    def _cheapest(self, buckets: tuple[tuple[int, ...], ...], tables: dict[str, fusion.Floats]) -> list[str]:
+    def _cheapest(self, buckets: Buckets, tables: dict[str, fusion.Floats]) -> list[str]:
         sizes = [sum(self._profile.gradients[place].bytes for place in places) for places in buckets]
         return [min(tables, key=lambda name: float(np.interp(nbytes, self._grid, tables[name]))) for nbytes in sizes]
 
     def _lanes(self, name: str) -> int:
         return 2 if self._exchanges[name].waits and self._network.backend == "gloo" else 1
 
-    def _try(self, name: str, buckets: tuple[tuple[int, ...], ...], names: Sequence[str], lanes: int) -> Candidate:
-        schedule = self._schedule(buckets, names, lanes)
+    def _try(self, name: str, buckets: Buckets, names: Sequence[str], lanes: int) -> Candidate:
+        schedule = self._schedule(self._as_made(buckets), names, lanes)
         key = self._key(schedule)
         if key not in self._known:
             collectives = self._collectives(schedule)

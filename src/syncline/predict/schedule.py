@@ -150,4 +150,5 @@ def caps_of(gradients: Sequence[Gradient], buckets: Sequence[Sequence[int]]) -> 
     for places in buckets:
         kind = gradients[places[0]].dtype
         by_type.setdefault(kind, []).append(sum(gradients[place].bytes for place in places))
-    return tuple(max(1, size) for size in max(by_type.values(), key=sum))
+    most = max(by_type, key=lambda kind: (sum(by_type[kind]), kind))
+    return tuple(max(1, size) for size in by_type[most])
