@@ -8,7 +8,11 @@ In each cell the ranks probe the links, profile the workload, plan, and then all
 
     python benchmarks/planning.py --json F                    # all cells; what is in F is not measured again
     python benchmarks/planning.py --json F --only densenet201-cuda --hosts 4
+    python benchmarks/planning.py --adaptive --json F         # DenseNet-201 beside a constant buffer of 64 MB
     python benchmarks/planning.py --report F
+
+A constant buffer is Horovod's: as buckets of 64 MB, and as what is ready at each tick of its clock of 5 ms, scaled as all
+times are, up to 64 MB.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -38,8 +43,9 @@ from syncline.measure.network import Network
 from syncline.measure.probe import probe
 from syncline.measure.profile import Profile, load_profile
 from syncline.models.replay import ReplayModel
+from syncline.plan import fusion
 from syncline.plan.plan import Plan
-from syncline.plan.search import options
+from syncline.plan.search import options, plan_for
 from syncline.predict import Schedule, predict
 from syncline.predict.price import solo_s, topology_of
 from syncline.predict.schedule import DDP_CAPS, MIB, filled
@@ -53,6 +59,8 @@ COMPUTE_S = {4: 0.5, 8: 0.8}
 CONSTANT_MB = (1, 5, 25, 100)
 PLANNED = ("wfbp", "mgwfbp", "asc", "plan", "plan-lossy")
 PROBE_S = 14.0
+ADAPTIVE = ("densenet201-cuda", 4, 0.67)
+CYCLE_S, BUFFER_MB = 0.005, 64
 
 
 def cell(name: str, hosts: int, ratio: float) -> tuple[Profile, float]:
@@ -64,7 +72,7 @@ def cell(name: str, hosts: int, ratio: float) -> tuple[Profile, float]:
     return profile.scaled(time=compute_s / profile.step_s, bytes=size), size
 
 
-def on_cluster(rank: Rank, profile: Profile, size: float, rounds: int) -> dict[str, Any]:
+def on_cluster(rank: Rank, profile: Profile, size: float, cycle_s: float | None, rounds: int) -> dict[str, Any]:
     rank.init_process_group(timeout_s=300)
     network = probe(budget_s=PROBE_S)
     exchanges = {name: EXCHANGES[name] for name in options(network, ("bf16", "sparse"))}
@@ -74,8 +82,11 @@ def on_cluster(rank: Rank, profile: Profile, size: float, rounds: int) -> dict[s
     caps = tuple(max(1, int(cap * size)) for cap in DDP_CAPS)
     forecast = _Scaled(measured, network, True, None, caps)
     plans: dict[str, Plan | tuple[int, ...]] = {"ddp": caps}
-    plans |= {f"{mb} MB": (max(1, int(mb * MIB * size)),) for mb in CONSTANT_MB}
-    plans |= {method: make_planned(method, forecast) for method in PLANNED}
+    constant = CONSTANT_MB if cycle_s is None else (BUFFER_MB,)
+    plans |= {f"{mb} MB": (max(1, int(mb * MIB * size)),) for mb in constant}
+    if cycle_s is not None:
+        plans["cycles"] = clocked(forecast, cycle_s, BUFFER_MB * MIB * size)
+    plans |= {method: make_planned(method, forecast) for method in (PLANNED if cycle_s is None else ("plan",))}
     contenders, about, handles = [], {}, {}
     for method, plan in plans.items():
         net = ReplayModel(profile, seed=rank.rank, rank=rank.rank)
@@ -100,6 +111,21 @@ def on_cluster(rank: Rank, profile: Profile, size: float, rounds: int) -> dict[s
     return {"record": record, "about": about, "startup_ms": startup_s * 1e3, "backward_ms": measured.backward_s * 1e3}
 
 
+def clocked(forecast: Forecast, cycle_s: float, buffer_bytes: float) -> Plan:
+    """What is ready at each tick of a clock."""
+    profile, network = forecast.profile, forecast.network
+    startup_s = solo_s(network, "all_reduce", 1, 4)
+    whole = profile.gradient_bytes
+    line = fusion.line(startup_s, (solo_s(network, "all_reduce", whole // 4, 4) - startup_s) / whole)
+    ready_s = np.array([gradient.ready_s for gradient in profile.gradients])
+    nbytes = np.array([float(gradient.bytes) for gradient in profile.gradients])
+    sizes = fusion.cycles(fusion.Gradients(ready_s, nbytes, line), cycle_s, buffer_bytes)
+    ends = list(itertools.accumulate(sizes))
+    buckets = tuple(tuple(range(end - count, end)) for count, end in zip(sizes, ends, strict=True))
+    chosen = predict(profile, network, Schedule("cycles", buckets), paced=True)
+    return plan_for(profile, network, chosen, plain_s=chosen.iteration_s, reason="by the clock")
+
+
 class _Scaled(Forecast):
     """With DDP's caps as they are scaled."""
 
@@ -113,17 +139,19 @@ class _Scaled(Forecast):
         return scaled
 
 
-def measure(path: Path, models: list[str], hosts: list[int], ratios: list[float], rounds: int) -> None:
+def measure(path: Path, cells: list[tuple[str, int, float]], rounds: int, *, adaptive: bool = False) -> None:
     about = {"schema": 1, "syncline": __version__, "torch": str(torch.__version__), "rate_bps": RATE_BPS}
     result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {**about, "cells": []}
     finished = {(one["model"], one["hosts"], one["ratio"]) for one in result["cells"]}
-    for count, ratio, name in itertools.product(hosts, ratios, models):
+    for name, count, ratio in cells:
         if (name, count, ratio) in finished:
             continue
         began, ticks = time.monotonic(), cpu_ticks()
         profile, size = cell(name, count, ratio)
         spec = ClusterSpec(hosts=count, rate_bps=RATE_BPS)
-        answers = launch(spec, partial(on_cluster, profile=profile, size=size, rounds=rounds), deadline_s=900)
+        cycle_s = CYCLE_S * COMPUTE_S[count] / load_profile(name).step_s if adaptive else None
+        work = partial(on_cluster, profile=profile, size=size, cycle_s=cycle_s, rounds=rounds)
+        answers = launch(spec, work, deadline_s=900)
         turns = combine([answer["record"] for answer in answers])
         rows = {}
         for method, found in answers[0]["about"].items():
@@ -196,11 +224,12 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, action="append", choices=HOSTS)
     parser.add_argument("--ratio", type=float, action="append", choices=RATIOS)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--adaptive", action="store_true", help="one cell, beside a constant buffer")
     args = parser.parse_args()
+    models, hosts, ratios = args.only or MODELS, args.hosts or HOSTS, args.ratio or RATIOS
+    cells = [(name, count, ratio) for count, ratio, name in itertools.product(hosts, ratios, models)]
     if args.json:
-        measure(
-            args.json, args.only or list(MODELS), args.hosts or list(HOSTS), args.ratio or list(RATIOS), args.rounds
-        )
+        measure(args.json, [ADAPTIVE] if args.adaptive else cells, args.rounds, adaptive=args.adaptive)
     if args.report:
         report(args.report)
 

@@ -106,8 +106,8 @@ def main() -> None:
         rows.append(row)
         print(
             f"{name}, {cluster}, allow {allow or 'nothing'}: {answer['seconds']:.0f} s, {answer['kept']}; training "
-            f"{plain.median * 1e3:.0f} → {tuned.median * 1e3:.0f} ms, losses differ by {answer['loss_difference']:.1e}\n"
-            f"  {answer['said']}",
+            f"{plain.median * 1e3:.0f} → {tuned.median * 1e3:.0f} ms, losses differ by "
+            f"{answer['loss_difference']:.1e}\n  {answer['said']}",
             flush=True,
         )
     if args.json:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from syncline.plan.fusion import Gradients, arrival_s, asc, constant, line, mgwfbp, optimal, wfbp
+from syncline.plan.fusion import Gradients, arrival_s, asc, constant, cycles, line, mgwfbp, optimal, wfbp
 
 
 @st.composite
@@ -83,3 +83,20 @@ def test_buckets_that_do_not_hold_all_gradients_are_an_error() -> None:
     for sizes in ((1, 1), (2, 2), (3, 0), ()):
         with pytest.raises(ValueError, match="do not hold 3"):
             arrival_s(gradients, sizes)
+
+
+@given(instances(largest=40), st.floats(0.05, 5), st.floats(0.1, 50))
+def test_no_clock_fuses_better_than_the_optimum(gradients: Gradients, cycle_s: float, buffer: float) -> None:
+    sizes = cycles(gradients, cycle_s, buffer)
+    assert sum(sizes) == gradients.count and min(sizes) > 0
+    assert arrival_s(gradients, optimal(gradients)) <= arrival_s(gradients, sizes) * (1 + 1e-9)
+
+
+def test_what_is_ready_at_a_tick_travels_together_up_to_the_buffer() -> None:
+    ready = np.array([0.5, 0.9, 1.5, 5.2, 5.3, 5.4])
+    gradients = Gradients(ready, np.array([1.0, 1, 1, 1, 1, 1]), line(0.1, 0.0))
+    assert cycles(gradients, 1.0, 100.0) == (2, 1, 3)
+    assert cycles(gradients, 1.0, 2.0) == (2, 1, 2, 1)
+    # While the first travels, which takes three ticks, all others become ready.
+    slow = Gradients(ready, np.array([1.0, 1, 1, 1, 1, 1]), line(5.0, 0.0))
+    assert cycles(slow, 1.0, 100.0) == (2, 4)

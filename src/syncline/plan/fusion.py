@@ -8,6 +8,8 @@ how many gradients each has, in the order in which they are ready. The published
   the first could have arrived, and if either the first is still queued by then, or waiting takes less than a start-up.
 - `asc`: ASC-WFBP's (INFOCOM 2021): the same without waiting; what is left runs on two lanes.
 - `constant`: buckets that are closed when they reach a size.
+- `cycles`: what is ready at each tick of a clock travels together, up to a size, and the clock stands still meanwhile:
+  Horovod's tensor fusion.
 
 `optimal` is the exact optimum for one lane: with f(j) the earliest time by which the first j gradients can be there,
 
@@ -18,6 +20,7 @@ because to have arrived earlier never hurts what comes after. O(L²), vectorised
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -100,6 +103,26 @@ def constant(gradients: Gradients, bucket_bytes: float) -> Sizes:
             sizes.append(held)
             filled, held = 0.0, 0
     return tuple([*sizes, held] if held else sizes)
+
+
+def cycles(gradients: Gradients, cycle_s: float, buffer_bytes: float) -> Sizes:
+    sizes: list[int] = []
+    now_s, first = 0.0, 0
+    while first < gradients.count:
+        # The first tick at which something is ready.
+        now_s += max(1.0, math.ceil((float(gradients.ready_s[first]) - now_s) / cycle_s)) * cycle_s
+        last, held = first, 0.0
+        while last < gradients.count and float(gradients.ready_s[last]) <= now_s + 1e-12:
+            held += float(gradients.bytes[last])
+            if last > first and held > buffer_bytes:
+                break
+            last += 1
+        last = max(last, first + 1)
+        taken = gradients.bytes[first:last].sum(keepdims=True)
+        now_s += max(0.0, float(gradients.cost_s(taken)[0]) - cycle_s)
+        sizes.append(last - first)
+        first = last
+    return tuple(sizes)
 
 
 def _greedy(gradients: Gradients, patience_s: float) -> Sizes:
