@@ -433,16 +433,10 @@ def test_what_cannot_be_tuned_is_refused() -> None:
     def main(rank: Rank) -> None:
         step, network = noisy_step(rank), links(1.0)
         model = DDP(seeded(Noisy))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def updating(one: nn.Module) -> None:
-            step(one)
-            optimizer.step()
 
         def tuning(step: Callable[[nn.Module], object] = step, **arguments: Any) -> Callable[[], object]:
             return lambda: syncline.tune(model, step, **{"network": network, "budget_s": 5, **arguments})
 
-        assert "without optimizer.step()" in refusal(tuning(updating))
         assert "allow names 'int8': what may be allowed is bf16" in refusal(tuning(allow=("int8",)))
         assert "pass a tuple" in refusal(tuning(allow="bf16"))
         assert "budget_s is 1" in refusal(tuning(budget_s=1))
@@ -451,5 +445,122 @@ def test_what_cannot_be_tuned_is_refused() -> None:
         assert "allow is [] on rank 0" in different
         model.register_comm_hook(None, allreduce_hook)
         assert "communication hook already (allreduce_hook)" in refusal(tuning())
+
+    on_ranks(2, main)
+
+
+@pytest.mark.parametrize("worth", [0.0, float("inf")], ids=["plain stays", "the plan stays"])
+@pytest.mark.parametrize(
+    "options", [{"static_graph": True}, {"gradient_as_bucket_view": True}], ids=lambda one: min(one)
+)
+def test_a_model_that_has_trained_trains_on_as_it_would_have(
+    worth: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("syncline.engine.tuning._WORTH", worth)
+
+    def main(rank: Rank) -> None:
+        step = square_loss_step(rank)
+
+        def go_on(model: DDP, optimizer: torch.optim.Optimizer, numbers: range) -> None:
+            for number in numbers:
+                optimizer.zero_grad()
+                step(model, optimizer, number)
+
+        models = [DDP(seeded(Mlp), **options) for _ in range(2)]
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.05, momentum=0.9) for one in models]
+        for model, optimizer in zip(models, optimizers, strict=True):
+            go_on(model, optimizer, range(3))
+        tuned, plain = models
+        inputs = batch(rank.rank, 99)
+        found = syncline.tune(
+            tuned,
+            lambda one: one(inputs).square().mean().backward(),
+            allow=("bf16",),
+            budget_s=5,
+            network=links(0.1),
+            quiet=True,
+        )
+        assert found.trial is not None and (found.handle is not None) == (worth > 0)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            go_on(model, optimizer, range(3, 9))
+        for mine, theirs in zip(tuned.parameters(), plain.parameters(), strict=True):
+            assert torch.allclose(mine, theirs, rtol=0.03, atol=0.003 if worth else 1e-7)
+        everyone = [torch.zeros_like(mine) for _ in range(2)]
+        torch.distributed.all_gather(everyone, mine.detach())
+        assert torch.equal(*everyone)
+        if found.handle is not None:
+            assert found.handle.mismatch is None
+            found.handle.detach()
+        assert buckets.own_caps(tuned) == DDP_CAPS and not tuned._comm_hooks and not tuned._forward_pre_hooks
+
+    on_ranks(2, main)
+
+
+def test_a_plan_that_does_not_fit_one_rank_s_model_is_refused_by_all() -> None:
+    def main(rank: Rank) -> str:
+        net = Mlp()
+        if rank.rank == 1:
+            net.first.bias.requires_grad_(False)
+        return refusal(lambda: syncline.wrap(net, plan_for(Mlp(), layout_of(3, 3))), syncline.MismatchError)
+
+    for line in on_ranks(2, main):
+        assert "first.bias is not in the model" in line and "rank 1" in line
+
+
+def test_a_resumed_run_is_not_told_that_buckets_are_others_before_they_are_the_plan_s() -> None:
+    def main(rank: Rank) -> None:
+        net = seeded(Mlp)
+        model = syncline.wrap(net, plan_for(net, layout_of(2, 2, 2)))
+        train(model, square_loss_step(rank), 4)
+        saved = syncline.handle_of(model).state_dict()
+        again = seeded(Mlp)
+        resumed = syncline.wrap(again, plan_for(again, layout_of(2, 2, 2)))
+        handle = syncline.handle_of(resumed)
+        handle.load_state_dict(saved)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            train(resumed, square_loss_step(rank), 3)
+        assert handle.mismatch is None and handle.stats().steps == 7
+
+    on_ranks(2, main)
+
+
+def test_weights_that_a_step_changed_are_put_back() -> None:
+    def main(rank: Rank) -> None:
+        model = DDP(seeded(Noisy))
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def updating(one: nn.Module) -> None:
+            noisy_step(rank)(one)
+            optimizer.step()
+
+        line = refusal(lambda: syncline.tune(model, updating, network=links(1.0), budget_s=5))
+        assert "without optimizer.step(). Weights are as they were" in line
+        assert all(torch.equal(p, weight) for p, weight in zip(model.parameters(), before, strict=True))
+
+    on_ranks(2, main)
+
+
+def test_models_whose_buckets_cannot_change_are_refused(tmp_path: Path) -> None:
+    def main(rank: Rank) -> None:
+        def line(model: nn.Module, **arguments: Any) -> str:
+            given = {"network": links(1.0), "budget_s": 5, **arguments}
+            return refusal(lambda: syncline.tune(model, noisy_step(rank), **given))
+
+        builtin = DDP(seeded(Noisy))
+        builtin._register_builtin_comm_hook(torch.distributed.BuiltinCommHookType.ALLREDUCE)
+        assert "communication hook already (BuiltinCommHookType.ALLREDUCE)" in line(builtin)
+        frozen = DDP(seeded(Noisy))
+        frozen.module.layers[0].weight.requires_grad_(False)
+        assert "DDP was built for 14 parameters, and 13 are trained now" in line(frozen)
+        model = DDP(seeded(Noisy))
+        assert "tune the DDP model, and compile it afterwards" in line(torch.compile(model))
+        assert "scaler is a str" in line(model, scaler="x")
+        assert "network is a int" in line(model, network=5)
+        assert "budget_s is inf" in line(model, budget_s=float("inf"))
+        assert "missing.json: cannot be read" in line(model, network=tmp_path / "missing.json")
+        assert "is one of 3 ranks, and the model has 2" in line(model, network=links(1.0, ranks=3))
+        assert "plan is a NoneType" in refusal(lambda: syncline.wrap(Mlp(), None))
 
     on_ranks(2, main)

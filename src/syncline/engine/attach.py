@@ -18,10 +18,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline._version import __version__
+from syncline.engine import buckets
 from syncline.engine.agreement import agree, digest, first_difference, flatten, shortened
 from syncline.engine.comm import group_timeout
 from syncline.engine.engine import Engine
-from syncline.engine.hook import Switch, other_hooks, switch_of
+from syncline.engine.hook import Switch, forget, other_hooks, switch_of
 from syncline.engine.place import Place, find_place
 from syncline.engine.route import Planned, Route, Uniform
 from syncline.engine.state import (
@@ -202,7 +203,7 @@ class Handle:
         """What is done inside is done on all ranks, with the same of what is put into the fields, or all raise."""
         group, what = self._ddp.process_group, {"save": "what is saved", "load": "what is loaded"}[call]
         fields: dict[str, Any] = {}
-        with _current_device(parameters_of(self._ddp)):
+        with current_device(parameters_of(self._ddp)):
             try:
                 yield fields
             except Exception as error:
@@ -290,9 +291,13 @@ class Handle:
         return tune(self._ddp, step, **options)
 
     def detach(self) -> None:
-        """Gives the model back to plain DDP, between steps, on all ranks. The model stays the same object."""
+        """Gives the model back to plain DDP, between steps, on all ranks. The model stays the same object; after a plan
+        its buckets are its own again."""
         _ = self._attached  # raises where there is nothing to detach
         self._switch.turn_to(None)
+        if self.plan is not None and buckets.why_not_change(self._ddp) is None:
+            forget(self._ddp)
+            buckets.put_back(self._ddp)
 
     @property
     def _identity(self) -> dict[str, Any]:
@@ -354,12 +359,12 @@ def attach_route(
     scaler: GradScaler | None = None,
 ) -> Handle:
     """`attach`, for buckets that go different ways."""
-    _check_scaler(scaler)
+    check_scaler(scaler)
     group: dist.ProcessGroup = ddp.process_group
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
     parameters = parameters_of(ddp)
-    with _current_device(parameters):
-        known = _read(network)
+    with current_device(parameters):
+        known = read_network(network)
         scaled = scaler is not None and scaler.is_enabled()
         meet(group, {**_fingerprint(ddp, group, route, parameters, known), "scaler": scaled})
         if isinstance(known, SynclineError):
@@ -377,7 +382,7 @@ def attach_route(
     return Handle(ddp, switch, engine, place)
 
 
-def _check_scaler(scaler: object) -> None:
+def check_scaler(scaler: object) -> None:
     known = all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "get_scale"))
     if scaler is not None and (isinstance(scaler, type) or not known):
         raise UsageError(
@@ -398,7 +403,7 @@ def _scale_of(scaler: GradScaler | None) -> Callable[[], Tensor | None]:
     return scale
 
 
-def _read(network: object) -> Network | SynclineError | None:
+def read_network(network: object) -> Network | SynclineError | None:
     """An error is returned: what one rank cannot read is an error for all of them, once they have met."""
     if network is None or isinstance(network, Network):
         return network
@@ -446,9 +451,11 @@ def meet(
         ) from error
 
 
-def _current_device(parameters: Mapping[str, nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+def current_device(parameters: Mapping[str, nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
     """The model's GPU, which the script need not have made the current one."""
     devices = {parameter.device for parameter in parameters.values()}
+    if not devices:
+        raise UsageError("the model has no parameters: there is nothing to exchange")
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         raise UsageError(f"the model's parameters are on several devices ({names}): one per process is supported")

@@ -58,6 +58,26 @@ def can_change() -> bool:
     return config is not None and hasattr(config, "create") and all(hasattr(DDP, name) for name in needed)
 
 
+def why_not_change(ddp: DDP) -> str | None:
+    """Why this model's buckets cannot be changed, if they cannot."""
+    if not can_change():
+        return "this torch cannot change the buckets of a live model"
+    if getattr(ddp, "_use_python_reducer", False):
+        return "DDP's reducer in Python, which compiled autograd uses, takes no plan"
+    if getattr(ddp, "_delay_all_reduce_params", None):
+        return "delay_all_reduce_named_params leaves DDP no buckets"
+    logged = ddp._get_ddp_logging_data()
+    if str(logged.get("comm_hook", "")).startswith("BuiltinCommHookType"):
+        return f"this model has a communication hook already ({logged['comm_hook']}), and DDP takes only one"
+    parameters, _ = ddp._build_params_for_reducer()
+    if logged.get("num_parameter_tensors") not in (None, len(parameters)):
+        return (
+            f"DDP was built for {logged['num_parameter_tensors']} parameters, and {len(parameters)} are trained now: "
+            "freeze and thaw before DDP is built"
+        )
+    return None
+
+
 def own(ddp: DDP) -> Any:
     """How its buckets are without a plan: as the user built it, or DDP's default where a plan was there first."""
     return _own.get(ddp, getattr(ddp, "_bucket_config", None))
@@ -112,8 +132,11 @@ def _build(ddp: DDP, config: Any) -> None:
     parameters, expect_sparse = inside._build_params_for_reducer()
     names = inside._build_debug_param_to_name_mapping(parameters)
     inside._ddp_init_helper(parameters, expect_sparse, names, getattr(ddp, "static_graph", False))
+    inside._has_rebuilt_buckets = False
     if getattr(ddp, "static_graph", False):
+        inside._static_graph_delay_allreduce_enqueued = False  # or the first step would wait for it for good
         inside.reducer._set_static_graph()
+        inside.logger._set_static_graph()
     for hook, state in inside._comm_hooks:
         inside.logger._set_comm_hook_name(hook.__qualname__)
         dist._register_comm_hook(inside.reducer, state, hook)  # type: ignore[attr-defined]

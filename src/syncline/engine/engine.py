@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 import threading
-import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from syncline.engine.agreement import agree
 from syncline.engine.comm import LaneGroups
 from syncline.engine.lane import Job, Lane, make_lane
 from syncline.engine.place import Place
-from syncline.engine.route import Route
+from syncline.engine.route import Route, tell
 from syncline.errors import ExchangeError, SynclineError, UsageError
 from syncline.exchange import Climbing, Exchange, Layout, Slot, State, Topology, Work
 
@@ -96,6 +95,8 @@ class Engine:
         """Where ranks sit, for the handle."""
         self.error: BaseException | None = None
         self.steps = 0
+        self._since = 0
+        """Steps since it was attached, whatever a checkpoint says of those before."""
         self.buckets: dict[tuple[int, ...], Bucket] = {}
         self.last_step = Step()
         self._step = Step()
@@ -211,7 +212,7 @@ class Engine:
         return self.buckets[key]
 
     def _bucket(self, index: int, layout: Layout) -> Bucket:
-        exchange, lane = self.route.way([slot.name for slot in layout.slots], index, self.steps)
+        exchange, lane = self.route.way([slot.name for slot in layout.slots], index, self._since)
         return Bucket(index, lane, exchange, layout)
 
     def _layout(self, parameters: list[Tensor], flat: Tensor) -> Layout:
@@ -313,18 +314,19 @@ class Engine:
         self._counted = sent
         self.last_step = step
         self.steps += 1
+        self._since += 1
 
     def _watch(self, step: Step) -> None:
         """Notes how long the exchange of a step took that is over."""
         seconds = [job.marks.seconds() for job in step.jobs]
         known = [one for one in seconds if one is not None]
-        if known and len(known) == len(seconds) and self.steps > _UNSETTLED:
+        if known and len(known) == len(seconds) and self._since > _UNSETTLED:
             self._spans_s.append(max(one["end"] for one in known) - min(one["ready"] for one in known))
         if not self._warned and len(self._spans_s) == _WATCHED and self._groups[0].comm.rank == 0:
             told = self.drift()
             if told is not None:
                 self._warned = True
-                warnings.warn(told, stacklevel=2)
+                tell(told)
 
     def drift(self) -> str | None:
         """How much longer steps take to exchange than was expected, where it matters."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.hooks import RemovableHandle
 
 from syncline.engine.engine import Engine
 from syncline.errors import UsageError
@@ -28,6 +29,8 @@ class Switch:
         self._ddp = weakref.ref(ddp)  # DDP keeps its hook's state: a strong reference would keep both forever
         self.group: dist.ProcessGroup = ddp.process_group
         self.engine: Engine | None = None
+        self.guard: RemovableHandle | None = None
+        """Refuses what a static graph cannot do."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied or unpickled DDP has a reducer of its own, without a hook: there, this is nothing.
@@ -75,7 +78,7 @@ def switch_of(ddp: DDP) -> Switch:
             ) from None
         _switches[ddp] = switch
         if getattr(ddp, "static_graph", False):
-            ddp.register_forward_pre_hook(_refuse_no_sync)
+            switch.guard = ddp.register_forward_pre_hook(_refuse_no_sync)
     return _switches[ddp]
 
 
@@ -84,6 +87,8 @@ def forget(ddp: DDP) -> None:
     switch = _switches.pop(ddp, None)
     if switch is not None:
         switch.turn_to(None)
+        if switch.guard is not None:
+            switch.guard.remove()
     hooks = getattr(ddp, "_comm_hooks", [])
     hooks[:] = [(hook, state) for hook, state in hooks if hook is not _syncline_hook]
 

@@ -34,7 +34,7 @@ def find_place(group: dist.ProcessGroup, exchanges: Sequence[Exchange], network:
         return None
     host_of_rank = hosts_of(group)
     if network is not None:
-        _check(network, host_of_rank, str(dist.get_backend(group)))
+        check_network(network, host_of_rank, str(dist.get_backend(group)))
     if climbing is None:
         return None
     links = network or assumed_links(host_of_rank, backend=str(dist.get_backend(group)))
@@ -49,7 +49,7 @@ def hosts_of(group: dist.ProcessGroup) -> tuple[int, ...]:
     return number([data.decode() for data in gather_bytes(group, host_identity().encode())])
 
 
-def _check(network: Network, host_of_rank: tuple[int, ...], backend: str) -> None:
+def check_network(network: Network, host_of_rank: tuple[int, ...], backend: str) -> None:
     again = "probe this cluster again"
     if network.ranks != len(host_of_rank):
         raise UsageError(f"the network is one of {network.ranks} ranks, and the model has {len(host_of_rank)}: {again}")

@@ -7,6 +7,7 @@ the planned one does with which it shares most.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +16,12 @@ from typing import Any, Protocol
 from syncline.engine.agreement import digest
 from syncline.exchange import Dense, Exchange, settings
 from syncline.plan.plan import Plan
+
+
+def tell(text: str) -> None:
+    """A warning; where those are errors, it may not stop this rank alone in the middle of a step."""
+    with contextlib.suppress(Warning):
+        warnings.warn(text, stacklevel=3)
 
 
 class Route(Protocol):
@@ -102,7 +109,7 @@ class Planned:
         if self.mismatch is None:
             self.mismatch = self._told(held, index)
             if self._tells:
-                warnings.warn(self.mismatch, stacklevel=2)
+                tell(self.mismatch)
         return self._ways[max(self._ways, key=lambda planned: len(planned & held))]
 
     def _told(self, held: frozenset[str], index: int) -> str:

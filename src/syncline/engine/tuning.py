@@ -30,12 +30,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.engine import buckets
-from syncline.engine.attach import Handle, ddp_of, meet, parameters_of
+from syncline.engine.attach import Handle, check_scaler, current_device, ddp_of, meet, parameters_of, read_network
 from syncline.engine.comm import gather_bytes, group_device
-from syncline.engine.hook import forget, other_hooks
-from syncline.engine.place import hosts_of
+from syncline.engine.hook import attached_to, forget, other_hooks
+from syncline.engine.place import check_network, hosts_of
 from syncline.engine.wrapping import apply
-from syncline.errors import UsageError
+from syncline.errors import MismatchError, SynclineError, UsageError
 from syncline.exchange import EXCHANGES, wire
 from syncline.measure.network import Network
 from syncline.measure.overhead import measure_overheads
@@ -55,7 +55,7 @@ _PROBE_SHARE, _PROFILE_SHARE, _TRIAL_SHARE = 0.4, 0.15, 0.4
 _PROFILED = (5, 20)
 """Steps that are measured: at least, and at most."""
 _TRIED = (4, 15)
-"""Steps of each of a trial's turns."""
+"""Steps of each of a trial's turns; fewer, of fewer turns, where they are long."""
 _SETTLING = 3
 """Steps until DDP's buckets are what they will be, and caches warm."""
 _TURNS = ("plain", "plan", "plan", "plain")
@@ -91,6 +91,8 @@ class Tuned:
     seconds: float
     """That tuning took."""
     model: DDP = field(repr=False)
+    arguments: dict[str, Any] = field(default_factory=dict, repr=False)
+    """With which it was called."""
 
     def describe(self) -> str:
         lines = [self.plan.reason]
@@ -105,9 +107,10 @@ class Tuned:
         """Whether exchanging takes much longer than expected by now, and retuning may pay."""
         return None if self.handle is None else self.handle.drift()
 
-    def retune(self, step: Step, **arguments: Any) -> Tuned:
-        """`tune` again; with what is known of the links, where `network` is passed on."""
-        return tune(self.model, step, **arguments)
+    def retune(self, step: Step, **changed: Any) -> Tuned:
+        """`tune` again, with the arguments of the last time but for what is `changed`; links are probed anew unless a
+        `network` is passed."""
+        return tune(self.model, step, **{**self.arguments, **changed})
 
 
 def tune(
@@ -122,77 +125,135 @@ def tune(
 ) -> Tuned:
     """Finds how `model`, a DistributedDataParallel, exchanges its gradients fastest, and has it do so.
 
-    `step(model)` runs one forward and backward on the model that it is given, as in training but without an update; it
-    is called some dozens of times, so let it use one batch again and again. All ranks of the model's process group call
-    `tune`, with the same arguments. Only what changes no result is tried, unless `allow` names more: "bf16", "fp16",
-    "sparse". It takes about `budget_s`; a `network`, or the file that `syncline probe` wrote of it, saves the probing.
-    `scaler`: as for `attach`. Rank 0 says what was chosen and why, unless `quiet`.
+    `step(model)` runs one forward and backward on the model that it is given, as in training but without an update. It
+    is given the module inside to measure it alone, and the model itself to try the plan; it is called some dozens of
+    times, so let it use one batch again and again. All ranks of the model's process group call `tune`, with the same
+    arguments. Only what changes no result is tried, unless `allow` names more: "bf16", "fp16", "sparse".
+
+    It takes about `budget_s`, and at least eight steps of plain DDP and of the plan; a `network`, or the file that
+    `syncline probe` wrote of it, saves the probing. `scaler`: as for `attach`. Rank 0 says what was chosen and why,
+    unless `quiet`. What was attached before is replaced, by the plan or by plain DDP, and what it kept is lost.
     """
     began = time.monotonic()
     ddp = ddp_of(model)
     group: dist.ProcessGroup = ddp.process_group
-    allowed = _check(ddp, group, allow, budget_s, network)
-    links = Network.load(network) if isinstance(network, str | os.PathLike) else network
-    known = None if links is None else msgspec.json.encode(links)
-    meet(group, {"allow": list(allowed), "budget_s": budget_s, "network": _digest(known)}, "what is tuned", "tune")
-    device = next(iter(parameters_of(ddp).values())).device
-    with _as_it_was(ddp, device), torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        profile = _profile(ddp, step, group, _PROFILE_SHARE * budget_s, device)
-        if links is None:
-            kinds = wire.KINDS if allowed or group.size() > len(set(hosts_of(group))) else ("all_reduce", "broadcast")
-            links = probe(budget_s=_PROBE_SHARE * budget_s, kinds=kinds)
-        names = options(links, allowed)
-        overheads = measure_overheads(
-            device, {name: EXCHANGES[name] for name in names}, topology=topology_of(links), group=group
-        )
-        profile = msgspec.structs.replace(profile, overheads=overheads)
-        plan = _planned(profile, links, allowed, buckets.own_caps(ddp), group)
-        trial = None
-        try:
-            if not plan.nothing:
-                left_s = max(_LEAST_BUDGET_S, budget_s - (time.monotonic() - began))
-                trial = _try(ddp, plan, step, group, _TRIAL_SHARE * min(left_s, budget_s), links, device)
-        finally:
-            _plain(ddp)
-        handle = None
-        if trial is not None and trial.won:
-            _drop_gradients(ddp)
-            buckets.change(ddp, plan.caps)
-            handle = apply(ddp, plan, network=links, scaler=scaler)
-    tuned = Tuned(plan, trial, handle, profile, links, time.monotonic() - began, ddp)
+    parameters = parameters_of(ddp)
+    with current_device(parameters):
+        links, allowed = _agreed(model, ddp, group, allow, budget_s, network, scaler)
+        device = next(iter(parameters.values())).device
+        with _as_it_was(ddp, device):
+            # Built anew: what has something attached; and with a static graph, whose first step counts what happens on
+            # the module, too.
+            rebuilt = attached_to(ddp) is not None or bool(getattr(ddp, "static_graph", False))
+            trial: Trial | None = None
+            try:
+                profile = _profile(ddp, step, group, _PROFILE_SHARE * budget_s, device)
+                if links is None:
+                    several = group.size() > len(set(hosts_of(group)))
+                    kinds = wire.KINDS if allowed or several else ("all_reduce", "broadcast")
+                    links = probe(budget_s=_PROBE_SHARE * budget_s, kinds=kinds)
+                makers = {name: EXCHANGES[name] for name in options(links, allowed)}
+                overheads = measure_overheads(device, makers, topology=topology_of(links), group=group)
+                profile = msgspec.structs.replace(profile, overheads=overheads)
+                plan = _planned(profile, links, allowed, buckets.own_caps(ddp), group)
+                rebuilt = rebuilt or not plan.nothing
+                if not plan.nothing:
+                    left_s = _least(group, max(_LEAST_BUDGET_S, budget_s - (time.monotonic() - began)))
+                    trial = _try(ddp, plan, step, group, _TRIAL_SHARE * left_s, links, device)
+            except BaseException:
+                _plain(ddp)
+                raise
+            if rebuilt:
+                _plain(ddp)
+            handle = _applied(ddp, plan, links, scaler) if trial is not None and trial.won else None
+            if hasattr(ddp.module, "_orig_mod"):  # compiled: DDP splits its graph where its buckets end
+                torch.compiler.reset()
+    arguments = {"allow": allowed, "budget_s": budget_s, "scaler": scaler, "quiet": quiet}
+    tuned = Tuned(plan, trial, handle, profile, links, time.monotonic() - began, ddp, arguments)
     if not quiet and group.rank() == 0:
         print(f"syncline: {tuned.describe()}", file=sys.stderr)
     return tuned
 
 
+def _applied(ddp: DDP, plan: Plan, network: Network, scaler: GradScaler | None) -> Handle:
+    _drop_gradients(ddp)
+    try:
+        buckets.change(ddp, plan.caps)
+        return apply(ddp, plan, network=network, scaler=scaler)
+    except BaseException:
+        _plain(ddp)
+        raise
+
+
+def _agreed(
+    model: nn.Module,
+    ddp: DDP,
+    group: dist.ProcessGroup,
+    allow: Sequence[str],
+    budget_s: float,
+    network: object,
+    scaler: GradScaler | None,
+) -> tuple[Network | None, tuple[str, ...]]:
+    """Collective: what is known of the links, and what is allowed. What is wrong on one rank is refused by all."""
+    try:
+        allowed = _check(model, ddp, group, allow, budget_s, network, scaler)
+        known = read_network(network)
+        if isinstance(known, SynclineError):
+            raise known
+    except SynclineError as error:
+        with contextlib.suppress(MismatchError):  # this rank's own error says more
+            meet(group, {"error": str(error)}, "what is tuned", "tune")
+        raise
+    fields = {"error": None, "allow": list(allowed), "budget_s": budget_s, "scaler": scaler is not None}
+    digest = None if known is None else hashlib.sha256(msgspec.json.encode(known)).hexdigest()[:8]
+    meet(group, {**fields, "network": digest}, "what is tuned", "tune")
+    if known is not None:
+        check_network(known, hosts_of(group), str(dist.get_backend(group)))
+    return known, allowed
+
+
 def _check(
-    ddp: DDP, group: dist.ProcessGroup, allow: Sequence[str], budget_s: float, network: object
+    model: nn.Module,
+    ddp: DDP,
+    group: dist.ProcessGroup,
+    allow: Sequence[str],
+    budget_s: float,
+    network: object,
+    scaler: GradScaler | None,
 ) -> tuple[str, ...]:
     allowed = check_allowed(allow)
-    if not budget_s >= _LEAST_BUDGET_S:
+    number = isinstance(budget_s, int | float) and not isinstance(budget_s, bool)
+    if not (number and _LEAST_BUDGET_S <= budget_s < 1e6):
         raise UsageError(f"budget_s is {budget_s!r}: measuring takes at least {_LEAST_BUDGET_S:g} s")
+    check_scaler(scaler)
+    if model is not ddp:
+        raise UsageError("this model is compiled around DDP: tune the DDP model, and compile it afterwards")
     if network is None and group.size() != dist.get_world_size():
         raise UsageError("the model's process group is a part of the world, which cannot be probed: pass network=")
     if other_hooks(ddp):
         raise UsageError(f"this model has a communication hook already ({other_hooks(ddp)[0]}): DDP takes only one")
-    if not buckets.can_change():
-        raise UsageError(
-            "this torch cannot change the buckets of a live model: make a plan with `syncline plan`, and build the "
-            "model with syncline.wrap(net, plan)"
-        )
+    if (why_not := buckets.why_not_change(ddp)) is not None:
+        raise UsageError(f"{why_not}: see `syncline plan` and syncline.wrap(net, plan)")
     return allowed
 
 
-def _digest(data: bytes | None) -> str | None:
-    return None if data is None else hashlib.sha256(data).hexdigest()[:8]
+def _least(group: dist.ProcessGroup, value: float) -> float:
+    """Collective: of what all ranks have, the same on all."""
+    least = torch.tensor([value], dtype=torch.float64, device=group_device(group))
+    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
+    return float(least)
 
 
 @contextlib.contextmanager
 def _as_it_was(ddp: DDP, device: torch.device) -> Iterator[None]:
     """Puts back what steps change: gradients, buffers and random numbers. Parameters are not theirs to change."""
-    gradients = [(p, p.grad) for p in ddp.module.parameters()]
-    values = [None if grad is None else grad.detach().clone() for _, grad in gradients]
-    tensors = [(buffer, buffer.detach().clone()) for buffer in ddp.module.buffers()]
+    gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in ddp.module.parameters()]
+    held = [
+        (module, name, buffer, buffer.detach().clone())
+        for module in ddp.module.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     states: list[tuple[Callable[[Any], None], Any]] = [
         (torch.set_rng_state, torch.get_rng_state()),
         (random.setstate, random.getstate()),
@@ -204,18 +265,35 @@ def _as_it_was(ddp: DDP, device: torch.device) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            for buffer, value in tensors:
+            for module, name, buffer, value in held:
                 buffer.copy_(value)
-        for (parameter, _), value in zip(gradients, values, strict=True):
-            parameter.grad = value
+                module._buffers[name] = buffer  # forward may have put another in its place
+            for parameter, gradient, value in gradients:
+                if gradient is not None and value is not None:
+                    gradient.copy_(value)
+                parameter.grad = gradient
         for put, state in states:
             put(state)
 
 
 def _profile(ddp: DDP, step: Step, group: dist.ProcessGroup, budget_s: float, device: torch.device) -> Profile:
     """Collective: of the module inside, without communication, on all ranks at once."""
-    versions = {name: parameter._version for name, parameter in parameters_of(ddp).items()}
+    parameters = parameters_of(ddp)
+    versions = {name: parameter._version for name, parameter in parameters.items()}
+    weights = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
     times: list[float] = []
+
+    def first() -> bytes:
+        try:
+            run(1)
+        except UsageError:
+            with torch.no_grad():
+                for name, parameter in parameters.items():
+                    parameter.copy_(weights[name])
+            raise
+        finally:
+            weights.clear()
+        return b""
 
     def run(count: int) -> bytes:
         for _ in range(count):
@@ -225,14 +303,18 @@ def _profile(ddp: DDP, step: Step, group: dist.ProcessGroup, budget_s: float, de
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.monotonic() - started)
-        changed = next((name for name, p in parameters_of(ddp).items() if p._version != versions[name]), None)
-        if changed is not None:
-            raise UsageError(f"step changed {changed}: it runs forward and backward only, without optimizer.step()")
+            changed = next((name for name, p in parameters.items() if p._version != versions[name]), None)
+            if changed is not None:
+                raise UsageError(
+                    f"step changed {changed}: it runs forward and backward only, without optimizer.step(). Weights are "
+                    "as they were; the optimizer's state has moved"
+                )
         return b""
 
     name = type(ddp.module).__name__
     with watch_backward(ddp.module, steps=_PROFILED[1], skip=2, model_name=name) as watch:
-        together(group, lambda: run(2))
+        together(group, first)
+        together(group, lambda: run(1))
         count = _count(group, _PROFILED, budget_s, times[-1])
         together(group, lambda: run(count))
         return watch.profile(group)
@@ -268,9 +350,15 @@ def _try(
 ) -> Trial:
     """Collective: plain DDP and the plan, in turns."""
     times: dict[str, list[float]] = {"plain": [], "plan": []}
-    longest_s = max(plan.plain_s, plan.iteration_s)
-    count = max(_TRIED[0], min(_TRIED[1], int(budget_s / (len(_TURNS) * max(longest_s, 1e-6))) - _SETTLING))
-    for turn in _TURNS:
+    longest_s = max(plan.plain_s, plan.iteration_s, 1e-6)
+    turns: tuple[str, ...] = _TURNS
+    settling = _SETTLING
+    count = int(budget_s / (len(turns) * longest_s)) - settling
+    if count < _TRIED[0]:  # steps are so long that a few say enough
+        turns, settling = _TURNS[:2], 2
+        count = int(budget_s / (len(turns) * longest_s)) - settling
+    count = max(2, min(_TRIED[1], count))
+    for turn in turns:
         _drop_gradients(ddp)
         if turn == "plan":
             forget(ddp)
@@ -278,14 +366,14 @@ def _try(
             apply(ddp, plan, network=network)
         else:
             _plain(ddp)
-        for number in range(_SETTLING + count):
+        for number in range(settling + count):
             _drop_gradients(ddp)
             gather_bytes(group, b"")  # all start together
             started = time.monotonic()
             step(ddp)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
-            if number >= _SETTLING:
+            if number >= settling:
                 times[turn].append(time.monotonic() - started)
     everyone = torch.tensor([times["plain"], times["plan"]], dtype=torch.float64, device=group_device(group))
     dist.all_reduce(everyone, op=dist.ReduceOp.MAX, group=group)

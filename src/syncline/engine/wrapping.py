@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.engine import buckets
-from syncline.engine.attach import Handle, attach_route, ddp_of, meet, parameters_of
+from syncline.engine.attach import Handle, attach_route, current_device, ddp_of, meet
 from syncline.engine.hook import attached_to
 from syncline.engine.place import hosts_of
 from syncline.engine.route import Planned
@@ -47,11 +48,13 @@ def wrap(
         raise UsageError(f"on_mismatch is {on_mismatch!r}: it is one of {', '.join(ON_MISMATCH)}")
     if isinstance(net, DDP):
         raise UsageError("wrap takes the module, and this is in DistributedDataParallel already: pass model.module")
-    group: dist.ProcessGroup | None = ddp_arguments.get("process_group") or dist.group.WORLD
-    if group is None:
-        raise UsageError("torch.distributed is not initialised: call init_process_group before wrap")
-    made = _read(plan, group)
-    different = made.difference(trained(net, getattr(net, "_ddp_params_and_buffers_to_ignore", ())), _where(net, group))
+    group = _group(ddp_arguments)
+    parameters = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
+    with current_device(parameters):
+        made = _read(plan, group)
+        different = made.difference(_trained(net), _where(net, group))
+        # What is different for one rank is for all of them.
+        meet(group, {"difference": different}, "what the plan does not fit", "wrap")
     if different is not None and on_mismatch == "refuse":
         raise UsageError(f"the plan is for something else: {different}. Plan again, or pass on_mismatch='fallback'")
     if different is not None:
@@ -89,17 +92,24 @@ def handle_of(model: nn.Module) -> Handle:
     return Handle(ddp, found, found.engine, found.engine.place)
 
 
-def trained(net: nn.Module, ignored: Any = ()) -> dict[str, tuple[tuple[int, ...], str]]:
+def _trained(net: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
     """By name: shape and type of what gets gradients."""
+    ignored = getattr(net, "_ddp_params_and_buffers_to_ignore", ())
     return {
-        name: _described(parameter)
+        name.replace("_orig_mod.", ""): _described(parameter)
         for name, parameter in net.named_parameters()
         if parameter.requires_grad and name not in ignored
     }
 
 
-def trained_by(ddp: DDP) -> dict[str, tuple[tuple[int, ...], str]]:
-    return {name: _described(p) for name, p in parameters_of(ddp).items() if p.requires_grad}
+def _group(ddp_arguments: Mapping[str, Any]) -> dist.ProcessGroup:
+    """The one that DDP will use."""
+    mesh = ddp_arguments.get("device_mesh")
+    group: dist.ProcessGroup | None = mesh.get_group(0) if mesh is not None else ddp_arguments.get("process_group")
+    group = group or dist.group.WORLD
+    if group is None:
+        raise UsageError("torch.distributed is not initialised: call init_process_group before wrap")
+    return group
 
 
 def _described(parameter: Tensor) -> tuple[tuple[int, ...], str]:
@@ -109,6 +119,8 @@ def _described(parameter: Tensor) -> tuple[tuple[int, ...], str]:
 def _read(plan: Plan | str | os.PathLike[str], group: dist.ProcessGroup) -> Plan:
     """On all ranks together, so that none waits for one that could not read it."""
     try:
+        if not isinstance(plan, Plan | str | os.PathLike):
+            raise UsageError(f"plan is a {type(plan).__name__}: pass a Plan, or the file that syncline plan wrote")
         made = plan if isinstance(plan, Plan) else Plan.load(plan)
     except SynclineError as error:
         with contextlib.suppress(MismatchError):  # this rank's own error says more
