@@ -11,8 +11,8 @@ In each cell the ranks probe the links, profile the workload, plan, and then all
     python benchmarks/planning.py --adaptive --json F         # DenseNet-201 beside a constant buffer of 64 MB
     python benchmarks/planning.py --report F
 
-A constant buffer is Horovod's: as buckets of 64 MB, and as what is ready at each tick of its clock of 5 ms, scaled as all
-times are, up to 64 MB.
+A constant buffer is Horovod's: as buckets of 64 MB, and as what is ready at each tick of its clock of 5 ms, scaled as
+all times are, up to 64 MB.
 """
 
 from __future__ import annotations
