@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from syncline import __version__
+from syncline.bench.demo import CONTENDERS
 from syncline.cli import app
+from syncline.plan.plan import Plan
 
 runner = CliRunner()
 
@@ -20,7 +22,9 @@ def test_version() -> None:
     assert answer.stdout.strip() == f"syncline {__version__}"
 
 
-@pytest.mark.parametrize("command", [[], ["bench"], ["demo"], ["probe"], ["predict"], ["cluster"], ["cluster", "run"]])
+@pytest.mark.parametrize(
+    "command", [[], ["bench"], ["demo"], ["probe"], ["predict"], ["plan"], ["cluster"], ["cluster", "run"]]
+)
 def test_help_fits_a_screen(command: list[str]) -> None:
     answer = runner.invoke(app, [*command, "--help"])
     assert answer.exit_code == 0
@@ -46,6 +50,20 @@ def test_help_fits_a_screen(command: list[str]) -> None:
         (["bench", "--bucket-mb", "nan"], "a bucket needs a positive size"),
         (["bench", "--timeout", "-1"], "a positive number of seconds"),
         (["bench", "--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
+        (
+            ["bench", "--methods", "ddp,plan", "--probe", "0", "--model", "mlp"],
+            "plan plans from a profile and a network",
+        ),
+        (["plan", "--profile", "bert-base-cuda"], "say at least how fast the hosts' links are"),
+        (["plan", "--profile", "nope", "--rate", "1gbit"], "is neither a file nor a shipped profile"),
+        (["plan", "--profile", "cnn-cpu", "--rate", "1gbit", "--allow", "int8"], "what may be allowed is bf16, fp16"),
+        (["plan", "--profile", "cnn-cpu", "--rate", "fast"], "rate 'fast' is not a rate"),
+        (["plan", "--profile", "cnn-cpu", "--network", "nope.json"], "nope.json: cannot be read"),
+        (["plan", "--profile", "cnn-cpu", "--rate", "1gbit", "--bucket-mb", "0"], "a bucket needs a positive size"),
+        (
+            ["plan", "--profile", "cnn-cpu", "--rate", "1gbit", "--out", "/nowhere/p.json"],
+            "there is no folder /nowhere",
+        ),
         (["demo", "--rate", "1"], "under 100kbit"),
         (["demo", "--rate", "100gbit"], "over 34gbit"),
     ],
@@ -79,11 +97,43 @@ def test_bench_shows_a_table_and_writes_the_file(tmp_path: Path) -> None:
     assert all(len(line) <= 80 for line in answer.stdout.splitlines())
 
 
-def test_the_demo_ends_with_a_table_and_what_it_means(tmp_path: Path) -> None:
+def test_the_demo_tunes_trains_and_ends_with_a_table_and_what_it_means(tmp_path: Path) -> None:
     pytest.importorskip("mlxtend")
     path = tmp_path / "demo.json"
-    answer = runner.invoke(app, ["demo", "--hosts=2", "--rate=1gbit", "--steps=3", "--tune=5", f"--json={path}"])
+    arguments = ["demo", "--hosts=2", "--rate=80mbit", "--steps=8", "--tune=5", f"--json={path}"]
+    answer = runner.invoke(app, arguments)
     assert answer.exit_code == 0, answer.stderr
-    assert "plain DDP" in answer.stdout
-    assert "tune, without loss:" in answer.stdout and "the same weights" in " ".join(answer.stdout.split())
-    assert len(json.loads(path.read_text())["rows"]) == 4
+    told = " ".join(answer.stdout.split())
+    assert "plain DDP" in told and "tune, without loss:" in told and "the same weights" in told
+    result = json.loads(path.read_text())
+    rows = {row["method"]: row for row in result["rows"]}
+    assert list(rows) == list(CONTENDERS)
+    assert len({row["losses"][0] for row in rows.values()}) == 1  # the same weights and batches
+    plain, tuned, bf16 = (rows[name]["losses"] for name in ("ddp", "tune", "tune-bf16"))
+    assert tuned == pytest.approx(plain, rel=1e-4) and rows["tune"]["difference"] < 1e-4
+    assert bf16 == pytest.approx(plain, rel=0.05)
+    assert plain[-1] < 0.9 * plain[0]
+    assert "DDP" in result["said"]["tune"] and "DDP" in result["said"]["tune-bf16"]
+
+
+def test_plan_shows_the_alternatives_and_writes_a_plan_for_wrap(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    answer = runner.invoke(app, ["plan", "--profile=densenet201-cuda", "--hosts=4", "--rate=10gbit", f"--out={path}"])
+    assert answer.exit_code == 0, answer.stderr
+    plan = Plan.load(path)
+    assert not plan.nothing and plan.lossless and plan.iteration_s < plan.plain_s
+    told = " ".join(answer.stdout.split())
+    assert (
+        plan.reason in told
+        and "do nothing: plain DDP" in told
+        and "mgwfbp" in told
+        and "Links are not measured" in told
+    )
+    assert "Apply it: model = syncline.wrap" in told
+    assert all(len(line) <= 80 for line in answer.stdout.splitlines())
+
+
+def test_plan_says_so_where_plain_ddp_is_best() -> None:
+    answer = runner.invoke(app, ["plan", "--profile=bert-base-cuda", "--hosts=4", "--rate=10gbit"])
+    assert answer.exit_code == 0, answer.stderr
+    assert "not worth a change" in " ".join(answer.stdout.split())

@@ -83,6 +83,11 @@ def run_bench(
     shaped = why_not_shaped() is None
     usual_s = PROBE_LEVELS_S if max(spec.per_host) > 1 and spec.hosts > 1 else PROBE_S
     budget_s = usual_s if probe_s is None else probe_s
+    planned = next((method for method in methods if method in PLANNERS), None)
+    if planned is not None and spec.world_size == 1:
+        raise UsageError(f"{planned} plans what ranks exchange, and there is one: add hosts, or ranks per host")
+    if planned is not None and network is None and not budget_s:
+        raise UsageError(f"{planned} plans from a profile and a network: leave out --probe 0, or pass --network")
     answers = launch(
         spec,
         lambda rank: _measure(rank, workload, methods, rounds, bucket_mb, network, budget_s),
