@@ -1,6 +1,7 @@
 """An ordinary DDP training of a CNN on 5,000 real digits, with one line for Syncline.
 
 torchrun --nproc-per-node 2 examples/train_digits.py
+syncline cluster run --hosts 2 --per-host 2 --rate 100mbit -- torchrun examples/train_digits.py --tune
 syncline cluster run --hosts 4 --rate 100mbit -- torchrun examples/train_digits.py
 syncline cluster run --hosts 4 --rate 100mbit -- torchrun examples/train_digits.py --wire bf16
 syncline cluster run --hosts 2 --per-host 2 --rate 100mbit -- torchrun examples/train_digits.py --hierarchical
@@ -20,6 +21,7 @@ from syncline.models.data import digits
 from syncline.models.zoo import build_model, loss
 
 parser = argparse.ArgumentParser()
+parser.add_argument("--tune", action="store_true", help="measure, plan, try, and keep what is fastest")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--batch", type=int, default=32)
 parser.add_argument("--wire", choices=["plain", "fp32", "bf16", "fp16"], default="fp32", help="plain: leave DDP alone")
@@ -37,7 +39,12 @@ batches = DataLoader(train, options.batch, sampler=sampler, drop_last=True)
 model = DDP(build_model("cnn"))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
-if options.wire != "plain":
+handle = None
+if options.tune:
+    images, labels = next(iter(batches))
+    tuned = syncline.tune(model, lambda one: loss(one(images), labels).backward())
+    handle = tuned.handle
+elif options.wire != "plain":
     exchange = syncline.Dense(wire=options.wire)
     handle = syncline.attach(model, syncline.Hierarchical(across=exchange) if options.hierarchical else exchange)
 
@@ -56,7 +63,7 @@ for epoch in range(options.epochs):
         model.train()
         print(f"epoch {epoch}: {per_step * 1000:.0f} ms per step, {right.float().mean():.1%} of held-out digits right")
 
-if options.wire != "plain" and dist.get_rank() == 0:
+if handle is not None and dist.get_rank() == 0:
     print(handle.describe())
     print("sent in the last step:", handle.stats().sent_bytes)
 dist.destroy_process_group()
