@@ -56,12 +56,12 @@ def show(result: DemoResult, console: Console) -> None:
         f"{'of' if cluster.per_host == 1 else 'rank of'} {cluster.hosts} hosts, {link}"
     )
     console.print()
-    table = screen.table("", "per step", "against DDP", "wire", "accuracy", "weights")
+    table = screen.table("", "per step", "faster", "wire", "accuracy", "weights")
     for row in result.rows:
         table.add_row(
             NAMES[row.method],
             screen.ms(row.step_ms),
-            "" if row.method in ("ddp", "nosync") else screen.speed(row.vs_ddp),
+            "" if row.method in ("ddp", "nosync") else f"{1 / row.vs_ddp:.2f}×",
             "" if row.method == "nosync" else screen.size(row.wire_bytes),
             "" if row.held_out_accuracy is None else f"{row.held_out_accuracy:.1%}",
             _weights(row),
