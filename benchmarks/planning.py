@@ -44,8 +44,9 @@ from syncline.measure.probe import probe
 from syncline.measure.profile import Profile, load_profile
 from syncline.models.replay import ReplayModel
 from syncline.plan import fusion
+from syncline.plan.make import plan_for
 from syncline.plan.plan import Plan
-from syncline.plan.search import options, plan_for
+from syncline.plan.search import options
 from syncline.predict import Schedule, predict
 from syncline.predict.price import solo_s, topology_of
 from syncline.predict.schedule import DDP_CAPS, MIB, filled

@@ -212,7 +212,7 @@ def test_a_state_that_does_not_fit_is_refused_in_one_line() -> None:
             },
             "the state holds 'z', which is not a parameter": {**good, "tensors": {**tensors, "z": {}}},
             "the state holds 'y', which is not a parameter": {**good, "buckets": [["a", "y"]]},
-            "it is a NoneType: pass what handle.state_dict() returned": None,
+            "it is a NoneType: pass what state_dict() returned": None,
             "it is a list: pass": [good],
             "steps: expected int, got str": {**good, "steps": "three"},
             "steps: expected int >= 0": {**good, "steps": -1},

@@ -20,8 +20,9 @@ from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, AllgatherTopk, Cost, Exchange, OkTopk, Phase, Topology
 from syncline.exchange.wire import sent_bytes
 from syncline.measure.network import Network
+from syncline.plan.make import make_plan, plan_for
 from syncline.plan.plan import Plan
-from syncline.plan.search import make_plan, named, plan_for
+from syncline.plan.search import named
 from syncline.predict import Schedule, predict
 from syncline.predict.schedule import Costed, filled
 

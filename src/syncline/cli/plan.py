@@ -13,8 +13,9 @@ from syncline.cli.predict import FASTEST_BPS, assumed, load_network, moved
 from syncline.cluster import parse_rate
 from syncline.errors import UsageError
 from syncline.measure.profile import load_profile
+from syncline.plan.make import make_plan
 from syncline.plan.plan import Plan
-from syncline.plan.search import ALLOWED, make_plan
+from syncline.plan.search import ALLOWED
 from syncline.predict.schedule import DDP_CAPS, MIB
 
 _SHOWN = 8

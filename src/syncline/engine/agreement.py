@@ -5,15 +5,17 @@ First a digest each; only where those differ, the fields themselves, so that the
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from syncline.engine.comm import gather_bytes
-from syncline.errors import MismatchError
+from syncline.errors import MismatchError, SynclineError
 
 Fields = Mapping[str, Any]
 """Flat, JSON-valued."""
@@ -56,6 +58,42 @@ def agree(group: dist.ProcessGroup, fields: Fields, what: str) -> None:
         told = "; ".join(f"on {_ranks(ranks)}: {error}" for error, ranks in errors.items())
         raise MismatchError(f"{what} is refused {told}")
     raise MismatchError(f"{what} differs between ranks: {difference(by_rank)}")
+
+
+def meet(
+    group: dist.ProcessGroup, fingerprint: Mapping[str, Any], what: str = "what is attached", call: str = "attach"
+) -> None:
+    """`agree`, in the words of somebody who called something that all ranks must call."""
+    try:
+        agree(group, fingerprint, what)
+    except SynclineError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise MismatchError(
+            f"the ranks did not meet to {call}: {reason}. All ranks of the model's process group must call {call}, "
+            "in the same order as their other collectives"
+        ) from error
+
+
+@contextlib.contextmanager
+def together(group: dist.ProcessGroup, device: torch.device, what: str, call: str) -> Iterator[dict[str, Any]]:
+    """What is done inside is done on all ranks, with the same of what is put into the fields, or all raise."""
+    fields: dict[str, Any] = {}
+    with current_device(device):
+        try:
+            yield fields
+        except Exception as error:
+            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            with contextlib.suppress(MismatchError):  # this rank's own error says more
+                meet(group, {"error": text}, what, call)
+            raise
+        meet(group, {"error": None, **fields}, what, call)
+
+
+def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """The model's GPU, which the script need not have made the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def difference(everyone: Mapping[int, Fields]) -> str:

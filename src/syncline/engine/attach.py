@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,37 +17,19 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline._version import __version__
 from syncline.engine import buckets
-from syncline.engine.agreement import agree, digest, first_difference, flatten, shortened
+from syncline.engine.agreement import current_device, digest, flatten, meet
+from syncline.engine.checkpoint import Checkpoints
 from syncline.engine.comm import group_timeout
 from syncline.engine.engine import Engine
 from syncline.engine.hook import Switch, forget, other_hooks, switch_of
+from syncline.engine.model import ddp_of, only_device, parameters_of
 from syncline.engine.place import Place, find_place
 from syncline.engine.route import Planned, Route, Uniform
-from syncline.engine.state import (
-    SCHEMA,
-    check_of_one_save,
-    dealt,
-    files_saved,
-    folder_of,
-    load_state,
-    problem_of,
-    put_in_place,
-    remove_others,
-    shares,
-    write_draft,
-)
-from syncline.errors import ExchangeError, MismatchError, SynclineError, UsageError
+from syncline.errors import ExchangeError, SynclineError, UsageError
 from syncline.exchange import Dense, Exchange, Tree, default_lanes
 from syncline.measure.network import Network
-from syncline.plan.plan import MAX_LANES, Plan
-
-ON_WORLD_SIZE = ("refuse", "reset", "redistribute")
-_REMEDIES = {
-    "rank": "each rank loads its own",
-    "world_size": "load it on as many ranks; what handle.save wrote, handle.load can deal anew",
-    "levels": "load it on hosts like those; what handle.save wrote, handle.load(…, on_world_size='reset') can forget",
-}
-"""Where a state was saved, and what to do if that is not here."""
+from syncline.plan.plan import Plan
+from syncline.predict.schedule import MAX_LANES
 
 
 @dataclass(frozen=True)
@@ -160,7 +140,7 @@ class Handle:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken: same exchange, same rank of as many. All ranks load, or none."""
-        self._check(state)
+        self._checkpoints.check(state)
         self._go_on(state)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -169,21 +149,7 @@ class Handle:
         If one of them cannot write, every rank raises and the folder holds what it held before. If all can, what
         other numbers of ranks saved there is removed.
         """
-        state = self.state_dict()
-        draft: Path | None = None
-        try:
-            with self._together("save") as fields:
-                fields["steps"] = state["steps"]
-                draft = write_draft(folder_of(folder), state)
-        except MismatchError as error:
-            if draft is not None and error.__cause__ is None:  # they met, so none of them puts its draft in place
-                draft.unlink(missing_ok=True)
-            raise
-        with self._together("save"):
-            put_in_place(draft)
-        with self._together("save"):
-            if state["rank"] == 0:
-                remove_others(draft.parent, state["world_size"])
+        self._checkpoints.save(folder, self.state_dict())
 
     def load(self, folder: str | os.PathLike[str], *, on_world_size: str = "refuse") -> None:
         """Goes on where `save` was called, on all ranks together.
@@ -192,88 +158,7 @@ class Handle:
         their ranks and those sit on other hosts now. `refuse` to go on; or `reset`: forget what was kept, which loses
         some of the last gradients; or `redistribute` it, so that its sum stays the same: not for what hosts kept.
         """
-        with self._together("load") as fields:
-            state = self._saved(folder_of(folder), on_world_size)
-            common = {field: state[field] for field in ("exchange", "world_size", "levels", "steps", "buckets")}
-            fields |= flatten({"on_world_size": on_world_size, **common})
-        self._go_on(state)
-
-    @contextlib.contextmanager
-    def _together(self, call: str) -> Iterator[dict[str, Any]]:
-        """What is done inside is done on all ranks, with the same of what is put into the fields, or all raise."""
-        group, what = self._ddp.process_group, {"save": "what is saved", "load": "what is loaded"}[call]
-        fields: dict[str, Any] = {}
-        with current_device(parameters_of(self._ddp)):
-            try:
-                yield fields
-            except Exception as error:
-                text = str(error).splitlines()[0] if str(error) else type(error).__name__
-                with contextlib.suppress(MismatchError):  # this rank's own error says more
-                    meet(group, {"error": text}, what, call)
-                raise
-            meet(group, {"error": None, **fields}, what, call)
-
-    def _saved(self, folder: Path, on_world_size: str) -> Mapping[str, Any]:
-        """This rank's part of what the ranks saved in a folder: checked, so that nothing is left to fail."""
-        if on_world_size not in ON_WORLD_SIZE:
-            raise UsageError(f"on_world_size is {on_world_size!r}: it is one of {', '.join(ON_WORLD_SIZE)}")
-        here = self._identity
-        sits = {field: here[field] for field in ("rank", "world_size", "levels")}
-        files = files_saved(folder, here["world_size"])
-        first, saved = files[0], len(files)
-        common = load_state(first, tensors=False)
-        moved = saved != here["world_size"] or common["levels"] != here["levels"]
-        if moved and "levels" in here["exchange"]:  # which a user may name, and which are others for other ranks
-            sits["exchange"] = {**common["exchange"], "levels": here["exchange"]["levels"]}
-        self._check({**common, **sits}, first)
-        if moved:
-            self._check_move(folder, common, on_world_size)
-        parts = shares(here["rank"], here["world_size"], saved)
-        states = {}
-        for old in parts:
-            states[old] = load_state(files[old], tensors=not moved or on_world_size != "reset")
-            check_of_one_save(files[old], states[old], first, common)
-            self._check({**states[old], **sits}, files[old])
-        if not moved:
-            return states[here["rank"]]
-        return {**common, "tensors": dealt({old: state["tensors"] for old, state in states.items()}, parts)}
-
-    def _check_move(self, folder: Path, state: Mapping[str, Any], on_world_size: str) -> None:
-        """Raises unless what was kept by other ranks, or on other hosts, may be treated as asked."""
-        here, saved = self._identity, state["world_size"]
-        hosts = state["levels"] is not None or here["levels"] is not None
-        reset = "'reset', which forgets what was kept"
-        if on_world_size == "refuse":
-            what = f"{saved} ranks saved it, and {here['world_size']} are here"
-            if saved == here["world_size"]:
-                then, now = shortened([str(state["levels"]), str(here["levels"])])
-                what = f"its {saved} ranks sat on other hosts, {then}, and here it is {now}"
-            choice = reset if hosts else f"'redistribute', or {reset}"
-            raise UsageError(f"{folder}: {what}: pass on_world_size={choice}")
-        if on_world_size == "redistribute" and hosts:
-            raise UsageError(
-                f"{folder}: hosts kept it, and {saved} ranks' hosts are not here: pass on_world_size={reset}"
-            )
-
-    def _check(self, state: Mapping[str, Any], path: Path | None = None) -> None:
-        """Raises for whatever could make `_go_on` fail, or go on wrongly."""
-        engine = self._attached  # raises where there is nothing to go on with
-        at = "" if path is None else f"{path}: "
-        problem = problem_of(state, "pass what handle.state_dict() returned")
-        if problem is not None:
-            raise UsageError(at + problem)
-        here = self._identity
-        other = first_difference(flatten(state["exchange"]), flatten(here["exchange"]))
-        if other is not None:
-            setting, there, now = other
-            what = f"the state's exchange is another: {setting} is {there}, here it is {now}"
-            raise UsageError(f"{at}{what}: attach the exchange that it was saved with, or start without it")
-        for field, remedy in _REMEDIES.items():
-            if state[field] != here[field]:
-                raise UsageError(f"{at}the state's {field} is {state[field]!r}, here it is {here[field]!r}: {remedy}")
-        misfit = engine.misfit(state["tensors"], state["buckets"])
-        if misfit is not None:
-            raise UsageError(f"{at}{misfit}: load it into the model that it was saved with, or start without it")
+        self._go_on(self._checkpoints.load(folder, on_world_size))
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         engine = self._attached
@@ -301,15 +186,15 @@ class Handle:
 
     @property
     def _identity(self) -> dict[str, Any]:
-        """What a state must have been saved by to be loaded here. Levels count for what keeps something on leaders."""
-        levels = repr(self._place.tree.root) if self._place is not None and self._engine.keeps else None
-        return {
-            "schema": SCHEMA,
-            "exchange": self._route.settings(),
-            "rank": dist.get_rank(self._ddp.process_group),
-            "world_size": dist.get_world_size(self._ddp.process_group),
-            "levels": levels,
-        }
+        return self._checkpoints.identity
+
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        engine = self._attached
+        # Levels count for what keeps something on leaders.
+        levels = repr(self._place.tree.root) if self._place is not None and engine.keeps else None
+        group, device = self._ddp.process_group, only_device(parameters_of(self._ddp))
+        return Checkpoints(group, device, self._route.settings(), levels, engine.misfit)
 
     @property
     def _attached(self) -> Engine:
@@ -363,7 +248,7 @@ def attach_route(
     group: dist.ProcessGroup = ddp.process_group
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
     parameters = parameters_of(ddp)
-    with current_device(parameters):
+    with current_device(only_device(parameters)):
         known = read_network(network)
         scaled = scaler is not None and scaler.is_enabled()
         meet(group, {**_fingerprint(ddp, group, route, parameters, known), "scaler": scaled})
@@ -414,53 +299,6 @@ def read_network(network: object) -> Network | SynclineError | None:
         return Network.load(network)
     except SynclineError as error:
         return error
-
-
-def ddp_of(model: nn.Module) -> DDP:
-    inner = getattr(model, "_orig_mod", model)  # torch.compile(DDP(net))
-    if not isinstance(inner, DDP):
-        raise UsageError(f"attach needs a DistributedDataParallel model, not {type(inner).__name__}: wrap it first")
-    for name, module in inner.module.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise UsageError(f"{name or 'the model'} makes sparse gradients, which are not supported: sparse=False")
-    return inner
-
-
-def parameters_of(ddp: DDP) -> dict[str, nn.Parameter]:
-    """All that DDP may exchange. Frozen ones too: those that were frozen after DDP was built are in its buckets."""
-    ignored = getattr(ddp, "parameters_to_ignore", ())
-    return {
-        name.replace("_orig_mod.", ""): parameter
-        for name, parameter in ddp.module.named_parameters()
-        if name not in ignored
-    }
-
-
-def meet(
-    group: dist.ProcessGroup, fingerprint: Mapping[str, Any], what: str = "what is attached", call: str = "attach"
-) -> None:
-    try:
-        agree(group, fingerprint, what)
-    except SynclineError:
-        raise
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise MismatchError(
-            f"the ranks did not meet to {call}: {reason}. All ranks of the model's process group must call {call}, "
-            "in the same order as their other collectives"
-        ) from error
-
-
-def current_device(parameters: Mapping[str, nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
-    """The model's GPU, which the script need not have made the current one."""
-    devices = {parameter.device for parameter in parameters.values()}
-    if not devices:
-        raise UsageError("the model has no parameters: there is nothing to exchange")
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise UsageError(f"the model's parameters are on several devices ({names}): one per process is supported")
-    device = devices.pop()
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _fingerprint(

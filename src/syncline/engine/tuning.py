@@ -30,9 +30,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.engine import buckets
-from syncline.engine.attach import Handle, check_scaler, current_device, ddp_of, meet, parameters_of, read_network
+from syncline.engine.agreement import current_device, meet
+from syncline.engine.attach import Handle, check_scaler, read_network
 from syncline.engine.comm import gather_bytes, group_device
 from syncline.engine.hook import attached_to, forget, other_hooks
+from syncline.engine.model import ddp_of, only_device, parameters_of
 from syncline.engine.place import check_network, hosts_of
 from syncline.engine.wrapping import apply
 from syncline.errors import MismatchError, SynclineError, UsageError
@@ -43,8 +45,9 @@ from syncline.measure.probe import probe
 from syncline.measure.profile import Profile
 from syncline.measure.steps import together
 from syncline.measure.watch import watch_backward
+from syncline.plan.make import make_plan
 from syncline.plan.plan import Plan
-from syncline.plan.search import check_allowed, make_plan, options
+from syncline.plan.search import check_allowed, options
 from syncline.predict.price import topology_of
 
 Step = Callable[[nn.Module], object]
@@ -138,7 +141,7 @@ def tune(
     ddp = ddp_of(model)
     group: dist.ProcessGroup = ddp.process_group
     parameters = parameters_of(ddp)
-    with current_device(parameters):
+    with current_device(only_device(parameters)):
         links, allowed = _agreed(model, ddp, group, allow, budget_s, network, scaler)
         device = next(iter(parameters.values())).device
         with _as_it_was(ddp, device):

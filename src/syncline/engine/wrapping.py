@@ -14,8 +14,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.engine import buckets
-from syncline.engine.attach import Handle, attach_route, current_device, ddp_of, meet
+from syncline.engine.agreement import current_device, meet
+from syncline.engine.attach import Handle, attach_route
 from syncline.engine.hook import attached_to
+from syncline.engine.model import ddp_of, only_device
 from syncline.engine.place import hosts_of
 from syncline.engine.route import Planned
 from syncline.errors import MismatchError, SynclineError, UsageError
@@ -50,7 +52,7 @@ def wrap(
         raise UsageError("wrap takes the module, and this is in DistributedDataParallel already: pass model.module")
     group = _group(ddp_arguments)
     parameters = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
-    with current_device(parameters):
+    with current_device(only_device(parameters)):
         made = _read(plan, group)
         different = made.difference(_trained(net), _where(net, group))
         # What is different for one rank is for all of them.

@@ -84,6 +84,6 @@ class AllgatherTopk:
 class _Picked(Residual):
     def __init__(self, layout: Layout, slots: Slots, ranks: int) -> None:
         super().__init__(layout)
-        self.kernels = kernels_for(slots, layout.device)
-        self.mine = torch.zeros(slots.bytes, dtype=torch.uint8, device=layout.device)
-        self.theirs = torch.zeros(ranks, slots.bytes, dtype=torch.uint8, device=layout.device)
+        self.kernels = kernels_for(slots, layout.device, layout.buffer)
+        self.mine = layout.buffer("mine", slots.bytes, dtype=torch.uint8)
+        self.theirs = layout.buffer("theirs", ranks, slots.bytes, dtype=torch.uint8)

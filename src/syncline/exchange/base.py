@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from syncline.exchange import wire
+from syncline.exchange.workspace import Workspace
 
 if TYPE_CHECKING:
     from syncline.exchange.tree import Tree
@@ -53,6 +54,15 @@ class Layout:
     slots: tuple[Slot, ...]
     dtype: torch.dtype
     device: torch.device
+    workspace: Workspace | None = field(default=None, compare=False)
+    """Shared with other buckets, which never run at the same time; None for buffers of its own."""
+
+    def buffer(self, kind: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for an exchange to run in, with zeros in it; where it is shared, with anything, after the first."""
+        dtype = self.dtype if dtype is None else dtype
+        if self.workspace is not None:
+            return self.workspace.take(kind, shape, dtype)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     @property
     def numel(self) -> int:
@@ -67,7 +77,8 @@ class Layout:
                 slots.append(Slot(slot.name, (end - first,), (1,), first - start, end - first))
         if (padding := start + numel - max(start, self.numel)) > 0:
             slots.append(Slot("", (padding,), (1,), numel - padding, padding))
-        return Layout(tuple(slots), self.dtype, self.device)
+        workspace = None if self.workspace is None else self.workspace.part(str(start))
+        return Layout(tuple(slots), self.dtype, self.device, workspace)
 
     @classmethod
     def flat(cls, numel: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Layout:

@@ -15,7 +15,7 @@ because it issues two collectives instead of one; and where every bit counts.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -130,15 +130,15 @@ class _Plain:
 
     def __init__(self, layout: Layout, ranks: int) -> None:
         part = part_of(layout.numel, ranks)
-        like: dict[str, Any] = {"dtype": layout.dtype, "device": layout.device}
         self._numel = layout.numel
-        self._received = torch.empty(ranks, part, **like)
-        self._sum = torch.empty(part, **like)
-        self._padded = torch.zeros(ranks * part, **like) if ranks * part != layout.numel else None
+        self._received = layout.buffer("received", ranks, part)
+        self._sum = layout.buffer("sum", part)
+        self._padded = layout.buffer("padded", ranks * part) if ranks * part != layout.numel else None
 
     def scatter(self, flat: Tensor, comm: Comm) -> Work:
         if self._padded is not None:
             self._padded[: self._numel].copy_(flat)
+            self._padded[self._numel :].zero_()
         return comm.all_to_all(self._received.view(-1), flat if self._padded is None else self._padded)
 
     def shard(self) -> Tensor:
@@ -159,10 +159,13 @@ class _Packed:
         self._scaled = wire == torch.float16
         self._payload = part_of(layout.numel, ranks)
         width = self._payload + (1 if self._scaled else 0)
-        self._packed = torch.zeros(ranks, width, dtype=wire, device=layout.device)
-        self._received = torch.empty_like(self._packed)
+        self._packed = layout.buffer("packed", ranks, width, dtype=wire)
+        self._received = layout.buffer("received", ranks, width, dtype=wire)
+        self._even = ranks * self._payload == layout.numel
 
     def scatter(self, flat: Tensor, comm: Comm) -> Work:
+        if not self._even:
+            self._packed.zero_()
         for index, part in enumerate(flat.split(self._payload)):
             self._encode(part, self._packed[index])
         return comm.all_to_all(self._received, self._packed)

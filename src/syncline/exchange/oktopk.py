@@ -146,11 +146,10 @@ class _Sparse(Residual):
 
     def __init__(self, layout: Layout, momentum: float, slots: Slots) -> None:
         super().__init__(layout, momentum)
-        self.kernels: Kernels = kernels_for(slots, layout.device)
-        rows = (slots.regions, slots.bytes)
-        self.mine = torch.zeros(rows, dtype=torch.uint8, device=layout.device)
-        self.theirs = torch.zeros_like(self.mine)
-        self.picked = torch.zeros(slots.bytes, dtype=torch.uint8, device=layout.device)
+        self.kernels: Kernels = kernels_for(slots, layout.device, layout.buffer)
+        self.mine = layout.buffer("mine", slots.regions, slots.bytes, dtype=torch.uint8)
+        self.theirs = layout.buffer("theirs", slots.regions, slots.bytes, dtype=torch.uint8)
+        self.picked = layout.buffer("picked", slots.bytes, dtype=torch.uint8)
         self.result_is_finite: Tensor | None = None
         self._slots = slots
 

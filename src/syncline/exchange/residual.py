@@ -3,6 +3,9 @@
 There are two copies of it, and a step writes the one that is not in force. At its end they change places if the step
 was finite; if not, everything is as it was, without a copy having been made. Which one is in force is a number on the
 device, so nobody waits to know it.
+
+Buckets that share a workspace have one copy each, at rest. Before a step it is copied to the workspace, where there are
+two, and the one that is in force afterwards is copied back.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ class Residual(State):
     def __init__(self, layout: Layout, momentum: float = 0.0) -> None:
         self._numel, self._device, self._dtype = layout.numel, layout.device, layout.dtype
         self._momentum = momentum
+        self._workspace = layout.workspace
         self._pairs: dict[str, Tensor] = {}
+        """Both copies of each; where they are in a workspace, the one at rest."""
         self.turn = torch.zeros((), dtype=torch.int32, device=layout.device)
         """Which of each pair is in force. It stays the same tensor, as `ratio` does: kernels know where they are."""
         self.ratio: Tensor | None = None
@@ -42,9 +47,25 @@ class Residual(State):
         return self._pair("velocity") if self._momentum else None
 
     def _pair(self, kind: str) -> Tensor:
+        if self._workspace is None:
+            if kind not in self._pairs:
+                self._pairs[kind] = torch.zeros(2, self._numel, device=self._device)
+            return self._pairs[kind]
+        pair = self._workspace.take(kind, (2, self._numel), torch.float32)
         if kind not in self._pairs:
-            self._pairs[kind] = torch.zeros(2, self._numel, device=self._device)
-        return self._pairs[kind]
+            self._pairs[kind] = self._workspace.at_rest(self._numel)
+            pair[0].zero_()
+        return pair
+
+    def _fetch(self) -> None:
+        if self._workspace is not None:
+            for kind, rest in self._pairs.items():
+                self._pair(kind)[0].copy_(rest, non_blocking=True)
+
+    def _store(self, finite: Tensor) -> None:
+        for kind, rest in self._pairs.items():
+            before, after = self._pair(kind)
+            rest.copy_(torch.where(finite, after, before, out=before), non_blocking=True)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -61,6 +82,7 @@ class Residual(State):
 
     def begin(self, step: int, scale: Tensor | None = None) -> None:
         self.step = step
+        self._fetch()
         if scale is not None:
             self._scale = scale.to(device=self._device, dtype=torch.float32, copy=True)
         elif self.ratio is not None:  # there was a scale before, and there is none now
@@ -97,7 +119,10 @@ class Residual(State):
     def settle(self, finite: Tensor) -> None:
         if self._changed:
             self._changed = False
-            self.turn.bitwise_xor_(finite)
+            if self._workspace is None:
+                self.turn.bitwise_xor_(finite)
+            else:
+                self._store(finite)
             if self.ratio is not None:
                 self._measure = torch.where(finite, self._scale, self._measure)
 
@@ -107,23 +132,29 @@ class Residual(State):
         return self._at_rest("residual") if "residual" in self._pairs else None
 
     def tensors(self, layout: Layout) -> dict[str, dict[str, Tensor]]:
-        flats = {kind: self._at_rest(kind) / self._measure for kind in self._pairs}
+        flats = {kind: (held := self._at_rest(kind)) / self._measure.to(held.device) for kind in self._pairs}
         return {slot.name: {kind: slot.view(flat) for kind, flat in flats.items()} for slot in layout.slots if flats}
 
     def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.turn.zero_()
         self._measure, self.ratio = torch.ones_like(self._measure), None
-        for pair in self._pairs.values():
-            pair.zero_()
+        for held in self._pairs.values():
+            held.zero_()
         for slot in layout.slots:
             for kind, tensor in tensors.get(slot.name, {}).items():
                 if kind == "residual" or self._momentum:
-                    slot.view(self._pair(kind)[0]).copy_(tensor)
+                    slot.view(self._resting(kind)).copy_(tensor)
+
+    def _resting(self, kind: str) -> Tensor:
+        pair = self._pair(kind)
+        return pair[0] if self._workspace is None else self._pairs[kind]
 
     def _at_rest(self, kind: str) -> Tensor:
+        if self._workspace is not None:
+            return self._pairs[kind].clone()
         return self._pair(kind).index_select(0, self.turn.view(1))[0]
 
     def _in_force(self, kind: str) -> Tensor:
         """A copy, in the measure of the step."""
-        value = self._at_rest(kind)
+        value = self._at_rest(kind) if self._workspace is None else self._pair(kind)[0].clone()
         return value if self.ratio is None else value.mul_(self.ratio)

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from syncline.kernels.buffers import Buffers, own_buffers
 from syncline.kernels.slots import KEY_SHIFT, KEYS, VALUES, Slots
 
 
@@ -38,14 +39,15 @@ class Kernels(Protocol):
         `velocity[1 - turn]`."""
 
 
-def kernels_for(slots: Slots, device: torch.device) -> Kernels:
+def kernels_for(slots: Slots, device: torch.device, buffers: Buffers | None = None) -> Kernels:
+    buffers = buffers or own_buffers(device)
     if device.type == "cuda":
         from syncline.kernels.cuda import CudaKernels
 
-        return CudaKernels(slots, device)
+        return CudaKernels(slots, device, buffers)
     from syncline.kernels.cpu import CpuKernels
 
-    return CpuKernels(slots)
+    return CpuKernels(slots, buffers)
 
 
-__all__ = ["KEYS", "KEY_SHIFT", "VALUES", "Kernels", "Slots", "kernels_for"]
+__all__ = ["KEYS", "KEY_SHIFT", "VALUES", "Buffers", "Kernels", "Slots", "kernels_for", "own_buffers"]

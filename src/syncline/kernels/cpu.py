@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import ExchangeError
+from syncline.kernels.buffers import Buffers, own_buffers
 from syncline.kernels.slots import KEY_SHIFT, KEYS, SLACK, Slots
 
 Ints = npt.NDArray[np.int64]
@@ -27,14 +28,15 @@ _EXPONENT_LIMIT = 120
 
 
 class CpuKernels:
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: Slots, buffers: Buffers | None = None) -> None:
+        make = buffers or own_buffers(torch.device("cpu"))
         self._slots = slots
         self._shift = slots.cell.bit_length() - 1
         self._guess = KEYS
         self._magnitude = np.empty(_CHUNK, np.float32)
         self._passed = np.empty(_CHUNK, np.bool_)
-        self._sum = torch.zeros(slots.cells * slots.cell)
-        self._touched = np.zeros(self._sum.numel(), np.bool_)
+        self._sum = make("sum", slots.cells * slots.cell, dtype=torch.float32)
+        self._touched = make("touched", self._sum.numel(), dtype=torch.bool).numpy()
         self._sent: tuple[Ints, Floats] = (np.empty(0, np.int64), np.empty(0, np.float32))
 
     def pack(self, flat: Tensor, share: float, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:

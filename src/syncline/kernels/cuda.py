@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from syncline.kernels.buffers import Buffers, own_buffers
 from syncline.kernels.replay import Launch, Replay
 from syncline.kernels.slots import KEY_SHIFT, KEYS, SLACK, Slots
 
@@ -417,12 +418,13 @@ def _release(
 class _Selection:
     """What selecting from some regions takes beside them. `expected`: candidates of a cell, where all are alike."""
 
-    def __init__(self, slots: Slots, regions: int, expected: int, device: torch.device) -> None:
+    def __init__(self, slots: Slots, regions: int, expected: int, device: torch.device, buffers: Buffers) -> None:
         make = functools.partial(torch.zeros, device=device, dtype=torch.int32)
         self._slots, self._regions = slots, regions
         self.room = min(slots.cell, max(16, 1 << (2 * expected - 1).bit_length()))
-        self.histogram = make(regions, _COPIES, KEYS)
-        self.places = torch.zeros(regions, slots.cells, self.room, device=device, dtype=torch.int16)
+        self.histogram = buffers("histogram", regions, _COPIES, KEYS, dtype=torch.int32)  # and leaves zeros there
+        kind = f"places of {regions}"
+        self.places = buffers(kind, regions, slots.cells, self.room, dtype=torch.int16)
         self.guess = torch.full((regions,), KEYS, device=device, dtype=torch.int32)
         self.short, self._boundary, self._room, self._top = (make(regions) for _ in range(4))
         self._above, self._ties, self.starts, self.found = (make(regions, slots.cells) for _ in range(4))
@@ -458,12 +460,13 @@ class _Selection:
 
 
 class CudaKernels:
-    def __init__(self, slots: Slots, device: torch.device) -> None:
+    def __init__(self, slots: Slots, device: torch.device, buffers: Buffers | None = None) -> None:
+        make = buffers or own_buffers(device)
         self._slots = slots
         per_cell = -(-slots.entries // slots.cells)
-        self._mine = _Selection(slots, slots.regions, 2 * per_cell, device)
-        self._summed = _Selection(slots, 1, min(slots.regions, 64) * per_cell, device)
-        self._sum = torch.zeros(slots.cells * slots.cell, device=device)
+        self._mine = _Selection(slots, slots.regions, 2 * per_cell, device, make)
+        self._summed = _Selection(slots, 1, min(slots.regions, 64) * per_cell, device, make)
+        self._sum = make("sum", slots.cells * slots.cell, dtype=torch.float32)
         self._starts = torch.zeros(0, device=device, dtype=torch.int32)
         self._broken = torch.zeros((), device=device, dtype=torch.int32)
         self._packed = torch.zeros(0, device=device, dtype=torch.int16)

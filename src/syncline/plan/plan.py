@@ -17,8 +17,7 @@ import msgspec
 from syncline.exchange import Exchange, made_of
 from syncline.files import read_json, write_json
 from syncline.measure.profile import ITEM_BYTES
-
-MAX_LANES = 16
+from syncline.predict.schedule import MAX_LANES, caps_of
 
 
 class PlannedGradient(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -169,13 +168,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     @property
     def caps(self) -> tuple[int, ...]:
         """Bytes at which DDP must close its buckets to make these; of several types, those of the type with most."""
-        by_name = {gradient.name: gradient for gradient in self.gradients}
-        by_type: dict[str, list[int]] = {}
-        for bucket in self.buckets:
-            kind = by_name[bucket.parameters[0]].dtype
-            by_type.setdefault(kind, []).append(max(1, sum(by_name[name].bytes for name in bucket.parameters)))
-        most = max(by_type, key=lambda kind: (sum(by_type[kind]), kind), default="")
-        return tuple(by_type.get(most, ()))
+        if self.nothing:
+            return ()
+        place = {gradient.name: index for index, gradient in enumerate(self.gradients)}
+        return caps_of(self.gradients, [[place[name] for name in bucket.parameters] for bucket in self.buckets])
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -198,10 +194,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         for name in parameters:
             if name not in known:
                 return f"the model's parameter {name} is not in the plan"
-        for field, what in (("backend", "backend"), ("device", "device")):
+        for field in ("backend", "device"):
             here, planned = getattr(where, field), getattr(self.where, field)
             if here != planned:
-                return f"the {what} is {here}, and {planned} in the plan"
+                return f"the {field} is {here}, and {planned} in the plan"
         if len(where.host_of_rank) != len(self.where.host_of_rank):
             return f"there are {len(where.host_of_rank)} ranks, and {len(self.where.host_of_rank)} in the plan"
         if where.host_of_rank != self.where.host_of_rank:

@@ -22,15 +22,13 @@ import numpy as np
 import torch
 
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES, Dense, Exchange, Hierarchical, settings
+from syncline.exchange import EXCHANGES, Dense, Exchange, default_lanes
 from syncline.measure.network import Network
 from syncline.measure.profile import Profile
 from syncline.plan import fusion
-from syncline.plan.plan import Alternative, Plan, PlannedBucket, PlannedGradient, Where
-from syncline.predict import Losses, Prediction, Schedule, predict
-from syncline.predict.diagnosis import CAUSES, lost_to
+from syncline.predict import Prediction, Schedule, predict
 from syncline.predict.price import topology_of
-from syncline.predict.schedule import DDP_CAPS, MIB, Costed, caps_of, filled
+from syncline.predict.schedule import DDP_CAPS, MIB, Costed, caps_of, filled, real_dtype
 
 ALLOWED = {
     "bf16": ("bf16", "hierarchical+bf16"),
@@ -60,7 +58,12 @@ _SEARCHED = "searched"
 Buckets = tuple[tuple[int, ...], ...]
 """Places in the profile's list of gradients."""
 
-Sizes = tuple[int, ...]
+_PUBLISHED: dict[str, tuple[Callable[[fusion.Gradients], fusion.Sizes], int]] = {
+    "wfbp": (fusion.wfbp, 1),
+    "mgwfbp": (fusion.mgwfbp, 1),
+    "asc": (fusion.asc, 2),
+}
+"""Planners, and the lanes that they are for."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +120,10 @@ def search(
 
 def named(profile: Profile, network: Network, name: str) -> Schedule:
     """`wfbp`, `mgwfbp` or `asc`, as published, with the measured cost of an all-reduce for their line."""
-    planner: dict[str, Callable[[fusion.Gradients], Sizes]] = {
-        "wfbp": fusion.wfbp,
-        "mgwfbp": fusion.mgwfbp,
-        "asc": fusion.asc,
-    }
+    planner, lanes = _PUBLISHED[name]
     made = _Search(profile, network, {"dense": Dense()}, False, DDP_CAPS)
-    sizes = planner[name](made.gradients(made.line()))
-    return dataclasses.replace(made.schedule(sizes, ["dense"], 2 if name == "asc" else 1), name=name)
+    sizes = planner(made.gradients(made.line()))
+    return dataclasses.replace(made.schedule(sizes, ["dense"], lanes), name=name)
 
 
 class _Search:
@@ -169,16 +168,15 @@ class _Search:
         ]
         tried = [
             self._try(
-                f"buckets of {cap / MIB:.3g} MB", filled(self._profile.gradients, [cap]), [name], self._lanes(name)
+                f"buckets of {cap / MIB:.3g} MB",
+                filled(self._profile.gradients, [cap]),
+                [name],
+                default_lanes(exchange, self._network.backend),
             )
-            for name in self._exchanges
+            for name, exchange in self._exchanges.items()
             for cap in (sorted(set(caps)) if name == "dense" else caps[len(_CONSTANT) :: 2])
         ]
-        for name, planner, lanes in (
-            ("wfbp", fusion.wfbp, 1),
-            ("mgwfbp", fusion.mgwfbp, 1),
-            ("asc", fusion.asc, 2),
-        ):
+        for name, (planner, lanes) in _PUBLISHED.items():
             tried.append(self._try(name, self._cut(planner(gradients)), ["dense"], lanes))
         return tried
 
@@ -250,14 +248,8 @@ class _Search:
                 yield self._cut(merged), [*names[: index - 1], *names[index:]], schedule.lanes
                 for shift in (1, -1, 4, -4, 16, -16):
                     if -sizes[index - 1] < shift < sizes[index]:
-                        moved = [
-                            *sizes[: index - 1],
-                            sizes[index - 1] + shift,
-                            sizes[index] - shift,
-                            *sizes[index + 1 :],
-                        ]
-                        if min(moved) > 0:
-                            yield self._cut(moved), names, schedule.lanes
+                        pair = [sizes[index - 1] + shift, sizes[index] - shift]
+                        yield self._cut([*sizes[: index - 1], *pair, *sizes[index + 1 :]]), names, schedule.lanes
 
     # --- pieces -------------------------------------------------------------------------------------------------
 
@@ -274,7 +266,7 @@ class _Search:
         slope = (table[-1] - table[half]) / span if span > 0 else 0.0
         return fusion.line(float(table[0]), float(slope))
 
-    def schedule(self, sizes: Sizes, names: Sequence[str], lanes: int) -> Schedule:
+    def schedule(self, sizes: fusion.Sizes, names: Sequence[str], lanes: int) -> Schedule:
         return self._schedule(self._as_made(self._cut(sizes)), names, lanes)
 
     def _schedule(self, buckets: Buckets, names: Sequence[str], lanes: int) -> Schedule:
@@ -321,9 +313,6 @@ class _Search:
         sizes = [sum(self._profile.gradients[place].bytes for place in places) for places in buckets]
         return [min(tables, key=lambda name: float(np.interp(nbytes, self._grid, tables[name]))) for nbytes in sizes]
 
-    def _lanes(self, name: str) -> int:
-        return 2 if self._exchanges[name].waits and self._network.backend == "gloo" else 1
-
     def _try(self, name: str, buckets: Buckets, names: Sequence[str], lanes: int) -> Candidate:
         schedule = self._schedule(self._as_made(buckets), names, lanes)
         key = self._key(schedule)
@@ -340,12 +329,8 @@ class _Search:
 
     def _collectives(self, schedule: Schedule) -> int:
         """That a step has."""
-        total = 0
-        for index, places in enumerate(schedule.buckets):
-            dtype = _dtype(self._profile.gradients[places[0]].dtype)
-            numel = sum(self._profile.gradients[place].bytes for place in places) // dtype.itemsize
-            total += self._phases(schedule.exchange_of(index)[0], numel, dtype)
-        return total
+        contents = schedule.contents(self._profile)
+        return sum(self._phases(name, *held) for (name, _), held in zip(schedule.each, contents, strict=True))
 
     def _phases(self, name: str, numel: int, dtype: torch.dtype) -> int:
         key = (name, numel, dtype)
@@ -373,130 +358,11 @@ def _rank(one: Candidate) -> float:
     return one.seconds * (1 + _PER_BUCKET * len(one.schedule.buckets))
 
 
-def make_plan(
-    profile: Profile,
-    network: Network,
-    allow: Sequence[str] = (),
-    *,
-    paced: bool = False,
-    caps: Sequence[int] = DDP_CAPS,
-) -> Plan:
-    """The best schedule that is allowed, as a plan for this model on this cluster. See `search`."""
-    found = search(profile, network, allow, paced=paced, caps=caps)
-    nothing = Alternative(name="do nothing: plain DDP", iteration_s=found.plain.iteration_s, lossless=True)
-    others = [
-        Alternative(name=one.name, iteration_s=one.seconds, lossless=one.schedule.lossless) for one in found.candidates
-    ]
-    chosen = found.plain if found.nothing else found.best
-    return plan_for(
-        profile,
-        network,
-        chosen,
-        plain_s=found.plain.iteration_s,
-        reason=_reason(found),
-        alternatives=(nothing, *others),
-        nothing=found.nothing,
-    )
-
-
-def plan_for(
-    profile: Profile,
-    network: Network,
-    chosen: Prediction,
-    *,
-    plain_s: float,
-    reason: str,
-    alternatives: tuple[Alternative, ...] = (),
-    nothing: bool = False,
-) -> Plan:
-    """A schedule, of which the prediction is given, as a plan."""
-    ends = chosen.timeline.end_s.values()
-    first_s = max(profile.gradients[place].ready_s for place in chosen.schedule.buckets[0])
-    return Plan(
-        model=profile.model,
-        gradients=tuple(PlannedGradient(name=g.name, shape=g.shape, dtype=g.dtype) for g in profile.gradients),
-        where=Where(host_of_rank=network.host_of_rank, backend=network.backend, device=profile.device),
-        buckets=() if nothing else _planned(profile, network, chosen.schedule),
-        lanes=1 if nothing else chosen.schedule.lanes,
-        iteration_s=chosen.iteration_s,
-        low_s=chosen.low_s,
-        high_s=chosen.high_s,
-        compute_s=chosen.compute_s,
-        plain_s=plain_s,
-        exchange_s=max(0.0, max(ends, default=0.0) - first_s),
-        reason=reason,
-        alternatives=alternatives,
-        how=f"model: {profile.how}; links: {network.how}",
-    )
-
-
-def _planned(profile: Profile, network: Network, schedule: Schedule) -> tuple[PlannedBucket, ...]:
-    topology = topology_of(network)
-    buckets = []
-    for index, places in enumerate(schedule.buckets):
-        _, exchange = schedule.exchange_of(index)
-        first = profile.gradients[places[0]]
-        if isinstance(exchange, Hierarchical):
-            numel = sum(profile.gradients[place].bytes for place in places) // _dtype(first.dtype).itemsize
-            way = exchange.way(numel, _dtype(first.dtype), topology)
-            if not way.shapes:
-                exchange = exchange.across
-            elif len(set(way.shapes)) == 1:  # chosen once, by these links: whoever applies it need not know them
-                exchange = dataclasses.replace(exchange, shape=way.shapes[0], chunks=way.chunks)
-        buckets.append(
-            PlannedBucket(
-                parameters=tuple(profile.gradients[place].name for place in places),
-                lane=index % schedule.lanes,
-                exchange=settings(exchange),
-            )
-        )
-    return tuple(buckets)
-
-
-def _reason(found: Found) -> str:
-    plain, best = found.plain, found.best
-    if found.nothing:
-        gain = 1 - best.iteration_s / plain.iteration_s if plain.iteration_s else 0.0
-        if gain <= 0:
-            return f"Nothing that is allowed is faster than plain DDP, at {plain.iteration_s * 1e3:.1f} ms per step."
-        return (
-            f"Plain DDP takes {plain.iteration_s * 1e3:.1f} ms per step, and the best that is allowed would save "
-            f"{gain:.1%} of it: not worth a change."
-        )
-    names = " and ".join(best.schedule.exchanges)
-    count, before = len(best.schedule.buckets), len(plain.schedule.buckets)
-    lanes = f" on {best.schedule.lanes} lanes" if best.schedule.lanes > 1 else ""
-    saved = _saved(plain.losses, best.losses)
-    return (
-        f"{_buckets(count)}{lanes} through {names}, instead of DDP's {before}: "
-        f"{plain.iteration_s * 1e3:.1f} → {best.iteration_s * 1e3:.1f} ms per step"
-        f"{f', mostly less lost to {saved}' if saved else ''}."
-    )
-
-
-def _buckets(count: int) -> str:
-    return "One bucket" if count == 1 else f"{count} buckets"
-
-
-def _saved(before: Losses, after: Losses) -> str:
-    """The cause of which less is lost."""
-    left = lost_to(after)
-    saved = {name: seconds - left.get(name, 0.0) for name, seconds in lost_to(before).items()}
-    most = max(saved, key=lambda name: saved[name], default="")
-    return CAUSES[most] if most and saved[most] > 0 else ""
-
-
 def _commonest(profile: Profile) -> torch.dtype:
     by_type: dict[str, int] = {}
     for gradient in profile.gradients:
         by_type[gradient.dtype] = by_type.get(gradient.dtype, 0) + gradient.bytes
-    return _dtype(max(by_type, key=lambda kind: by_type[kind]))
-
-
-def _dtype(name: str) -> torch.dtype:
-    real = {"complex64": "float32", "complex128": "float64"}.get(name, name)
-    dtype: torch.dtype = getattr(torch, real)
-    return dtype
+    return real_dtype(max(by_type, key=lambda kind: by_type[kind]))
 
 
 def _priced(grid: fusion.Floats, table: fusion.Floats, nbytes: fusion.Floats) -> fusion.Floats:

@@ -18,11 +18,10 @@ import itertools
 from dataclasses import dataclass, field
 
 import msgspec
-import torch
 
 from syncline.exchange import Climbing, Cost, Phase, Topology
 from syncline.measure.network import Network
-from syncline.measure.profile import Gradient, Overheads, Profile
+from syncline.measure.profile import Overheads, Profile
 from syncline.predict.price import capacities, flow, solo_s, topology_of
 from syncline.predict.schedule import Schedule
 from syncline.predict.timeline import Bucket, Collective, Timeline, Work, simulate
@@ -288,20 +287,11 @@ def _costs(case: _Case) -> list[Cost]:
     """By bucket: what its exchange puts on the wire."""
     if case.network.ranks < 2:
         return [Cost(()) for _ in case.schedule.buckets]
-    costs = []
-    sizes = case.schedule.bucket_bytes(case.profile)
-    for index, (places, nbytes) in enumerate(zip(case.schedule.buckets, sizes, strict=True)):
-        dtype = _dtype(case.profile.gradients[places[0]])
-        _, exchange = case.schedule.exchange_of(index)
-        costs.append(exchange.cost(nbytes // dtype.itemsize, dtype, case.topology))
-    return costs
-
-
-def _dtype(gradient: Gradient) -> torch.dtype:
-    """As DDP puts it into a bucket: complex numbers as pairs of real ones."""
-    real = {"complex64": "float32", "complex128": "float64"}.get(gradient.dtype, gradient.dtype)
-    dtype: torch.dtype = getattr(torch, real)
-    return dtype
+    contents = case.schedule.contents(case.profile)
+    return [
+        case.schedule.exchange_of(index)[1].cost(numel, dtype, case.topology)
+        for index, (numel, dtype) in enumerate(contents)
+    ]
 
 
 def _stages(network: Network, phases: tuple[Phase, ...], own_s: float) -> tuple[Work | Collective, ...]:

@@ -21,6 +21,16 @@ DDP_CAPS = (DDP_FIRST_BYTES, DDP_BUCKET_BYTES)
 MAX_LANES = 16
 
 
+class Sized(Protocol):
+    """A gradient, as far as buckets ask."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def bytes(self) -> int: ...
+
+
 class Costed(Protocol):
     """What a prediction asks of an exchange. Every `Exchange` is one."""
 
@@ -110,6 +120,12 @@ class Schedule:
         """What each bucket holds."""
         return [sum(profile.gradients[place].bytes for place in places) for places in self.buckets]
 
+    def contents(self, profile: Profile) -> list[tuple[int, torch.dtype]]:
+        """How many elements each bucket holds, and of which type."""
+        types = [real_dtype(profile.gradients[places[0]].dtype) for places in self.buckets]
+        sizes = self.bucket_bytes(profile)
+        return [(nbytes // dtype.itemsize, dtype) for nbytes, dtype in zip(sizes, types, strict=True)]
+
     def describe(self) -> str:
         parts = [self.name]
         if self.lanes > 1:
@@ -119,14 +135,25 @@ class Schedule:
         return ",".join(parts)
 
 
+def real_dtype(name: str) -> torch.dtype:
+    """As DDP puts it into a bucket: complex numbers as pairs of real ones."""
+    real = {"complex64": "float32", "complex128": "float64"}.get(name, name)
+    dtype: torch.dtype = getattr(torch, real)
+    return dtype
+
+
+def ddp_caps(bucket_mb: float | None = None) -> tuple[int, ...]:
+    """Bytes at which plain DDP closes its buckets: by default the first bucket of each type is small, so that something
+    travels early."""
+    return DDP_CAPS if bucket_mb is None else (int(bucket_mb * MIB),)
+
+
 def ddp_buckets(gradients: Sequence[Gradient], bucket_mb: float | None = None) -> tuple[tuple[int, ...], ...]:
-    """DDP's own: by default the first bucket of each type is small, so that something travels early."""
-    if bucket_mb is None:
-        return filled(gradients, DDP_CAPS)
-    return filled(gradients, [int(bucket_mb * MIB)])
+    """DDP's own."""
+    return filled(gradients, ddp_caps(bucket_mb))
 
 
-def filled(gradients: Sequence[Gradient], caps: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def filled(gradients: Sequence[Sized], caps: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """As DDP fills buckets after its first step: in ready order, one type each, closed when they reach their cap. Caps
     are in bytes, and begin anew with each type; the last one repeats."""
     open_buckets: dict[str, list[int]] = {}
@@ -144,7 +171,7 @@ def filled(gradients: Sequence[Gradient], caps: Sequence[int]) -> tuple[tuple[in
     return (*closed, *(tuple(places) for places in open_buckets.values()))
 
 
-def caps_of(gradients: Sequence[Gradient], buckets: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def caps_of(gradients: Sequence[Sized], buckets: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """What `filled` needs to make these buckets; of several types, those of the type with most bytes."""
     by_type: dict[str, list[int]] = {}
     for places in buckets:

@@ -1,0 +1,127 @@
+"""From what was found to a plan: buckets by name, each exchange as it was chosen, and the reason in a sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from syncline.exchange import Hierarchical, settings
+from syncline.measure.network import Network
+from syncline.measure.profile import Profile
+from syncline.plan.plan import Alternative, Plan, PlannedBucket, PlannedGradient, Where
+from syncline.plan.search import Found, search
+from syncline.predict import Losses, Prediction, Schedule
+from syncline.predict.diagnosis import CAUSES, lost_to
+from syncline.predict.price import topology_of
+from syncline.predict.schedule import DDP_CAPS
+
+
+def make_plan(
+    profile: Profile,
+    network: Network,
+    allow: Sequence[str] = (),
+    *,
+    paced: bool = False,
+    caps: Sequence[int] = DDP_CAPS,
+) -> Plan:
+    """The best schedule that is allowed, as a plan for this model on this cluster. See `search`."""
+    found = search(profile, network, allow, paced=paced, caps=caps)
+    nothing = Alternative(name="do nothing: plain DDP", iteration_s=found.plain.iteration_s, lossless=True)
+    others = [
+        Alternative(name=one.name, iteration_s=one.seconds, lossless=one.schedule.lossless) for one in found.candidates
+    ]
+    chosen = found.plain if found.nothing else found.best
+    return plan_for(
+        profile,
+        network,
+        chosen,
+        plain_s=found.plain.iteration_s,
+        reason=_reason(found),
+        alternatives=(nothing, *others),
+        nothing=found.nothing,
+    )
+
+
+def plan_for(
+    profile: Profile,
+    network: Network,
+    chosen: Prediction,
+    *,
+    plain_s: float,
+    reason: str,
+    alternatives: tuple[Alternative, ...] = (),
+    nothing: bool = False,
+) -> Plan:
+    """A schedule, of which the prediction is given, as a plan."""
+    ends = chosen.timeline.end_s.values()
+    first_s = max(profile.gradients[place].ready_s for place in chosen.schedule.buckets[0])
+    return Plan(
+        model=profile.model,
+        gradients=tuple(PlannedGradient(name=g.name, shape=g.shape, dtype=g.dtype) for g in profile.gradients),
+        where=Where(host_of_rank=network.host_of_rank, backend=network.backend, device=profile.device),
+        buckets=() if nothing else _planned(profile, network, chosen.schedule),
+        lanes=1 if nothing else chosen.schedule.lanes,
+        iteration_s=chosen.iteration_s,
+        low_s=chosen.low_s,
+        high_s=chosen.high_s,
+        compute_s=chosen.compute_s,
+        plain_s=plain_s,
+        exchange_s=max(0.0, max(ends, default=0.0) - first_s),
+        reason=reason,
+        alternatives=alternatives,
+        how=f"model: {profile.how}; links: {network.how}",
+    )
+
+
+def _planned(profile: Profile, network: Network, schedule: Schedule) -> tuple[PlannedBucket, ...]:
+    topology = topology_of(network)
+    buckets = []
+    for index, (numel, dtype) in enumerate(schedule.contents(profile)):
+        _, exchange = schedule.exchange_of(index)
+        if isinstance(exchange, Hierarchical):
+            way = exchange.way(numel, dtype, topology)
+            if not way.shapes:
+                exchange = exchange.across
+            elif len(set(way.shapes)) == 1:  # chosen once, by these links: whoever applies it need not know them
+                exchange = dataclasses.replace(exchange, shape=way.shapes[0], chunks=way.chunks)
+        buckets.append(
+            PlannedBucket(
+                parameters=tuple(profile.gradients[place].name for place in schedule.buckets[index]),
+                lane=index % schedule.lanes,
+                exchange=settings(exchange),
+            )
+        )
+    return tuple(buckets)
+
+
+def _reason(found: Found) -> str:
+    plain, best = found.plain, found.best
+    if found.nothing:
+        gain = 1 - best.iteration_s / plain.iteration_s if plain.iteration_s else 0.0
+        if gain <= 0:
+            return f"Nothing that is allowed is faster than plain DDP, at {plain.iteration_s * 1e3:.1f} ms per step."
+        return (
+            f"Plain DDP takes {plain.iteration_s * 1e3:.1f} ms per step, and the best that is allowed would save "
+            f"{gain:.1%} of it: not worth a change."
+        )
+    names = " and ".join(best.schedule.exchanges)
+    count, before = len(best.schedule.buckets), len(plain.schedule.buckets)
+    lanes = f" on {best.schedule.lanes} lanes" if best.schedule.lanes > 1 else ""
+    saved = _saved(plain.losses, best.losses)
+    return (
+        f"{_buckets(count)}{lanes} through {names}, instead of DDP's {before}: "
+        f"{plain.iteration_s * 1e3:.1f} → {best.iteration_s * 1e3:.1f} ms per step"
+        f"{f', mostly less lost to {saved}' if saved else ''}."
+    )
+
+
+def _buckets(count: int) -> str:
+    return "One bucket" if count == 1 else f"{count} buckets"
+
+
+def _saved(before: Losses, after: Losses) -> str:
+    """The cause of which less is lost."""
+    left = lost_to(after)
+    saved = {name: seconds - left.get(name, 0.0) for name, seconds in lost_to(before).items()}
+    most = max(saved, key=lambda name: saved[name], default="")
+    return CAUSES[most] if most and saved[most] > 0 else ""
