@@ -6,7 +6,7 @@ handle = syncline.attach(model, syncline.Dense(wire="bf16"))  # or choose yourse
 """
 
 from syncline._version import __version__
-from syncline.engine import BucketTiming, Handle, Stats, Tuned, attach, handle_of, tune, wrap
+from syncline.engine import BucketTiming, Handle, Layerwise, Stats, Tuned, attach, handle_of, tune, wrap
 from syncline.errors import (
     ClusterError,
     ExchangeError,
@@ -19,8 +19,8 @@ from syncline.measure.backward import measure_backward
 from syncline.measure.network import Network
 from syncline.measure.profile import Profile
 from syncline.measure.watch import watch_backward
+from syncline.plan.make import make_plan
 from syncline.plan.plan import Plan
-from syncline.plan.search import make_plan
 
 __all__ = [
     "BucketTiming",
@@ -30,6 +30,7 @@ __all__ = [
     "ExchangeError",
     "Handle",
     "Hierarchical",
+    "Layerwise",
     "MismatchError",
     "Network",
     "OkTopk",

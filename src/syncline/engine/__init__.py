@@ -1,7 +1,8 @@
 """What runs an exchange: process groups, lanes, the DDP hook; and what chooses one."""
 
 from syncline.engine.attach import BucketTiming, Handle, Stats, attach
+from syncline.engine.layerwise import Layerwise
 from syncline.engine.tuning import Trial, Tuned, tune
 from syncline.engine.wrapping import handle_of, wrap
 
-__all__ = ["BucketTiming", "Handle", "Stats", "Trial", "Tuned", "attach", "handle_of", "tune", "wrap"]
+__all__ = ["BucketTiming", "Handle", "Layerwise", "Stats", "Trial", "Tuned", "attach", "handle_of", "tune", "wrap"]

@@ -1,0 +1,721 @@
+"""`Layerwise`: data parallelism for a plain module, layer by layer, where memory is short and links are slow.
+
+After LaySA (memory management and sparse communication together, IEEE Access 2021). DDP keeps every gradient until
+backward is over, and a sparse hook keeps a residual beside it, twice. Here a layer's gradients leave as soon as
+backward has made them: they are exchanged on a lane while backward goes on, the optimizer steps the layer, and the
+gradients are gone. What an exchange keeps is there once, on the device or in the host's memory, and what it needs while it runs is
+shared by all layers (`exchange/workspace.py`).
+
+The optimizer is an ordinary one, and steps the layers one by one, each when its gradients have arrived:
+
+- *G* (default): the exchange gets gradients, the optimizer gets their average. Exactly DDP with the same exchange.
+- *U* (`mirror=True`, SGD only): each rank turns its gradients into its own update, u = η·(velocity), and updates are
+  exchanged: w ← w − mean of what was accepted. What waits is a part of the *weights'* way, so it is worth the same
+  whatever the learning rate does meanwhile. The mirror, w minus what waits, is never stored: the difference of two
+  nearly equal numbers would lose it.
+
+Gradients wait for their exchange in their own memory, up to `backlog_mb`; then backward waits for the link.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
+
+from syncline._version import __version__
+from syncline.engine.agreement import current_device, flatten, meet
+from syncline.engine.attach import BucketTiming, Stats, read_network
+from syncline.engine.checkpoint import Checkpoints
+from syncline.engine.comm import LaneGroups, gather_bytes, group_timeout
+from syncline.engine.lane import Job, Lane, make_lane
+from syncline.engine.model import only_device, refuse_sparse
+from syncline.engine.pieces import Cut, Piece, cut, dealt_to, joined, layout_of
+from syncline.engine.place import find_place
+from syncline.engine.route import Route, Uniform, tell
+from syncline.engine.stepping import Stepping, of_optimizer
+from syncline.errors import ExchangeError, SynclineError, UsageError
+from syncline.exchange import Climbing, Dense, Exchange, Layout, OkTopk, State, default_lanes, settings
+from syncline.exchange.workspace import Workspace
+from syncline.measure.network import Network
+
+MIB = 2**20
+BUCKET_MB = 16.0
+"""Small: each is a part of what is alive at any time, and large enough to select from."""
+
+OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+@dataclass
+class _Bucket:
+    """Some pieces of gradients that are exchanged together."""
+
+    index: int
+    pieces: tuple[Piece, ...]
+    lane: int
+    exchange: Exchange
+    layout: Layout
+    state: State
+    averages: bool
+    ends: tuple[str, ...]
+    """Parameters of which this holds the last piece."""
+
+    @property
+    def label(self) -> str:
+        return self.pieces[0].name if len(self.pieces) == 1 else f"{self.pieces[0].name} to {self.pieces[-1].name}"
+
+
+@dataclass
+class _Pass:
+    """One backward."""
+
+    held: dict[str, Tensor] = field(default_factory=dict)
+    """Gradients that have arrived, by name; they become results in place."""
+    arrived: set[str] = field(default_factory=set)
+    order: list[str] = field(default_factory=list)
+    submitted: int = 0
+    under_way: list[_Flight] = field(default_factory=list)
+    finite: dict[int, Tensor] = field(default_factory=dict)
+    """By bucket."""
+    jobs: list[Job] = field(default_factory=list)
+    unused: frozenset[str] = frozenset()
+
+
+@dataclass
+class _Flight:
+    """A bucket that was submitted, and the gradients that it holds on to."""
+
+    bucket: _Bucket
+    future: Any
+    bytes: int
+
+
+class Layerwise:
+    """Trains `module` with data parallelism; call it like the module, and backward on the loss does all the rest.
+
+        trainer = syncline.Layerwise(net, lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), syncline.OkTopk())
+        for inputs, labels in batches:
+            loss_of(trainer(inputs), labels).backward()      # exchanges, steps and frees, layer by layer
+
+    All ranks of the process group create it, with the same arguments. `optimizer` makes one for the parameters it is
+    given, or is one; `trainer.optimizer` is an ordinary optimizer, for schedulers and the like. Weights and buffers
+    become rank 0's.
+
+    `mirror`: exchange updates instead of gradients (U). `clip_norm`: clip the global norm of the averaged gradients;
+    all of them are then kept to the end of backward, which costs as much memory as they take. `bucket_mb` and
+    `backlog_mb`: the most that is exchanged together, and the most that waits for it. `residual`: where exchanges keep what waits,
+    `device` or `host`. `find_unused_parameters`: some get no gradient in some steps; costs a round trip per step.
+
+    What DDP offers and this does not: GradScaler (it decides at the end whether a step counts, and layers have taken
+    theirs by then: use bf16, which needs no scaling), `join`, gradients that are parts of each other's buckets.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer | OptimizerOf,
+        exchange: Exchange | None = None,
+        *,
+        mirror: bool = False,
+        bucket_mb: float = BUCKET_MB,
+        backlog_mb: float | None = None,
+        lanes: int | None = None,
+        clip_norm: float | None = None,
+        residual: str = "device",
+        find_unused_parameters: bool = False,
+        broadcast_buffers: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        timeout_s: float | None = None,
+        network: Network | str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.module = module
+        self._parameters = _trained(module)
+        self._device = only_device(self._parameters)
+        self._group = _group_of(process_group)
+        self.exchange = _checked_exchange(exchange)
+        self._check_numbers(bucket_mb, backlog_mb, clip_norm, timeout_s, residual)
+        self.optimizer = _made(optimizer, self._parameters)
+        self._stepping: Stepping = of_optimizer(self.optimizer, self._parameters, mirror=mirror, clip_norm=clip_norm)
+        self._refuse_double_momentum(mirror)
+        self._cap_bytes = int(bucket_mb * MIB)
+        self._backlog_bytes = int((4 * bucket_mb if backlog_mb is None else backlog_mb) * MIB)
+        backend = str(dist.get_backend(self._group))
+        self._route: Route = Uniform(self.exchange, lanes or default_lanes(Dense(wire="bf16"), backend))
+        self._find_unused, self._broadcasts = find_unused_parameters, broadcast_buffers
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self.error: BaseException | None = None
+        self.steps = 0
+        self._syncing = True
+        self._pass = _Pass()
+        self._last = _Pass()
+        self._settled = False
+        """Whether buckets follow the order in which gradients become ready."""
+        self._lock = threading.Lock()
+        self._counted: dict[str, int] = {}
+        self._sent: dict[str, int] = {}
+        self._dropped = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._told_dropped = 0
+        self._groups: list[LaneGroups] = []
+        self._lanes: list[Lane] = []
+        self._hooks: list[Any] = []
+        timeout = group_timeout(self._group) if timeout_s is None else timedelta(seconds=timeout_s)
+        with current_device(self._device):
+            known = read_network(network)
+            meet(self._group, self._fingerprint(residual, known), "what is trained", "Layerwise")
+            if isinstance(known, SynclineError):
+                raise known
+            self._place = find_place(self._group, self._route.exchanges, known)
+            _same_as_first(self._group, [*module.parameters(), *module.buffers()])
+            self._workspaces = [
+                Workspace(self._device, rest_on_host=residual == "host") for _ in range(self._route.lanes)
+            ]
+            try:
+                for index in range(self._route.lanes):
+                    topology = None if self._place is None else self._place.topology
+                    self._groups.append(LaneGroups.create(self._group, timeout, topology))
+                    self._lanes.append(make_lane(self._device, f"syncline-lane-{index}"))
+                self._buckets = self._furnished(cut(list(self._parameters)[::-1], self._parameters, self._cap_bytes))
+            except BaseException:
+                self.close()
+                raise
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._arrive) for parameter in self._parameters.values()
+        ]
+
+    # --- what a training loop calls -----------------------------------------------------------------------------
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        """The module's forward."""
+        if self.module.training and torch.is_grad_enabled():
+            self._check_ready()
+            if self._syncing and self._broadcasts:
+                _same_as_first(self._group, list(self.module.buffers()))
+        return self.module(*inputs, **options)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward inside only accumulates gradients, as in DDP: they then are all there until one outside exchanges
+        them, which is what this exists to avoid. Larger batches that fit because of it are the better way."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    def train(self, mode: bool = True) -> Layerwise:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Layerwise:
+        return self.train(False)
+
+    # --- backward -----------------------------------------------------------------------------------------------
+
+    def _arrive(self, parameter: Tensor) -> None:
+        """Backward has completed a parameter's gradient."""
+        if not self._syncing:
+            return
+        if self.error is not None:
+            raise ExchangeError(f"an earlier exchange of this model failed: {self.error}") from self.error
+        name, now = self._names[id(parameter)], self._pass
+        if name in now.arrived:
+            raise UsageError(
+                f"the gradient of {name} came twice in one backward: a weight that several checkpointed parts share "
+                "needs torch.utils.checkpoint(…, use_reentrant=False)"
+            )
+        gradient = parameter.grad
+        assert gradient is not None  # noqa: S101 - it has just been accumulated
+        parameter.grad = None
+        if self._find_unused and not now.arrived:
+            _at_end_of_backward(self._fill_unused)
+        now.arrived.add(name)
+        now.order.append(name)
+        now.held[name] = _lying_like(gradient, parameter)
+        del gradient
+        self._submit_ready()
+
+    def _submit_ready(self) -> None:
+        """In the order of buckets, which is the same on all ranks, whatever became ready first here."""
+        now = self._pass
+        while now.submitted < len(self._buckets):
+            bucket = self._buckets[now.submitted]
+            if any(piece.name not in now.arrived for piece in bucket.pieces):
+                return
+            now.submitted += 1
+            self._submit(bucket)
+        _at_end_of_backward(self._finish)
+
+    def _submit(self, bucket: _Bucket) -> None:
+        now, lane = self._pass, self._lanes[bucket.lane]
+        held = [now.held[piece.name] for piece in bucket.pieces]
+        waiting = bucket.layout.numel * bucket.layout.dtype.itemsize
+        while now.under_way and sum(flight.bytes for flight in now.under_way) + waiting > self._backlog_bytes:
+            self._land(now.under_way.pop(0))
+        on_lane = self._device.type == "cuda"
+        job = Job(
+            bucket=bucket.index,
+            lane=bucket.lane,
+            flat=self._workspaces[bucket.lane].take("flat", (bucket.layout.numel,), bucket.layout.dtype),
+            run=lambda: self._run(bucket, held, apply=on_lane),
+            marks=lane.marks(now.jobs[0].marks if now.jobs else None),
+        )
+        now.jobs.append(job)
+        now.under_way.append(_Flight(bucket, self._guarded(lambda: lane.submit(job), bucket), waiting))
+
+    def _land(self, flight: _Flight) -> None:
+        """Waits for a bucket: on CUDA, backward's stream does. Then nothing of it is needed any more."""
+        self._guarded(flight.future.wait, flight.bucket)
+        if self._device.type != "cuda":
+            self._apply(flight.bucket)
+        for name in flight.bucket.ends:
+            if not self._stepping.at_end:
+                self._pass.held.pop(name, None)
+
+    def _guarded(self, call: Callable[[], Any], bucket: _Bucket) -> Any:
+        try:
+            return call()
+        except BaseException as error:
+            if self.error is None:
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                failed = ExchangeError(
+                    f"exchanging {bucket.label} failed in step {self.steps}: {reason}. Some layers have taken this "
+                    "step and others have not: go on from a checkpoint"
+                )
+                self.error = failed
+                raise failed from error
+            raise
+
+    def _finish(self) -> None:
+        """All gradients have arrived and are under way."""
+        now = self._pass
+        while now.under_way:
+            self._land(now.under_way.pop(0))
+        if self._stepping.at_end:
+            used = [name for name in self._parameters if name not in now.unused]
+            finite = torch.stack([now.finite[index] for index in sorted(now.finite)]).all()
+            self._step(used, now.held, finite)
+        self._last, self._pass = now, _Pass()
+        self._last.held.clear()
+        sent = self.sent_bytes
+        self._sent = {level: sent[level] - self._counted.get(level, 0) for level in sent}
+        self._counted = sent
+        self.steps += 1
+        if self._device.type != "cuda":
+            self._tell_dropped()
+        if not self._settled:
+            self._settle(now.order)
+
+    def _fill_unused(self) -> None:
+        """Backward is over: what did not arrive was not used, here; somewhere else it may have been."""
+        names = list(self._parameters)
+        used = torch.tensor([name in self._pass.arrived for name in names], dtype=torch.int32, device=self._device)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
+        self._pass.unused = frozenset(name for name, any_rank in zip(names, used.tolist(), strict=True) if not any_rank)
+        for name in names:
+            if name not in self._pass.arrived:
+                self._pass.arrived.add(name)
+                self._pass.held[name] = torch.zeros_like(self._parameters[name])
+        if self._pass.submitted < len(self._buckets):
+            self._submit_ready()
+
+    # --- on a lane ----------------------------------------------------------------------------------------------
+
+    def _run(self, bucket: _Bucket, held: Sequence[Tensor], *, apply: bool) -> None:
+        state, groups = bucket.state, self._groups[bucket.lane]
+        workspace = self._workspaces[bucket.lane]
+        flat = workspace.take("flat", (bucket.layout.numel,), bucket.layout.dtype)
+        with torch.no_grad():
+            parts = [
+                (piece.of(gradient), slot.offset)
+                for piece, gradient, slot in zip(bucket.pieces, held, bucket.layout.slots, strict=True)
+            ]
+            for part, offset in parts:
+                flat[offset : offset + part.numel()].copy_(part)
+            self._stepping.before(bucket.pieces, flat, workspace)
+            if not bucket.averages:
+                flat.mul_(1 / groups.comm.size)
+            state.begin(self.steps)
+            work = bucket.exchange.run(flat, state, groups.comm)
+            if work is not None:
+                work.wait()
+            finite = state.finite(flat)
+            state.settle(finite)
+            flat.masked_fill_(~finite, 0)
+            self._stepping.after(bucket.pieces, finite, workspace)
+            for part, offset in parts:
+                part.copy_(flat[offset : offset + part.numel()])
+        self._pass.finite[bucket.index] = finite
+        if apply:
+            self._apply(bucket)
+
+    def _apply(self, bucket: _Bucket) -> None:
+        """The optimizer steps what this bucket completes."""
+        now = self._pass
+        finite = now.finite[bucket.index]
+        self._dropped += ~finite
+        names = [name for name in bucket.ends if name not in now.unused]
+        if names and not self._stepping.at_end:
+            self._step(names, now.held, finite if len(bucket.pieces) == len(bucket.ends) else None)
+
+    def _step(self, names: Sequence[str], held: Mapping[str, Tensor], finite: Tensor | None) -> None:
+        """`finite`: whether they count. None where only a part of one would not: that part's result is zero."""
+        self._stepping.step([(self._parameters[name], held[name]) for name in names], finite)
+
+    # --- buckets ------------------------------------------------------------------------------------------------
+
+    def _furnished(self, made: Cut, kept: Mapping[str, Mapping[str, Tensor]] | None = None) -> list[_Bucket]:
+        """Collective. Buckets with their states, the largest first: the others then fit into its memory."""
+        described = {str(index): " ".join(map(str, pieces)) for index, pieces in enumerate(made)}
+        meet(self._group, described, "how gradients are cut into buckets", "Layerwise")
+        ends: dict[str, int] = {piece.name: index for index, pieces in enumerate(made) for piece in pieces}
+        buckets: dict[int, _Bucket] = {}
+        sizes = {index: sum(piece.numel for piece in pieces) for index, pieces in enumerate(made)}
+        for index in sorted(sizes, key=lambda index: (-sizes[index], index)):
+            pieces = made[index]
+            names = list(dict.fromkeys(piece.name for piece in pieces))
+            exchange, lane = self._route.way(names, index, self.steps)
+            layout = layout_of(pieces, self._parameters, self._workspaces[lane])
+            self._workspaces[lane].take("flat", (layout.numel,), layout.dtype)
+            state = exchange.prepare(layout, self._groups[lane].comm)
+            if isinstance(exchange, Climbing):
+                meet(self._group, {"way": state.describe()}, "the way of a bucket", "Layerwise")
+            if kept is not None:
+                state.load(layout, dealt_to(pieces, kept, self._parameters))
+            averages = state.average(1 / self._group.size())
+            last = tuple(name for name in names if ends[name] == index)
+            buckets[index] = _Bucket(index, pieces, lane, exchange, layout, state, averages, last)
+        return [buckets[index] for index in range(len(made))]
+
+    def _settle(self, order: Sequence[str]) -> None:
+        """Cuts anew, in the order in which rank 0's gradients became ready."""
+        self._settled = True
+        first = gather_bytes(self._group, "\n".join(order).encode())[0].decode().split("\n")
+        rest = [name for name in list(self._parameters)[::-1] if name not in set(first)]
+        made = cut([*first, *rest], self._parameters, self._cap_bytes)
+        if made != tuple(bucket.pieces for bucket in self._buckets):
+            kept = self._kept()
+            self._buckets = []
+            self._buckets = self._furnished(made, kept)
+
+    def _kept(self) -> dict[str, dict[str, Tensor]]:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return joined(
+            [(bucket.pieces, bucket.state.tensors(bucket.layout)) for bucket in self._buckets], self._parameters
+        )
+
+    # --- what it tells ------------------------------------------------------------------------------------------
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """By the busiest rank since it was made, per level."""
+        total: dict[str, int] = {}
+        for groups in self._groups:
+            for level, sent in groups.counter.sent_bytes.items():
+                total[level] = total.get(level, 0) + sent
+        return total
+
+    def predicted_sent_bytes(self) -> dict[str, int]:
+        """What a step should send, per level, by the exchange's own account."""
+        total: dict[str, int] = {}
+        for bucket in self._buckets:
+            topology = self._groups[bucket.lane].topology
+            cost = bucket.exchange.cost(bucket.layout.numel, bucket.layout.dtype, topology)
+            for level, sent in cost.sent_bytes.items():
+                total[level] = total.get(level, 0) + sent
+        return total
+
+    def stats(self) -> Stats:
+        timings = []
+        for job in self._last.jobs:
+            seconds = job.marks.seconds()
+            if seconds is not None:
+                size = job.flat.numel() * job.flat.element_size()
+                timings.append(
+                    BucketTiming(job.bucket, job.lane, size, seconds["ready"], seconds["start"], seconds["end"])
+                )
+        return Stats(self.steps, dict(self._sent), self.sent_bytes, tuple(timings))
+
+    @property
+    def dropped(self) -> int:
+        """How often a bucket was not finite, and its layers did not take a step. Waits for the device."""
+        return int(self._dropped)
+
+    def _tell_dropped(self) -> None:
+        dropped = self.dropped
+        if dropped > self._told_dropped and self._group.rank() == 0:
+            where = [bucket.label for bucket in self._buckets if not bool(self._last.finite.get(bucket.index, True))]
+            tell(
+                f"step {self.steps - 1}: the gradients of {', '.join(where[:3])} are not finite, and these layers do "
+                f"not take this step, on any rank ({dropped} so far)"
+            )
+        self._told_dropped = dropped
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that this rank needs to go on: weights, optimizer, and what waits to be exchanged."""
+        self._check_ready()
+        if self.error is not None:
+            raise ExchangeError(f"the state is unusable, because an exchange failed: {self.error}")
+        return {
+            **self._checkpoints.identity,
+            "steps": self.steps,
+            "buckets": [[str(piece) for piece in bucket.pieces] for bucket in self._buckets],
+            "tensors": self._kept(),
+            "model": {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()},
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken, on the same rank of as many. All ranks load, or none."""
+        self._checkpoints.check({**state, "buckets": []})
+        for part in ("model", "optimizer"):
+            if part not in state:
+                raise UsageError(f"the state has no {part!r}: pass what state_dict() returned")
+        made = self._cut_of(state["buckets"])
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.steps = state["steps"]
+        self._settled = self.steps > 0
+        self._pass = _Pass()
+        with current_device(self._device):
+            self._buckets = []
+            self._buckets = self._furnished(made, state["tensors"])
+
+    def _cut_of(self, named: Sequence[Sequence[str]]) -> Cut:
+        """The buckets of a checkpoint, from their names."""
+        made = []
+        for names in named:
+            pieces = []
+            for text in names:
+                name, _, bounds = text.rpartition("[")
+                start, _, stop = bounds.rstrip("]").partition(":")
+                if name not in self._parameters or not (start.isdigit() and stop.isdigit()):
+                    raise UsageError(f"the state holds {text!r}, which is not a part of this model")
+                pieces.append(Piece(name, int(start), int(stop)))
+            made.append(tuple(pieces))
+        covered: dict[str, int] = {}
+        for piece in (piece for pieces in made for piece in pieces):
+            covered[piece.name] = covered.get(piece.name, 0) + piece.numel
+        for name, parameter in self._parameters.items():
+            if covered.get(name) != parameter.numel():
+                raise UsageError(f"the state's buckets do not hold {name!r} once: it is of another model")
+        return tuple(made)
+
+    @property
+    def _checkpoints(self) -> Checkpoints:
+        levels = repr(self._place.tree.root) if self._place is not None and self.exchange.keeps else None
+        described = {**self._route.settings(), "mirror": self._stepping.mirror}
+        return Checkpoints(self._group, self._device, described, levels, self._misfit)
+
+    def _misfit(self, tensors: Mapping[str, Mapping[str, Tensor]], buckets: Sequence[Sequence[str]]) -> str | None:
+        for name, kinds in tensors.items():
+            if name not in self._parameters:
+                return f"the state holds {name!r}, which is not a parameter of this model"
+            shape = self._parameters[name].shape
+            for kind, tensor in kinds.items():
+                if tensor.shape != shape:
+                    return (
+                        f"the state's {kind} of {name!r} has shape {tuple(tensor.shape)}, the parameter {tuple(shape)}"
+                    )
+        return None
+
+    def close(self) -> None:
+        """Gives the module back as an ordinary one: what waits to be exchanged is lost."""
+        for hook in self._hooks:
+            hook.remove()
+        for lane in self._lanes:
+            lane.close()
+        for groups in self._groups:
+            groups.destroy()
+        self._hooks, self._lanes, self._groups, self._buckets = [], [], [], []
+        self._pass = self._last = _Pass()
+
+    # --- checks -------------------------------------------------------------------------------------------------
+
+    def _check_ready(self) -> None:
+        if self.error is not None:
+            raise ExchangeError(f"an earlier exchange of this model failed: {self.error}") from self.error
+        if not self._lanes:
+            raise UsageError("this trainer is closed: make another")
+        kind = self._device.type
+        if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
+            raise UsageError(
+                "autocast to float16 needs a GradScaler, which decides at the end of backward whether a step counts, "
+                "and layers have taken theirs by then: use torch.bfloat16, which needs no scaling"
+            )
+        now = self._pass
+        if now.submitted:
+            missing = [name for name in self._parameters if name not in now.arrived]
+            self.error = ExchangeError(
+                f"the last backward ended with {len(now.arrived)} of {len(self._parameters)} gradients; {missing[0]} is "
+                "among the missing. Some layers have taken that step and others have not: go on from a checkpoint. "
+                "If nothing was raised, these parameters were not used: pass find_unused_parameters=True"
+            )
+            raise self.error
+        if now.arrived and not self._find_unused:
+            missing = [name for name in self._parameters if name not in now.arrived]
+            self._pass = _Pass()  # nothing was exchanged: what arrived is as if it had not
+            if torch.is_grad_enabled():
+                raise ExchangeError(
+                    f"the last backward ended with {len(now.arrived)} of {len(self._parameters)} gradients; "
+                    f"{missing[0]} is among the missing. No layer has taken a step. If nothing was raised, these "
+                    "parameters were not used: pass find_unused_parameters=True"
+                )
+
+    def _check_numbers(
+        self,
+        bucket_mb: float,
+        backlog_mb: float | None,
+        clip_norm: float | None,
+        timeout_s: float | None,
+        residual: str,
+    ) -> None:
+        for name, value in {
+            "bucket_mb": bucket_mb,
+            "backlog_mb": backlog_mb,
+            "clip_norm": clip_norm,
+            "timeout_s": timeout_s,
+        }.items():
+            if value is not None and not 0 < value < float("inf"):
+                raise UsageError(f"{name} is {value!r}: pass a positive number")
+        if residual not in ("device", "host"):
+            raise UsageError(f"residual is {residual!r}: it is kept on the device, or on the host")
+
+    def _refuse_double_momentum(self, mirror: bool) -> None:
+        inner = getattr(self.exchange, "across", self.exchange)
+        if (
+            isinstance(inner, OkTopk)
+            and inner.momentum
+            and any(group.get("momentum") for group in self.optimizer.param_groups)
+        ):
+            raise UsageError(f"{inner!r} and the optimizer both have momentum: leave one of them without")
+        if mirror and isinstance(inner, OkTopk) and inner.momentum:
+            raise UsageError(f"mirror=True has momentum of its own: use OkTopk(density={inner.density})")
+
+    def _fingerprint(self, residual: str, network: Network | SynclineError | None) -> dict[str, Any]:
+        model = {name: f"{tuple(p.shape)} {p.dtype} {p.stride()}" for name, p in self._parameters.items()}
+        versions = {"syncline": __version__, "torch": str(torch.__version__)}
+        known = network if isinstance(network, SynclineError) else None
+        return flatten(
+            {
+                "exchange": settings(self.exchange),
+                "lanes": self._route.lanes,
+                "bucket_bytes": self._cap_bytes,
+                "residual": residual,
+                "find_unused_parameters": self._find_unused,
+                "optimizer": self._stepping.describe(),
+                "version": versions,
+                "parameter": model,
+                "network": f"unreadable: {known}" if known else network is not None,
+            }
+        )
+
+
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    if isinstance(module, DDP):
+        raise UsageError("Layerwise takes the module itself, not a DistributedDataParallel: pass model.module")
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"Layerwise trains a module, not a {type(module).__name__}")
+    refuse_sparse(module)
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not trained:
+        raise UsageError("the model has no parameter that requires a gradient")
+    for name, parameter in trained.items():
+        if parameter.is_complex():
+            raise UsageError(f"{name} is complex, which is not supported here: use DDP and attach")
+        if not _dense(parameter):
+            raise UsageError(f"{name} does not lie densely in memory: make it contiguous()")
+    return trained
+
+
+def _dense(tensor: Tensor) -> bool:
+    """Without gaps or overlaps, in whatever order of dimensions."""
+    expected = 1
+    for size, stride in sorted(
+        ((n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1), key=lambda pair: pair[1]
+    ):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _lying_like(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """In memory as the parameter does: as a rule it does so already."""
+    if gradient.layout != torch.strided:
+        raise UsageError("sparse gradients are not supported: build the embedding with sparse=False")
+    gradient = gradient.detach()
+    if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
+
+
+def _group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError("there is no process group: call torch.distributed.init_process_group first, under torchrun")
+    found = group if group is not None else dist.group.WORLD
+    assert found is not None  # noqa: S101 - it is initialised
+    return found
+
+
+def _checked_exchange(exchange: Exchange | None) -> Exchange:
+    exchange = Dense() if exchange is None else exchange
+    if isinstance(exchange, type) or not isinstance(exchange, Exchange):
+        raise UsageError(f"{exchange!r} is not an exchange: pass an instance, for example syncline.Dense()")
+    return exchange
+
+
+def _made(optimizer: Optimizer | OptimizerOf, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
+    made = optimizer if isinstance(optimizer, Optimizer) else None
+    if made is None:
+        if not callable(optimizer):
+            raise UsageError(
+                f"optimizer is a {type(optimizer).__name__}: pass one, or a function that makes one for parameters, "
+                "like lambda p: torch.optim.SGD(p, lr=0.1)"
+            )
+        made = optimizer(list(parameters.values()))
+    if not isinstance(made, Optimizer):
+        raise UsageError(f"the optimizer's function returned a {type(made).__name__}, not an optimizer")
+    stepped = {id(p) for group in made.param_groups for p in group["params"]}
+    for name, parameter in parameters.items():
+        if id(parameter) not in stepped:
+            raise UsageError(f"the optimizer does not have {name}, which is trained: freeze it, or pass it along")
+    return made
+
+
+def _same_as_first(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
+    """Collective: all ranks' tensors become rank 0's, one broadcast for each type."""
+    first = dist.get_global_rank(group, 0)
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        same = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
+        step = max(1, BROADCAST_BYTES // dtype.itemsize)
+        chunk: list[Tensor] = []
+        for tensor in [*same, None]:
+            if chunk and (tensor is None or sum(one.numel() for one in chunk) + tensor.numel() > step):
+                flat = torch.cat([one.reshape(-1) for one in chunk])
+                dist.broadcast(flat, first, group=group)
+                for one, part in zip(chunk, flat.split([one.numel() for one in chunk]), strict=True):
+                    one.copy_(part.view(one.shape))
+                chunk = []
+            if tensor is not None:
+                chunk.append(tensor)
+
+
+BROADCAST_BYTES = 64 * MIB
+
+
+def _at_end_of_backward(call: Callable[[], None]) -> None:
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
