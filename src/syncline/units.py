@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
+from syncline.errors import UsageError
+
 
 def size_text(nbytes: float) -> str:
     """To three digits, in decimal units: `1.5 MB`."""
@@ -9,3 +13,23 @@ def size_text(nbytes: float) -> str:
         if nbytes >= 0.9995 * scale:  # what rounds to 1,000 of the smaller unit is 1 of this one
             return f"{nbytes / scale:.3g} {unit}"
     return f"{nbytes:.0f} B"
+
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def parse_bytes(size: object) -> int:
+    """`"8GiB"`, `"500MB"`, or a number of bytes."""
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    found = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if found is None or found[2].upper() not in _UNITS or not float(found[1]):
+        raise UsageError(f"{size!r} is not a size of memory: write it like 8GiB or 500MB")
+    return int(float(found[1]) * _UNITS[found[2].upper()])
+
+
+def format_bytes(size: float) -> str:
+    """In GiB or MiB, to three figures."""
+    value, unit = (size / 2**30, "GiB") if size >= 2**30 else (size / 2**20, "MiB")
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"

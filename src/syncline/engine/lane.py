@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from syncline.exchange import Work
+from syncline.measure.memory import followed
 
 
 @dataclass
@@ -173,7 +174,8 @@ def _issue(job: Job) -> Any:
     """Runs the job → a future of its flat tensor, which raises what the job raised."""
     job.marks.mark("start")
     try:
-        last = job.run()
+        with followed():
+            last = job.run()
         if last is not None and hasattr(last, "get_future"):
             return last.get_future().then(lambda finished: _land(job, finished))
         if last is not None:

@@ -3,8 +3,8 @@
 After LaySA (memory management and sparse communication together, IEEE Access 2021). DDP keeps every gradient until
 backward is over, and a sparse hook keeps a residual beside it, twice. Here a layer's gradients leave as soon as
 backward has made them: they are exchanged on a lane while backward goes on, the optimizer steps the layer, and the
-gradients are gone. What an exchange keeps is there once, on the device or in the host's memory, and what it needs while it runs is
-shared by all layers (`exchange/workspace.py`).
+gradients are gone. What an exchange keeps is there once, on the device or in the host's memory, and what it needs
+while it runs is shared by all layers (`exchange/workspace.py`).
 
 The optimizer is an ordinary one, and steps the layers one by one, each when its gradients have arrived:
 
@@ -20,6 +20,7 @@ Gradients wait for their exchange in their own memory, up to `backlog_mb`; then 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,7 +35,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from syncline._version import __version__
-from syncline.engine.agreement import current_device, flatten, meet
+from syncline.engine.activations import Managed, find_blocks
+from syncline.engine.agreement import current_device, flatten, meet, together
 from syncline.engine.attach import BucketTiming, Stats, read_network
 from syncline.engine.checkpoint import Checkpoints
 from syncline.engine.comm import LaneGroups, gather_bytes, group_timeout
@@ -43,11 +45,15 @@ from syncline.engine.model import only_device, refuse_sparse
 from syncline.engine.pieces import Cut, Piece, cut, dealt_to, joined, layout_of
 from syncline.engine.place import find_place
 from syncline.engine.route import Route, Uniform, tell
-from syncline.engine.stepping import Stepping, of_optimizer
+from syncline.engine.stepping import Stepping, of_optimizer, state_bytes
 from syncline.errors import ExchangeError, SynclineError, UsageError
 from syncline.exchange import Climbing, Dense, Exchange, Layout, OkTopk, State, default_lanes, settings
 from syncline.exchange.workspace import Workspace
+from syncline.measure.activations import KEEP, WAYS
+from syncline.measure.blocks import measure_activations
 from syncline.measure.network import Network
+from syncline.predict.memory import Choice, Training, choose, smallest_budget
+from syncline.units import format_bytes, parse_bytes
 
 MIB = 2**20
 BUCKET_MB = 16.0
@@ -113,8 +119,16 @@ class Layerwise:
 
     `mirror`: exchange updates instead of gradients (U). `clip_norm`: clip the global norm of the averaged gradients;
     all of them are then kept to the end of backward, which costs as much memory as they take. `bucket_mb` and
-    `backlog_mb`: the most that is exchanged together, and the most that waits for it. `residual`: where exchanges keep what waits,
-    `device` or `host`. `find_unused_parameters`: some get no gradient in some steps; costs a round trip per step.
+    `backlog_mb`: the most that is exchanged together, and the most that waits for it. `residual`: where exchanges keep
+    what waits, `device` or `host`. `find_unused_parameters`: some get no gradient in some steps; costs a round trip per
+    step.
+
+    `memory_budget`, like "8GiB", is what tensors on the device may take, weights included. What blocks of layers leave
+    for their backward is then kept, recomputed or moved to the host, and so is what waits to be exchanged, as it costs
+    least time; or it is refused, with the least that would do. `step` runs a forward on the module that it is given,
+    with a batch like those to come, and returns the loss: sizes and times are measured with it, before training.
+    `activations` says it instead: `keep`, `recompute`, `offload` or `park` (recompute, from the host's memory), for all
+    blocks or by their names.
 
     What DDP offers and this does not: GradScaler (it decides at the end whether a step counts, and layers have taken
     theirs by then: use bf16, which needs no scaling), `join`, gradients that are parts of each other's buckets.
@@ -131,7 +145,10 @@ class Layerwise:
         backlog_mb: float | None = None,
         lanes: int | None = None,
         clip_norm: float | None = None,
-        residual: str = "device",
+        memory_budget: str | int | None = None,
+        step: Callable[[nn.Module], Tensor] | None = None,
+        activations: str | Mapping[str, str] | None = None,
+        residual: str | None = None,
         find_unused_parameters: bool = False,
         broadcast_buffers: bool = True,
         process_group: dist.ProcessGroup | None = None,
@@ -144,6 +161,12 @@ class Layerwise:
         self._group = _group_of(process_group)
         self.exchange = _checked_exchange(exchange)
         self._check_numbers(bucket_mb, backlog_mb, clip_norm, timeout_s, residual)
+        budget_bytes = None if memory_budget is None else parse_bytes(memory_budget)
+        if budget_bytes is not None and (step is None or activations is not None):
+            raise UsageError(
+                "memory_budget measures, with step=, a function that runs a forward on the module that it is given and "
+                "returns the loss; and it chooses what becomes of activations itself"
+            )
         self.optimizer = _made(optimizer, self._parameters)
         self._stepping: Stepping = of_optimizer(self.optimizer, self._parameters, mirror=mirror, clip_norm=clip_norm)
         self._refuse_double_momentum(mirror)
@@ -165,13 +188,17 @@ class Layerwise:
         self._sent: dict[str, int] = {}
         self._dropped = torch.zeros((), dtype=torch.int64, device=self._device)
         self._told_dropped = 0
+        self.choice: Choice | None = None
+        """What a memory budget came to."""
+        self._budget_bytes = budget_bytes
+        self._managed: Managed | None = None
         self._groups: list[LaneGroups] = []
         self._lanes: list[Lane] = []
         self._hooks: list[Any] = []
         timeout = group_timeout(self._group) if timeout_s is None else timedelta(seconds=timeout_s)
         with current_device(self._device):
             known = read_network(network)
-            meet(self._group, self._fingerprint(residual, known), "what is trained", "Layerwise")
+            meet(self._group, self._fingerprint(residual, known, budget_bytes), "what is trained", "Layerwise")
             if isinstance(known, SynclineError):
                 raise known
             self._place = find_place(self._group, self._route.exchanges, known)
@@ -185,6 +212,13 @@ class Layerwise:
                     self._groups.append(LaneGroups.create(self._group, timeout, topology))
                     self._lanes.append(make_lane(self._device, f"syncline-lane-{index}"))
                 self._buckets = self._furnished(cut(list(self._parameters)[::-1], self._parameters, self._cap_bytes))
+                if step is not None and budget_bytes is not None:
+                    with together(self._group, self._device, "the memory budget", "Layerwise"):
+                        self.choice = self._choose(step, budget_bytes, residual)
+                    for workspace in self._workspaces:
+                        workspace.rest_on(self.choice.residual)
+                    activations = dict(zip(find_blocks(module), self.choice.ways, strict=True))
+                self._managed = Managed(module, _ways(module, activations))
             except BaseException:
                 self.close()
                 raise
@@ -461,6 +495,35 @@ class Layerwise:
             )
         self._told_dropped = dropped
 
+    # --- memory -------------------------------------------------------------------------------------------------
+
+    def training(self) -> Training:
+        """What is there all the time, in bytes."""
+        parameters = list(self.module.parameters())
+        total = sum(p.numel() * p.element_size() for p in self._parameters.values())
+        largest = max(p.numel() * p.element_size() for p in self._parameters.values())
+        waiting = total if self._stepping.at_end else min(total, self._backlog_bytes + largest)
+        return Training(
+            elements=sum(p.numel() for p in self._parameters.values()),
+            parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
+            buffer_bytes=sum(b.numel() * b.element_size() for b in self.module.buffers()),
+            optimizer_bytes=int(state_bytes(self.optimizer) * sum(p.numel() for p in self._parameters.values())),
+            residual_bytes=sum(bucket.state.rests_bytes for bucket in self._buckets),
+            workspace_bytes=sum(workspace.bytes for workspace in self._workspaces),
+            gradient_bytes=waiting,
+        )
+
+    def _choose(self, step: Callable[[nn.Module], Tensor], budget_bytes: int, residual: str | None) -> Choice:
+        found, training = measure_activations(self.module, {1: step}), self.training()
+        choice = choose(found, training, 1, budget_bytes, residual=residual)
+        if choice is None:
+            least = smallest_budget(found, training, 1, residual=residual)
+            raise UsageError(
+                f"memory_budget is {format_bytes(budget_bytes)}, and the least with which this batch can be trained is "
+                f"{format_bytes(math.ceil(least / MIB) * MIB)}: allow that, or take a smaller batch"
+            )
+        return choice
+
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
@@ -533,6 +596,8 @@ class Layerwise:
 
     def close(self) -> None:
         """Gives the module back as an ordinary one: what waits to be exchanged is lost."""
+        if self._managed is not None:
+            self._managed.close()
         for hook in self._hooks:
             hook.remove()
         for lane in self._lanes:
@@ -556,23 +621,23 @@ class Layerwise:
                 "and layers have taken theirs by then: use torch.bfloat16, which needs no scaling"
             )
         now = self._pass
-        if now.submitted:
-            missing = [name for name in self._parameters if name not in now.arrived]
-            self.error = ExchangeError(
-                f"the last backward ended with {len(now.arrived)} of {len(self._parameters)} gradients; {missing[0]} is "
-                "among the missing. Some layers have taken that step and others have not: go on from a checkpoint. "
-                "If nothing was raised, these parameters were not used: pass find_unused_parameters=True"
+        if not now.submitted and (not now.arrived or self._find_unused):
+            return
+        missing = [name for name in self._parameters if name not in now.arrived]
+        failed = ExchangeError(
+            f"the last backward ended with {len(now.arrived)} of {len(self._parameters)} gradients"
+            f"{f', without {missing[0]}' if missing else ''}. "
+            + (
+                "Some layers have taken that step and others have not: go on from a checkpoint. "
+                if now.submitted
+                else "No layer has taken that step. "
             )
-            raise self.error
-        if now.arrived and not self._find_unused:
-            missing = [name for name in self._parameters if name not in now.arrived]
-            self._pass = _Pass()  # nothing was exchanged: what arrived is as if it had not
-            if torch.is_grad_enabled():
-                raise ExchangeError(
-                    f"the last backward ended with {len(now.arrived)} of {len(self._parameters)} gradients; "
-                    f"{missing[0]} is among the missing. No layer has taken a step. If nothing was raised, these "
-                    "parameters were not used: pass find_unused_parameters=True"
-                )
+            + "If nothing was raised, these parameters were not used: pass find_unused_parameters=True"
+        )
+        self._pass = _Pass()
+        if now.submitted:
+            self.error = failed
+        raise failed
 
     def _check_numbers(
         self,
@@ -580,7 +645,7 @@ class Layerwise:
         backlog_mb: float | None,
         clip_norm: float | None,
         timeout_s: float | None,
-        residual: str,
+        residual: str | None,
     ) -> None:
         for name, value in {
             "bucket_mb": bucket_mb,
@@ -590,7 +655,7 @@ class Layerwise:
         }.items():
             if value is not None and not 0 < value < float("inf"):
                 raise UsageError(f"{name} is {value!r}: pass a positive number")
-        if residual not in ("device", "host"):
+        if residual not in (None, "device", "host"):
             raise UsageError(f"residual is {residual!r}: it is kept on the device, or on the host")
 
     def _refuse_double_momentum(self, mirror: bool) -> None:
@@ -604,7 +669,9 @@ class Layerwise:
         if mirror and isinstance(inner, OkTopk) and inner.momentum:
             raise UsageError(f"mirror=True has momentum of its own: use OkTopk(density={inner.density})")
 
-    def _fingerprint(self, residual: str, network: Network | SynclineError | None) -> dict[str, Any]:
+    def _fingerprint(
+        self, residual: str | None, network: Network | SynclineError | None, budget_bytes: int | None
+    ) -> dict[str, Any]:
         model = {name: f"{tuple(p.shape)} {p.dtype} {p.stride()}" for name, p in self._parameters.items()}
         versions = {"syncline": __version__, "torch": str(torch.__version__)}
         known = network if isinstance(network, SynclineError) else None
@@ -614,6 +681,7 @@ class Layerwise:
                 "lanes": self._route.lanes,
                 "bucket_bytes": self._cap_bytes,
                 "residual": residual,
+                "memory_budget": budget_bytes,
                 "find_unused_parameters": self._find_unused,
                 "optimizer": self._stepping.describe(),
                 "version": versions,
@@ -660,6 +728,20 @@ def _lying_like(gradient: Tensor, parameter: Tensor) -> Tensor:
     if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
         return gradient
     return torch.empty_like(parameter).copy_(gradient)
+
+
+def _ways(module: nn.Module, activations: str | Mapping[str, str] | None) -> dict[str, str]:
+    if activations is None or isinstance(activations, Mapping):
+        return dict(activations or {})
+    if activations not in WAYS:
+        raise UsageError(f"activations is {activations!r}: it is one of {', '.join(WAYS)}, or by the names of blocks")
+    blocks = find_blocks(module)
+    if not blocks and activations != KEEP:
+        raise UsageError(
+            "the model has no rows of blocks (in a Sequential or a ModuleList) that could be recomputed: name modules, "
+            f"as activations={{'layer': {activations!r}}}"
+        )
+    return dict.fromkeys(blocks, activations)
 
 
 def _group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -209,6 +209,24 @@ class Mirror:
         return {**_described(self._optimizer), "mirror": True}
 
 
+def state_bytes(optimizer: Optimizer) -> float:
+    """Of its state, per element: what one step of another like it leaves."""
+    probe = nn.Parameter(torch.zeros(64, 64))
+    probe.grad = torch.zeros_like(probe)
+    kind: Any = type(optimizer)
+    try:
+        other = kind(
+            [probe], **{**optimizer.defaults, "fused": None} if "fused" in optimizer.defaults else optimizer.defaults
+        )
+        other.step()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(
+            f"what {kind.__name__} keeps per weight cannot be found out ({error}): leave out memory_budget"
+        ) from error
+    held = [value for value in other.state[probe].values() if isinstance(value, Tensor) and value.numel() > 1]
+    return sum(value.numel() * value.element_size() for value in held) / probe.numel()
+
+
 def _described(optimizer: Optimizer) -> dict[str, Any]:
     groups = {}
     for index, group in enumerate(optimizer.param_groups):

@@ -82,8 +82,11 @@ class AllgatherTopk:
 
 
 class _Picked(Residual):
+    sparse = True
+
     def __init__(self, layout: Layout, slots: Slots, ranks: int) -> None:
         super().__init__(layout)
         self.kernels = kernels_for(slots, layout.device, layout.buffer)
         self.mine = layout.buffer("mine", slots.bytes, dtype=torch.uint8)
         self.theirs = layout.buffer("theirs", ranks, slots.bytes, dtype=torch.uint8)
+        self.reserve()

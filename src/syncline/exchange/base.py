@@ -260,6 +260,11 @@ class State:
         """What came in and was not applied yet, like the bucket; None for exchanges that apply everything."""
         return None
 
+    @property
+    def rests_bytes(self) -> int:
+        """What it will keep between steps."""
+        return 0
+
     def tensors(self, layout: Layout) -> dict[str, dict[str, Tensor]]:
         """By parameter name, then by kind, in logical shape: what a checkpoint must hold."""
         return {}

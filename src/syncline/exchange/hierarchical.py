@@ -350,6 +350,10 @@ class _Flat(State):
     def finite(self, flat: Tensor) -> Tensor:
         return self.inner.finite(flat)
 
+    @property
+    def rests_bytes(self) -> int:
+        return self.inner.rests_bytes
+
     def kept(self) -> Tensor | None:
         return self.inner.kept()
 
@@ -394,6 +398,10 @@ class _Climbed(State):
     @property
     def _kept(self) -> list[tuple[_Chunk, State]]:
         return [(chunk, chunk.across) for chunk in self.chunks if chunk.across is not None]
+
+    @property
+    def rests_bytes(self) -> int:
+        return sum(state.rests_bytes for _, state in self._kept)
 
     def kept(self) -> Tensor | None:
         pieces = [kept for _, state in self._kept if (kept := state.kept()) is not None]

@@ -144,6 +144,8 @@ class _Whole(Residual):
 class _Sparse(Residual):
     """A bucket that travels in slots."""
 
+    sparse = True
+
     def __init__(self, layout: Layout, momentum: float, slots: Slots) -> None:
         super().__init__(layout, momentum)
         self.kernels: Kernels = kernels_for(slots, layout.device, layout.buffer)
@@ -152,6 +154,7 @@ class _Sparse(Residual):
         self.picked = layout.buffer("picked", slots.bytes, dtype=torch.uint8)
         self.result_is_finite: Tensor | None = None
         self._slots = slots
+        self.reserve()
 
     def describe(self) -> str:
         return f"sparse, {self._slots.regions} slots of {self._slots.entries} entries"

@@ -21,6 +21,9 @@ from syncline.exchange.base import Layout, State
 class Residual(State):
     """In fp32, whatever the bucket's type; with momentum, each rank's own velocity beside it."""
 
+    sparse = False
+    """Whether a part of each step is kept."""
+
     def __init__(self, layout: Layout, momentum: float = 0.0) -> None:
         self._numel, self._device, self._dtype = layout.numel, layout.device, layout.dtype
         self._momentum = momentum
@@ -56,6 +59,12 @@ class Residual(State):
             self._pairs[kind] = self._workspace.at_rest(self._numel)
             pair[0].zero_()
         return pair
+
+    def reserve(self) -> None:
+        """Takes the room of a workspace that a step will need, for others to know how much that is."""
+        if self._workspace is not None:
+            for kind in ("residual", *(("velocity",) if self._momentum else ())):
+                self._workspace.take(kind, (2, self._numel), torch.float32)
 
     def _fetch(self) -> None:
         if self._workspace is not None:
@@ -127,6 +136,11 @@ class Residual(State):
                 self._measure = torch.where(finite, self._scale, self._measure)
 
     # --- between steps ------------------------------------------------------------------------------------------
+
+    @property
+    def rests_bytes(self) -> int:
+        kinds = (1 if self.sparse or "residual" in self._pairs else 0) + (1 if self._momentum else 0)
+        return kinds * self._numel * torch.float32.itemsize
 
     def kept(self) -> Tensor | None:
         return self._at_rest("residual") if "residual" in self._pairs else None

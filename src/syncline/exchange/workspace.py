@@ -18,7 +18,8 @@ class Workspace:
     but for what is asked to hold zeros, which must be left with zeros."""
 
     def __init__(self, device: torch.device, *, rest_on_host: bool = False) -> None:
-        self.device, self.rest_on_host = device, rest_on_host
+        self.device = device
+        self._rest = {"on host": rest_on_host}
         self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
         self._prefix = ""
 
@@ -31,13 +32,17 @@ class Workspace:
 
     def part(self, name: str) -> Workspace:
         """For one of several that run at the same time."""
-        inner = Workspace(self.device, rest_on_host=self.rest_on_host)
-        inner._buffers, inner._prefix = self._buffers, f"{self._prefix}{name}/"
+        inner = Workspace(self.device)
+        inner._buffers, inner._rest, inner._prefix = self._buffers, self._rest, f"{self._prefix}{name}/"
         return inner
+
+    def rest_on(self, where: str) -> None:
+        """`device` or `host`: for what begins to be kept from now on, in all parts."""
+        self._rest["on host"] = where == "host"
 
     def at_rest(self, numel: int) -> Tensor:
         """Zeros, for what is kept between steps."""
-        if self.rest_on_host:
+        if self._rest["on host"]:
             return torch.zeros(numel, pin_memory=self.device.type == "cuda")
         return torch.zeros(numel, device=self.device)
 

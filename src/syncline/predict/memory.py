@@ -1,0 +1,245 @@
+"""What a training step takes of memory at most, and what to keep, recompute or move away so that it fits.
+
+A step is a forward and a backward over a row of blocks, with something before them (embeddings, a stem) and something
+behind (a head and the loss). What the forward of a block leaves for its backward is one of:
+
+- kept: everything that autograd saves;
+- recomputed: only its input, and in backward its forward is run again;
+- offloaded: everything is saved in the host's memory, and fetched one block ahead of backward;
+- parked: recomputed, with its input in the host's memory.
+
+Memory is at its peak at one of few moments: in a block's forward, in the head, or in a block's backward, where what
+the blocks before it left is still there. The weights, the optimizer's state, what exchanges keep and work in, and
+gradients that wait for their exchange are there all the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from syncline.measure.activations import KEEP, OFFLOAD, PARK, RECOMPUTE, WAYS, Activations, Block
+
+
+@dataclass(frozen=True)
+class States:
+    """What is there all the time, in bytes, each by its name."""
+
+    device: dict[str, int]
+    host: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.device.values())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What becomes of each block, and what that comes to."""
+
+    batch: int
+    ways: tuple[str, ...]
+    residual: str
+    """`device` or `host`."""
+    peak_bytes: float
+    states: States
+    step_s: float
+    """Computation, with what is recomputed and waited for."""
+    plain_s: float
+    """The same, if all were kept."""
+
+    @property
+    def activation_bytes(self) -> float:
+        return self.peak_bytes - self.states.bytes
+
+    def counted(self) -> dict[str, int]:
+        """How many blocks go each way."""
+        return {way: self.ways.count(way) for way in WAYS if way in self.ways}
+
+    def describe(self) -> str:
+        parts = [f"{count} {_DONE[way]}" for way, count in self.counted().items()]
+        blocks = f"of {len(self.ways)} blocks {', '.join(parts)}" if parts else "no blocks"
+        residual = "; what waits to be exchanged in the host's memory" if self.residual == "host" else ""
+        return blocks + residual
+
+
+_DONE = {KEEP: "kept", RECOMPUTE: "recomputed", OFFLOAD: "offloaded", PARK: "recomputed from the host's memory"}
+
+
+def left_behind(block: Block, way: str, batch: float) -> float:
+    """Bytes on the device between a block's forward and its backward."""
+    if way == KEEP:
+        return block.held.at(batch)
+    return block.input.at(batch) if way == RECOMPUTE else 0.0
+
+
+def peak_bytes(activations: Activations, ways: Sequence[str], batch: float) -> float:
+    """Of forward and backward alone."""
+    before = activations.before.at(batch)
+    peak, held = before, before
+    blocks = list(zip(activations.blocks, ways, strict=True))
+    for place, (block, way) in enumerate(blocks):
+        # What the last one saved is still on its way to the host.
+        leaving = _on_its_way(*blocks[place - 1], batch) if place else 0.0
+        peak = max(peak, held + leaving + block.forward_peak.at(batch))
+        held += left_behind(block, way, batch)
+    peak = max(peak, held + (_on_its_way(*blocks[-1], batch) if blocks else 0.0) + activations.behind_peak.at(batch))
+    for place in reversed(range(len(blocks))):
+        block, way = blocks[place]
+        held -= left_behind(block, way, batch)
+        coming = _on_its_way(*blocks[place - 1], batch) if place else 0.0
+        stays = block.input.at(batch) if way in (RECOMPUTE, PARK) else 0.0
+        peak = max(peak, held + coming + stays + block.backward_peak.at(batch))
+    return max(peak, activations.before_peak.at(batch))
+
+
+def _on_its_way(block: Block, way: str, batch: float) -> float:
+    """What of a block is on the device only because it is being moved."""
+    if way == OFFLOAD:
+        return block.held.at(batch)
+    return block.input.at(batch) if way == PARK else 0.0
+
+
+def step_s(activations: Activations, ways: Sequence[str], batch: float) -> float:
+    """Computation of a step. What is moved hides behind computation as far as there is some."""
+    compute = activations.behind_s.at(batch)
+    moved = 0.0
+    for block, way in zip(activations.blocks, ways, strict=True):
+        compute += block.forward_s.at(batch) + block.backward_s.at(batch)
+        if way in (RECOMPUTE, PARK):
+            compute += block.forward_s.at(batch)
+        if way in (OFFLOAD, PARK):
+            moved += 2 * _on_its_way(block, way, batch)
+    return max(compute, moved / activations.to_host_bps if moved else 0.0)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training keeps beside activations: of which the sizes are known without a measurement."""
+
+    elements: int
+    parameter_bytes: int
+    buffer_bytes: int
+    optimizer_bytes: int
+    """The optimizer's state."""
+    residual_bytes: int
+    """What exchanges keep for later."""
+    workspace_bytes: int
+    """What they work in."""
+    gradient_bytes: int
+    """Gradients that may be there at the same time."""
+    other_bytes: int = 0
+    """Of the network's library, where known."""
+
+    def states(self, residual: str) -> States:
+        device = {
+            "weights": self.parameter_bytes,
+            "buffers": self.buffer_bytes,
+            "optimizer": self.optimizer_bytes,
+            "residual": self.residual_bytes if residual == "device" else 0,
+            "exchange": self.workspace_bytes,
+            "gradients": self.gradient_bytes,
+            "network": self.other_bytes,
+        }
+        return States(device, {} if residual == "device" else {"residual": self.residual_bytes})
+
+
+def choose(
+    activations: Activations, training: Training, batch: int, budget_bytes: float, *, residual: str | None = None
+) -> Choice | None:
+    """The fastest way to take a step of this batch within the budget; None where there is none.
+
+    Starts with everything kept, and gives up, one after the other, what frees most for the time that it costs.
+    `residual`: where it must be; None for wherever it costs less.
+    """
+    found: list[Choice] = []
+    plain_s = step_s(activations, [KEEP] * len(activations.blocks), batch)
+    for place in _places(activations, training, residual):
+        states = training.states(place)
+        ways = _cheapest_ways(activations, batch, budget_bytes - states.bytes)
+        if ways is None:
+            continue
+        peak = states.bytes + peak_bytes(activations, ways, batch)
+        seconds = step_s(activations, ways, batch)
+        if place == "host" and activations.to_host_bps:  # there and back, every step, beside the computation
+            seconds = max(seconds, 2 * training.residual_bytes / activations.to_host_bps)
+        found.append(Choice(batch, tuple(ways), place, peak, states, seconds, plain_s))
+    return min(found, key=lambda choice: choice.step_s, default=None)
+
+
+def _places(activations: Activations, training: Training, residual: str | None) -> tuple[str, ...]:
+    if residual is not None:
+        return (residual,)
+    return ("device", "host") if training.residual_bytes and activations.to_host_bps else ("device",)
+
+
+def _cheapest_ways(activations: Activations, batch: int, room: float) -> list[str] | None:
+    blocks = activations.blocks
+    ways = [KEEP] * len(blocks)
+    given_up = _given_up(activations)
+    while peak_bytes(activations, ways, batch) > room:
+        best: tuple[float, float, list[str]] | None = None
+        before_s = step_s(activations, ways, batch)
+        for place, block in enumerate(blocks):
+            for way in given_up:
+                freed = left_behind(block, ways[place], batch) - left_behind(block, way, batch)
+                if way == ways[place] or freed <= 0 or (ways[place] != KEEP and way == OFFLOAD):
+                    continue
+                other = [*ways[:place], way, *ways[place + 1 :]]
+                cost_s = max(0.0, step_s(activations, other, batch) - before_s)
+                rank = (freed / (cost_s + 1e-9), freed)
+                if best is None or rank > best[:2]:
+                    best = (*rank, other)
+        if best is None:
+            return None
+        ways = best[2]
+    return ways
+
+
+def _given_up(activations: Activations) -> tuple[str, ...]:
+    return (RECOMPUTE, OFFLOAD, PARK) if activations.to_host_bps else (RECOMPUTE,)
+
+
+def smallest_budget(activations: Activations, training: Training, batch: int, *, residual: str | None = None) -> float:
+    """Under which nothing fits."""
+    lowest = math.inf
+    for place in _places(activations, training, residual):
+        states = training.states(place)
+        for way in (KEEP, *_given_up(activations)):
+            ways = [way] * len(activations.blocks)
+            lowest = min(lowest, states.bytes + peak_bytes(activations, ways, batch))
+    return lowest
+
+
+def largest_batch(activations: Activations, training: Training, budget_bytes: float) -> int:
+    """That fits in whatever way; 0 where not even one sample does."""
+
+    def fits(batch: int) -> bool:
+        return smallest_budget(activations, training, batch) <= budget_bytes
+
+    if not fits(1):
+        return 0
+    high = 2
+    while fits(high) and high < 2**24:
+        high *= 2
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def best_batch(
+    activations: Activations, training: Training, budget_bytes: float, *, exchange_s: float
+) -> Choice | None:
+    """The batch with which a sample takes least, and how it fits. Up to `exchange_s` of a step's exchange is hidden
+    behind its backward at best: larger batches share what is left of it."""
+    most = largest_batch(activations, training, budget_bytes)
+    tried = sorted({most, *(most * share // 8 for share in range(1, 8)), *(2**power for power in range(24))})
+    choices = [
+        choice
+        for batch in tried
+        if 1 <= batch <= most and (choice := choose(activations, training, batch, budget_bytes)) is not None
+    ]
+    return min(choices, key=lambda choice: max(choice.step_s, exchange_s) / choice.batch, default=None)
