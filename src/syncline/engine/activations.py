@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from syncline.errors import UsageError
@@ -70,18 +71,28 @@ class Managed:
             block.__dict__.pop("forward", None)
 
     def _wrapped(self, block: nn.Module, forward: Callable[..., Any], way: str) -> Callable[..., Any]:
+        def lean(*inputs: Any, **options: Any) -> Any:
+            with _casting_anew(inputs):
+                return forward(*inputs, **options)
+
         def again(*inputs: Any, **options: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*inputs, **options)
             if way == RECOMPUTE:
-                return recomputed(block, forward, *inputs, **options)
+                return recomputed(block, lean, *inputs, **options)
             assert self._mover is not None  # noqa: S101 - there is one where something moves
             with self._mover.block():
-                if way == PARK:
-                    return recomputed(block, forward, *inputs, **options)
-                return forward(*inputs, **options)
+                return recomputed(block, lean, *inputs, **options) if way == PARK else lean(*inputs, **options)
 
         return again
+
+
+def _casting_anew(inputs: Any) -> contextlib.AbstractContextManager[Any]:
+    """Autocast would keep what it casts of all weights until forward is over, in case somebody needs it again."""
+    kind = next((leaf.device.type for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), "cpu")
+    if not torch.is_autocast_enabled(kind):
+        return contextlib.nullcontext()
+    return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
 def recomputed(block: nn.Module, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:

@@ -57,7 +57,8 @@ from syncline.units import format_bytes, parse_bytes
 
 MIB = 2**20
 BUCKET_MB = 16.0
-"""Small: each is a part of what is alive at any time, and large enough to select from."""
+"""Small: each is a part of what is alive at any time, and large enough to select from. In small models, less."""
+_BUCKETS = 16
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -141,7 +142,7 @@ class Layerwise:
         exchange: Exchange | None = None,
         *,
         mirror: bool = False,
-        bucket_mb: float = BUCKET_MB,
+        bucket_mb: float | None = None,
         backlog_mb: float | None = None,
         lanes: int | None = None,
         clip_norm: float | None = None,
@@ -170,6 +171,9 @@ class Layerwise:
         self.optimizer = _made(optimizer, self._parameters)
         self._stepping: Stepping = of_optimizer(self.optimizer, self._parameters, mirror=mirror, clip_norm=clip_norm)
         self._refuse_double_momentum(mirror)
+        if bucket_mb is None:
+            total = sum(p.numel() * p.element_size() for p in self._parameters.values())
+            bucket_mb = min(BUCKET_MB, max(1.0, total / MIB / _BUCKETS))
         self._cap_bytes = int(bucket_mb * MIB)
         self._backlog_bytes = int((4 * bucket_mb if backlog_mb is None else backlog_mb) * MIB)
         backend = str(dist.get_backend(self._group))
@@ -641,7 +645,7 @@ class Layerwise:
 
     def _check_numbers(
         self,
-        bucket_mb: float,
+        bucket_mb: float | None,
         backlog_mb: float | None,
         clip_norm: float | None,
         timeout_s: float | None,

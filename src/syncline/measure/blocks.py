@@ -194,6 +194,7 @@ def _timed(
 def _back_through(results: Any) -> None:
     outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor) and leaf.requires_grad]
     torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    torch.clear_autocast_cache()  # casts of weights, whose graph this backward has used up
 
 
 def _lean_step(module: nn.Module, step: Step, blocks: Mapping[str, nn.Module], meter: Meter, whole: _Whole) -> None:

@@ -48,10 +48,10 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Maps bytes of shape (batch, length), as int64, to logits of shape (batch, length, 256)."""
 
-    def __init__(self, width: int = 384, layers: int = 6, heads: int = 6) -> None:
+    def __init__(self, width: int = 384, layers: int = 6, heads: int = 6, context: int = CONTEXT) -> None:
         super().__init__()
         self.bytes = nn.Embedding(VOCABULARY, width)
-        self.places = nn.Embedding(CONTEXT, width)
+        self.places = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.apply(_initialise)

@@ -1,0 +1,379 @@
+"""What training takes of memory and time, layer by layer and not, on ranks that share one GPU and talk over NCCL.
+
+    python benchmarks/layerwise_memory.py --json F                 peaks and step times, at the same batch
+    python benchmarks/layerwise_memory.py --cap 12GiB --json F     samples per second, at the best batches under a cap
+
+Methods, all with SGD with momentum and bf16 autocast:
+
+- ddp: plain DistributedDataParallel, gradients as views of its buckets.
+- sparse-only: the same with the usual sparse hook: each rank's largest 1 %, gathered by everyone, one residual.
+- memory-only: the optimizer in backward, dense gradients, all blocks recomputed (`Layerwise` with `Dense`).
+- layerwise: `Layerwise` with `Dense`, everything kept.
+- layerwise+oktopk: the 1 % of the sums, all blocks recomputed, what waits on the device.
+- layerwise+oktopk, host: what waits in the host's memory.
+- layerwise+oktopk, parked: and blocks' inputs there too.
+
+Peaks are the allocator's, of the busiest rank, after warm-up; states are what is allocated between steps. What NCCL and
+the CUDA context take is apart: what the device has given away, less what the allocators hold, by rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import datetime
+import functools
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import syncline
+from syncline._version import __version__
+from syncline.cluster import ClusterSpec, Rank, launch
+from syncline.files import write_text
+from syncline.measure.blocks import measure_activations
+from syncline.measure.memory import metered
+from syncline.models import gpt, zoo
+from syncline.predict.memory import peak_bytes
+
+Loss = Callable[[nn.Module], Tensor]
+METHODS = (
+    "ddp",
+    "sparse-only",
+    "memory-only",
+    "layerwise",
+    "layerwise+oktopk",
+    "layerwise+oktopk, host",
+    "layerwise+oktopk, parked",
+)
+WAYS = {
+    "memory-only": "recompute",
+    "layerwise": "keep",
+    "layerwise+oktopk": "recompute",
+    "host": "recompute",
+    "parked": "park",
+}
+WARM_UP, ROUNDS, STEPS = 4, 2, 3
+
+
+def _resnet152() -> nn.Module:
+    import timm
+
+    return timm.create_model("resnet152", num_classes=1000)
+
+
+def _gpt2(**sizes: int) -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(**sizes, use_cache=False)
+    return GPT2LMHeadModel(config)
+
+
+def _byte_gpt() -> nn.Module:
+    return gpt.GPT(width=1024, layers=24, heads=16, context=8192)
+
+
+def _vit() -> nn.Module:
+    import timm
+
+    return timm.create_model("vit_large_patch16_224", num_classes=1000)
+
+
+def _bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    return BertForMaskedLM(BertConfig())
+
+
+def _images(batch: int, device: torch.device) -> Loss:
+    inputs, labels = torch.randn(batch, 3, 224, 224, device=device), torch.randint(1000, (batch,), device=device)
+    return lambda model: F.cross_entropy(model(inputs), labels)
+
+
+def _tokens(length: int, vocabulary: int) -> Callable[[int, torch.device], Loss]:
+    def make(batch: int, device: torch.device) -> Loss:
+        tokens = torch.randint(vocabulary, (batch, length), device=device)
+        return lambda model: model(input_ids=tokens, labels=tokens).loss
+
+    return make
+
+
+def _bytes(length: int) -> Callable[[int, torch.device], Loss]:
+    def make(batch: int, device: torch.device) -> Loss:
+        tokens = torch.randint(256, (batch, length + 1), device=device)
+        return lambda model: zoo.loss(model(tokens[:, :-1]), tokens[:, 1:])
+
+    return make
+
+
+def _zoo(name: str) -> Callable[[int, torch.device], Loss]:
+    def make(batch: int, device: torch.device) -> Loss:
+        inputs, targets = (part.to(device) for part in zoo.make_batch(name, batch))
+        return lambda model: zoo.loss(model(inputs), targets)
+
+    return make
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.device], Loss], int]] = {
+    "resnet152": (_resnet152, _images, 32),
+    "gpt2-medium": (functools.partial(_gpt2, n_embd=1024, n_layer=24, n_head=16), _tokens(1024, 50257), 8),
+    "gpt2-large": (functools.partial(_gpt2, n_embd=1280, n_layer=36, n_head=20), _tokens(1024, 50257), 2),
+    "byte-gpt-medium, 8192 bytes": (_byte_gpt, _bytes(8192), 4),
+    "vit-large": (_vit, _images, 32),
+    "bert-base": (_bert, _tokens(512, 30522), 16),
+    "gpt-small": (functools.partial(zoo.build_model, "gpt-small"), _zoo("gpt-small"), 4),
+    "cnn": (functools.partial(zoo.build_model, "cnn"), _zoo("cnn"), 32),
+}
+
+
+class TopK:
+    """The usual sparse hook: what is not sent is added to the next gradient."""
+
+    def __init__(self, density: float = 0.01) -> None:
+        self.density, self.residual = density, dict[int, Tensor]()
+        self.steps = 0
+
+
+def topk_hook(state, bucket):  # type: ignore[no-untyped-def]
+    flat = bucket.buffer()
+    state.steps += bucket.is_last()
+    if state.steps < 2 or (
+        state.steps == 2 and bucket.is_last()
+    ):  # DDP rebuilds its buckets: nothing is kept for those
+        work = dist.all_reduce(flat.div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+    held = state.residual.setdefault(bucket.index(), torch.zeros_like(flat))
+    held.add_(flat, alpha=1 / dist.get_world_size())
+    count = max(1, int(state.density * flat.numel()))
+    places = torch.topk(held.abs(), count, sorted=False).indices
+    values = held[places]
+    ranks = dist.get_world_size()
+    all_places, all_values = places.new_empty(ranks * count), values.new_empty(ranks * count)
+    dist.all_gather_into_tensor(all_places, places)
+    dist.all_gather_into_tensor(all_values, values)
+    held[places] = 0
+    flat.zero_().index_add_(0, all_places, all_values)
+    done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+    done.set_result(flat)
+    return done
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=parameters[0].is_cuda)
+
+
+def stepping(method: str, net: nn.Module, loss: Loss, device: torch.device) -> tuple[Callable[[], None], Any]:
+    """One step of a method, and what it is to be closed with."""
+
+    def autocast() -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+    if method in ("ddp", "sparse-only"):
+        model = DDP(net, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
+        if method == "sparse-only":
+            model.register_comm_hook(TopK(), topk_hook)
+        optimizer = sgd(model.parameters())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            with autocast():
+                value = loss(model)
+            value.backward()
+            optimizer.step()
+
+        return step, None
+    exchange = syncline.OkTopk() if "oktopk" in method else syncline.Dense()
+    last = method.rpartition(", ")[2]
+    trainer = syncline.Layerwise(
+        net, sgd, exchange, activations=WAYS[last], residual="host" if last in ("host", "parked") else "device"
+    )
+
+    def layer_by_layer() -> None:
+        with autocast():
+            value = loss(trainer)  # type: ignore[arg-type]
+        value.backward()
+
+    return layer_by_layer, trainer
+
+
+def clean(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def seconds_of(step: Callable[[], None], count: int, device: torch.device) -> list[float]:
+    took = []
+    for _ in range(count):
+        dist.barrier(device_ids=[0] if device.type == "cuda" else None)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier(device_ids=[0] if device.type == "cuda" else None)
+        took.append(time.perf_counter() - start)
+    return took
+
+
+def other_bytes(device: torch.device) -> int:
+    """Of the whole device, what no allocator holds, by rank."""
+    if device.type != "cuda":
+        return 0
+    clean(device)
+    dist.barrier(device_ids=[0])
+    free, total = torch.cuda.mem_get_info()
+    held = torch.tensor([torch.cuda.memory_reserved()], device=device)
+    dist.all_reduce(held)
+    return int((total - free - int(held)) / dist.get_world_size())
+
+
+def measure(rank: Rank, name: str, batch: int, methods: list[str]) -> Any:
+    device = rank.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    rank.init_process_group(timeout_s=300)
+    build, loss_of, _ = MODELS[name]
+    torch.manual_seed(0)
+    with torch.device(device):
+        plain = build()
+    plain = plain.cpu()
+    loss = loss_of(batch, device)
+    rows: dict[str, Any] = {method: {"seconds": []} for method in methods}
+    for number in range(ROUNDS):
+        for method in methods if number % 2 == 0 else methods[::-1]:
+            clean(device)
+            net = copy.deepcopy(plain).to(device).train()
+            with metered(device, [*net.parameters(), *net.buffers()]) as meter:
+                step, trainer = stepping(method, net, loss, device)
+                for _ in range(WARM_UP):
+                    step()
+                meter.restart()
+                states = meter.now()
+                step()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                row = rows[method]
+                row["peak"], row["states"] = meter.peak(), states
+                row["activations"] = row["peak"] - states
+                if trainer is not None:
+                    row["foreseen states"] = (
+                        trainer.training().states("host" if method.endswith(("host", "parked")) else "device").bytes
+                    )
+            row["seconds"] += seconds_of(step, STEPS, device)
+            row["other"] = other_bytes(device)
+            if device.type == "cuda":
+                row["reserved"] = torch.cuda.max_memory_reserved()
+            if trainer is not None:
+                trainer.close()
+            del step, trainer, net
+            if rank.rank == 0:
+                rank.say(f"{method}: peak {row['peak'] / 2**30:.2f} GiB, {min(row['seconds']) * 1e3:.0f} ms")
+    foreseen = {}
+    clean(device)
+    net = plain.to(device).train()
+
+    def in_autocast(model: nn.Module) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            return loss(model)
+
+    found = measure_activations(net, {1: in_autocast})
+    for way in ("keep", "recompute", "park"):
+        foreseen[way] = peak_bytes(found, [way] * len(found.blocks), 1)
+    return {"rows": rows, "foreseen": foreseen, "to_host_bps": found.to_host_bps, "blocks": len(found.blocks)}
+
+
+def table(name: str, batch: int, answers: list[Any]) -> dict[str, Any]:
+    rows = {}
+    for method in answers[0]["rows"]:
+        ranks = [answer["rows"][method] for answer in answers]
+        seconds = [max(times) for times in zip(*(row["seconds"] for row in ranks), strict=True)]
+        low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        rows[method] = {
+            key: max(row.get(key, 0) for row in ranks)
+            for key in ("peak", "states", "activations", "reserved", "other", "foreseen states")
+        } | {"step_ms": middle * 1e3, "step_ms_low": low * 1e3, "step_ms_high": high * 1e3}
+        last = method.rpartition(", ")[2]
+        if last in WAYS and rows[method]["foreseen states"]:
+            rows[method]["foreseen"] = rows[method]["foreseen states"] + answers[0]["foreseen"][WAYS[last]]
+    return {
+        "model": name,
+        "batch": batch,
+        "rows": rows,
+        "blocks": answers[0]["blocks"],
+        "to_host_bps": answers[0]["to_host_bps"],
+    }
+
+
+def show(one: dict[str, Any]) -> None:
+    print(f"{one['model']}, batch {one['batch']}, {one['blocks']} blocks", flush=True)
+    base = one["rows"].get("sparse-only")
+    for method, row in one["rows"].items():
+        less = f"{1 - row['peak'] / base['peak']:6.1%}" if base else ""
+        foreseen = (
+            f", foreseen {row['foreseen'] / 2**30:6.2f} ({row['foreseen'] / row['peak']:.3f})"
+            if "foreseen" in row
+            else ""
+        )
+        print(
+            f"  {method:26} peak {row['peak'] / 2**30:6.2f} GiB {less}, states {row['states'] / 2**30:6.2f}, activations "
+            f"{row['activations'] / 2**30:6.2f}, other {row['other'] / 2**30:5.2f}, step {row['step_ms']:8.1f} ms "
+            f"({row['step_ms_low']:.1f}–{row['step_ms_high']:.1f}){foreseen}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--models", default="resnet152;gpt2-medium;byte-gpt-medium, 8192 bytes")
+    parser.add_argument("--methods", default=";".join(METHODS))
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rate", type=float, default=0, help="Gbit/s; 0: as fast as loopback is")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    found = []
+    for name in args.models.split(";"):
+        batch = args.batch or MODELS[name][2]
+        rate = {"rate_bps": int(args.rate * 1e9)} if args.rate else {}
+        spec = ClusterSpec(hosts=args.ranks, device=args.device, **rate)
+        answers = launch(
+            spec,
+            lambda rank, name=name, batch=batch: measure(rank, name, batch, args.methods.split(";")),
+            deadline_s=560,
+            on_event=lambda _, event: print(f"    {event}", flush=True),
+            shaped=bool(args.rate),
+        )
+        found.append(table(name, batch, answers))
+        show(found[-1])
+        if args.json:
+            about = {
+                "ranks": args.ranks,
+                "rate_gbps": args.rate,
+                "device": args.device,
+                "torch": str(torch.__version__),
+            }
+            date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+            write_text(
+                args.json, json.dumps({**about, "syncline": __version__, "date": date, "models": found}, indent=1)
+            )
+
+
+if __name__ == "__main__":
+    main()
