@@ -46,6 +46,7 @@ from syncline.measure.blocks import measure_activations
 from syncline.measure.memory import metered
 from syncline.models import gpt, zoo
 from syncline.predict.memory import peak_bytes
+from syncline.units import parse_bytes
 
 Loss = Callable[[nn.Module], Tensor]
 METHODS = (
@@ -64,7 +65,7 @@ WAYS = {
     "host": "recompute",
     "parked": "park",
 }
-WARM_UP, ROUNDS, STEPS = 4, 2, 3
+WARM_UP, STEPS = 4, 3
 
 
 def _resnet152() -> nn.Module:
@@ -157,7 +158,7 @@ def topk_hook(state, bucket):  # type: ignore[no-untyped-def]
     held.add_(flat, alpha=1 / dist.get_world_size())
     count = max(1, int(state.density * flat.numel()))
     places = torch.topk(held.abs(), count, sorted=False).indices
-    values = held[places]
+    values, places = held[places], places.to(torch.int32)
     ranks = dist.get_world_size()
     all_places, all_values = places.new_empty(ranks * count), values.new_empty(ranks * count)
     dist.all_gather_into_tensor(all_places, places)
@@ -243,7 +244,7 @@ def other_bytes(device: torch.device) -> int:
     return int((total - free - int(held)) / dist.get_world_size())
 
 
-def measure(rank: Rank, name: str, batch: int, methods: list[str]) -> Any:
+def measure(rank: Rank, name: str, batch: int, methods: list[str], rounds: int) -> Any:
     device = rank.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -255,7 +256,7 @@ def measure(rank: Rank, name: str, batch: int, methods: list[str]) -> Any:
     plain = plain.cpu()
     loss = loss_of(batch, device)
     rows: dict[str, Any] = {method: {"seconds": []} for method in methods}
-    for number in range(ROUNDS):
+    for number in range(rounds):
         for method in methods if number % 2 == 0 else methods[::-1]:
             clean(device)
             net = copy.deepcopy(plain).to(device).train()
@@ -272,6 +273,7 @@ def measure(rank: Rank, name: str, batch: int, methods: list[str]) -> Any:
                 row["peak"], row["states"] = meter.peak(), states
                 row["activations"] = row["peak"] - states
                 if trainer is not None:
+                    row["waiting"] = trainer.training().waiting_bytes
                     row["foreseen states"] = (
                         trainer.training().states("host" if method.endswith(("host", "parked")) else "device").bytes
                     )
@@ -293,8 +295,9 @@ def measure(rank: Rank, name: str, batch: int, methods: list[str]) -> Any:
             return loss(model)
 
     found = measure_activations(net, {1: in_autocast})
+    waiting = max(row.get("waiting", 0) for row in rows.values())
     for way in ("keep", "recompute", "park"):
-        foreseen[way] = peak_bytes(found, [way] * len(found.blocks), 1)
+        foreseen[way] = peak_bytes(found, [way] * len(found.blocks), 1, waiting)
     return {"rows": rows, "foreseen": foreseen, "to_host_bps": found.to_host_bps, "blocks": len(found.blocks)}
 
 
@@ -331,11 +334,90 @@ def show(one: dict[str, Any]) -> None:
             else ""
         )
         print(
-            f"  {method:26} peak {row['peak'] / 2**30:6.2f} GiB {less}, states {row['states'] / 2**30:6.2f}, activations "
-            f"{row['activations'] / 2**30:6.2f}, other {row['other'] / 2**30:5.2f}, step {row['step_ms']:8.1f} ms "
-            f"({row['step_ms_low']:.1f}–{row['step_ms_high']:.1f}){foreseen}",
+            f"  {method:26} peak {row['peak'] / 2**30:6.2f} GiB {less}, states {row['states'] / 2**30:6.2f}, "
+            f"activations {row['activations'] / 2**30:6.2f}, other {row['other'] / 2**30:5.2f}, "
+            f"step {row['step_ms']:8.1f} ms ({row['step_ms_low']:.1f}–{row['step_ms_high']:.1f}){foreseen}",
             flush=True,
         )
+
+
+CAPPED = {
+    "gpt2-medium": {
+        "sparse-only": [3, 2, 1],
+        "memory-only": [14, 13, 12, 11, 10],
+        "layerwise+oktopk, host": [14, 13, 12, 11, 10],
+        "layerwise+oktopk, parked": [16, 15, 14, 13, 12],
+    },
+    "gpt2-large": {"sparse-only": [1], "layerwise+oktopk, parked": [4, 2]},
+    "gpt-small": {"sparse-only": [2], "memory-only": [4], "layerwise+oktopk": [8]},
+}
+"""Batches per rank to try, the largest first."""
+
+
+def throughput(rank: Rank, name: str, method: str, batches: list[int], cap_bytes: int) -> Any:
+    device = rank.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.mem_get_info()[1])
+    rank.init_process_group(timeout_s=300)
+    build, loss_of, _ = MODELS[name]
+    torch.manual_seed(0)
+    with torch.device(device):
+        plain = build()
+    plain = plain.cpu()
+    for batch in batches:
+        clean(device)
+        step: Any = None
+        trainer: Any = None
+        said, fits = "", torch.ones((), device=device)
+        try:
+            step, trainer = stepping(method, copy.deepcopy(plain).to(device).train(), loss_of(batch, device), device)
+            for _ in range(4):  # buckets are settled, kernels compiled, and all that is kept is there
+                step()
+        except torch.cuda.OutOfMemoryError as error:
+            said = str(error).splitlines()[0][:120]
+            fits.zero_()
+        dist.all_reduce(fits, op=dist.ReduceOp.MIN)
+        if not fits:
+            rank.say(f"{name}, {method}, batch {batch}: does not fit: {said}")
+            del step, trainer
+            continue
+        seconds = seconds_of(step, 1, device)
+        seconds = seconds_of(step, 2 if seconds[-1] > 5 else 8, device)
+        took = statistics.median(seconds)
+        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        rate = rank.world_size * batch / took
+        rank.say(f"{name}, {method}, batch {batch}: {took * 1e3:.0f} ms, {rate:.2f} samples/s, {peak / 2**30:.2f} GiB")
+        return {"batch": batch, "step_ms": took * 1e3, "samples_per_s": rate, "peak": peak, "seconds": seconds}
+    return {"batch": 0}
+
+
+def capped(args: argparse.Namespace) -> None:
+    rows = []
+    spec = ClusterSpec(hosts=args.ranks, device=args.device, rate_bps=int((args.rate or 1) * 1e9))
+    for name in args.models.split(";"):
+        for method, batches in CAPPED[name].items():
+            row: dict[str, Any] = {"model": name, "method": method, "tried": batches}
+            try:
+                answers = launch(
+                    spec,
+                    lambda rank, of=(name, method, batches): throughput(rank, *of, parse_bytes(args.cap)),
+                    deadline_s=args.deadline,
+                    on_event=lambda number, event: print(f"    {event}", flush=True) if number == 0 else None,
+                )
+                row |= answers[0]
+            except syncline.SynclineError as error:
+                print(f"    {name}, {method}: {str(error).splitlines()[0][:300]}", flush=True)
+                row["error"] = str(error)[:300]
+            rows.append(row)
+            if args.json:
+                save(args, {"cap": args.cap, "rows": rows})
+
+
+def save(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    about = {"ranks": args.ranks, "rate_gbps": args.rate, "device": args.device, "torch": str(torch.__version__)}
+    date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    write_text(args.json, json.dumps({**about, "syncline": __version__, "date": date, **found}, indent=1))
 
 
 def main() -> None:
@@ -344,10 +426,16 @@ def main() -> None:
     parser.add_argument("--models", default="resnet152;gpt2-medium;byte-gpt-medium, 8192 bytes")
     parser.add_argument("--methods", default=";".join(METHODS))
     parser.add_argument("--batch", type=int)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rate", type=float, default=0, help="Gbit/s; 0: as fast as loopback is")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--cap", help="what the allocator may take, like 12GiB")
+    parser.add_argument("--deadline", type=float, default=200)
     args = parser.parse_args()
+    if args.cap:
+        capped(args)
+        return
     found = []
     for name in args.models.split(";"):
         batch = args.batch or MODELS[name][2]
@@ -355,7 +443,7 @@ def main() -> None:
         spec = ClusterSpec(hosts=args.ranks, device=args.device, **rate)
         answers = launch(
             spec,
-            lambda rank, name=name, batch=batch: measure(rank, name, batch, args.methods.split(";")),
+            lambda rank, name=name, batch=batch: measure(rank, name, batch, args.methods.split(";"), args.rounds),
             deadline_s=560,
             on_event=lambda _, event: print(f"    {event}", flush=True),
             shaped=bool(args.rate),
@@ -363,16 +451,7 @@ def main() -> None:
         found.append(table(name, batch, answers))
         show(found[-1])
         if args.json:
-            about = {
-                "ranks": args.ranks,
-                "rate_gbps": args.rate,
-                "device": args.device,
-                "torch": str(torch.__version__),
-            }
-            date = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-            write_text(
-                args.json, json.dumps({**about, "syncline": __version__, "date": date, "models": found}, indent=1)
-            )
+            save(args, {"models": found})
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +21,21 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import syncline
 from ddp_helpers import on_ranks
 from syncline.cluster import Rank
+from syncline.measure.memory import metered
+from syncline.models import gpt, zoo
 
 RANKS = 2
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class Net(nn.Module):
@@ -28,7 +44,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inward = nn.Linear(12, 24)
-        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.ReLU()) for _ in range(3)))
+        self.blocks = nn.Sequential(
+            *(nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24), nn.ReLU()) for _ in range(3))
+        )
         self.wide = nn.Linear(24, 200)
         self.narrow = nn.Linear(200, 24, bias=False)
 
@@ -244,3 +262,254 @@ def test_a_checkpoint_goes_on_bit_for_bit() -> None:
         return same
 
     assert on_ranks(RANKS, main) == [[True, True]] * RANKS
+
+
+def test_what_is_not_finite_is_dropped_on_all_ranks_and_told() -> None:
+    def main(rank: Rank) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, exchange, mirror in (
+            ("dense", syncline.Dense(), False),
+            ("oktopk", syncline.OkTopk(density=0.05), False),
+            ("mirror", syncline.OkTopk(density=0.05), True),
+        ):
+            trainer = as_layerwise(rank, momentum, 3, exchange, mirror=mirror, bucket_mb=0.02)
+            before = copy.deepcopy(trainer.state_dict())
+            hook = trainer.module.wide.weight.register_hook(  # type: ignore[union-attr]
+                lambda gradient: gradient * float("nan") if rank.rank == 1 else gradient
+            )
+            with pytest.warns(UserWarning, match="not finite") if rank.rank == 0 else contextlib.nullcontext():
+                loss_of(trainer, rank.rank, 3).backward()
+            hook.remove()
+            after = copy.deepcopy(trainer.state_dict())
+            moved = {n for n in before["model"] if not torch.equal(before["model"][n], after["model"][n])}
+            kept = {
+                n
+                for n, kinds in after["tensors"].items()
+                for kind in kinds
+                if not torch.equal(kinds[kind], before["tensors"][n][kind])
+            }
+            wide = dict(trainer.module.named_parameters())["wide.weight"]
+            loss_of(trainer, rank.rank, 4).backward()
+            finite = all(bool(torch.isfinite(p).all()) for p in trainer.module.parameters())
+            found[name] = {
+                "stayed": "wide.weight" not in moved and "wide.weight" not in kept,
+                "others moved": "narrow.weight" in moved and "inward.weight" in moved,
+                "velocity stayed": torch.equal(*(velocity_of(state, trainer, wide) for state in (before, after))),
+                "dropped": trainer.dropped,
+                "goes on": finite and same_everywhere(trainer.module),
+            }
+        return found
+
+    for found in on_ranks(RANKS, main):
+        for name, seen in found.items():
+            assert seen == {
+                "stayed": True, "others moved": True, "velocity stayed": True, "dropped": 1, "goes on": True,
+            }, name  # fmt: skip
+
+
+def velocity_of(state: dict[str, Any], trainer: syncline.Layerwise, parameter: nn.Parameter) -> Tensor:
+    """As the optimizer's state had it in a checkpoint."""
+    place = [id(p) for group in trainer.optimizer.param_groups for p in group["params"]].index(id(parameter))
+    velocity: Tensor = state["optimizer"]["state"][place]["momentum_buffer"]
+    return velocity
+
+
+def test_accumulation_clipping_and_unused_parameters_are_as_in_ddp() -> None:
+    class Branched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.common, self.rare, self.never = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 12)
+
+        def forward(self, x: Tensor, rare: bool) -> Tensor:
+            return self.rare(self.common(x)) if rare else self.common(x)
+
+    def main(rank: Rank) -> dict[str, float]:
+        found = {}
+        model, optimizer = DDP(net()), None
+        optimizer = momentum(model.parameters())
+        trainer = syncline.Layerwise(net(), momentum, bucket_mb=0.002)
+        for step in range(4):
+            optimizer.zero_grad()
+            with model.no_sync():
+                loss_of(model, rank.rank, 2 * step).backward()
+            loss_of(model, rank.rank, 2 * step + 1).backward()
+            optimizer.step()
+            with trainer.no_sync():
+                loss_of(trainer, rank.rank, 2 * step).backward()
+            loss_of(trainer, rank.rank, 2 * step + 1).backward()
+        found["accumulated"] = distance(trainer.module, model.module)
+
+        model = DDP(net())
+        optimizer = momentum(model.parameters())
+        trainer = syncline.Layerwise(net(), momentum, bucket_mb=0.002, clip_norm=0.1)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, rank.rank, step).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            loss_of(trainer, rank.rank, step).backward()
+        found["clipped"] = distance(trainer.module, model.module)
+
+        torch.manual_seed(0)
+        branched = Branched()
+        model = DDP(copy.deepcopy(branched), find_unused_parameters=True)
+        optimizer = momentum(model.parameters())
+        trainer = syncline.Layerwise(copy.deepcopy(branched), momentum, find_unused_parameters=True)
+        for step in range(6):
+            x, y = batch(rank.rank, step)
+            rare = step % 2 == 0 and rank.rank == 0
+            optimizer.zero_grad()
+            F.mse_loss(model(x, rare), y).backward()
+            optimizer.step()
+            F.mse_loss(trainer(x, rare), y).backward()
+        found["unused"] = distance(trainer.module, model.module)
+        return found
+
+    for found in on_ranks(RANKS, main):
+        assert max(found.values()) < 1e-5, found
+
+
+def test_a_backward_that_breaks_off_is_told_and_not_saved() -> None:
+    class Trap(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            raise RuntimeError("caught in the trap")
+
+    def main(rank: Rank) -> list[str]:
+        said = []
+        for place in ("early", "late"):
+            trainer = syncline.Layerwise(net(), momentum, bucket_mb=0.002)
+            x, y = batch(rank.rank, 0)
+            inner = trainer.module
+            with pytest.raises(RuntimeError, match="caught in the trap"):
+                inside = Trap.apply(inner.inward(x)) if place == "late" else inner.inward(x)
+                inside = inner.blocks(inside)
+                inside = inside + inner.narrow(F.relu(inner.wide(inside)))
+                out = F.linear(inside, inner.inward.weight.t())
+                F.mse_loss(Trap.apply(out) if place == "early" else out, y).backward()
+            for call in ("backward", "state"):
+                try:
+                    _ = trainer.state_dict() if call == "state" else loss_of(trainer, rank.rank, 1).backward()
+                    said.append(f"{place}: went on")
+                except syncline.ExchangeError as error:
+                    said.append(f"{place}: {error}")
+            trainer.close()
+        return said
+
+    for early, early_state, late, late_state in on_ranks(RANKS, main):
+        assert early == "early: went on"  # nothing had been exchanged
+        assert early_state == "early: went on"
+        assert "Some layers have taken that step and others have not: go on from a checkpoint" in late
+        assert "failed" in late_state or "taken that step" in late_state
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"exchange": 3}, "is not an exchange"),
+        ({"optimizer": 3}, "pass one, or a function that makes one"),
+        ({"optimizer": lambda p: None}, "not an optimizer"),
+        ({"optimizer": lambda p: SGD(list(p)[:1], lr=1.0)}, "the optimizer does not have"),
+        ({"optimizer": torch.optim.LBFGS}, "cannot step layer by layer"),
+        ({"optimizer": adam, "mirror": True}, "mirror=True is for torch.optim.SGD"),
+        ({"mirror": True, "clip_norm": 1.0}, "leave out clip_norm"),
+        ({"bucket_mb": 0}, "bucket_mb is 0"),
+        ({"residual": "moon"}, "residual is 'moon'"),
+        ({"activations": "forget"}, "activations is 'forget'"),
+        ({"memory_budget": "8GiB"}, "step="),
+        ({"memory_budget": "8 potatoes", "step": len}, "not a size of memory"),
+        ({"exchange": syncline.OkTopk(momentum=0.9)}, "both have momentum"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_a_reason(changes: dict[str, Any], told: str, one_rank: None) -> None:
+    options: dict[str, Any] = {"optimizer": momentum, **changes}
+    with pytest.raises(syncline.UsageError, match=told):
+        syncline.Layerwise(net(), **options)
+
+
+def test_half_precision_autocast_and_ddp_are_refused(one_rank: None) -> None:
+    trainer = syncline.Layerwise(net(), momentum)
+    with (
+        torch.autocast("cpu", torch.float16),
+        pytest.raises(syncline.UsageError, match="GradScaler, which decides at the end"),
+    ):
+        loss_of(trainer, 0, 0)
+    trainer.close()
+    with pytest.raises(syncline.UsageError, match="not a DistributedDataParallel"):
+        syncline.Layerwise(DDP(net()), momentum)
+
+
+def test_blocks_that_are_recomputed_change_nothing_but_memory(one_rank: None) -> None:
+    """Dropout draws the same numbers again, and BatchNorm counts a batch once."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.norm, self.drop = nn.Linear(12, 12), nn.BatchNorm1d(12), nn.Dropout(0.3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.drop(F.relu(self.norm(self.layer(x))))
+
+    found = {}
+    for way in ("keep", "recompute", "park", "offload"):
+        torch.manual_seed(0)
+        trainer = syncline.Layerwise(nn.Sequential(*(Block() for _ in range(3))), momentum, activations=way)
+        for step in range(5):
+            loss_of(trainer, 0, step).backward()
+        found[way] = trainer.module.state_dict()
+        trainer.close()
+        assert "forward" not in trainer.module[0].__dict__
+    for way, state in found.items():
+        for name, tensor in state.items():
+            assert torch.equal(tensor, found["keep"][name]), (way, name)
+
+
+def test_memory_stays_level_and_closing_gives_it_back(one_rank: None) -> None:
+    with metered(torch.device("cpu")) as meter:
+        trainer = syncline.Layerwise(nn.Linear(12, 12), momentum, syncline.OkTopk(density=0.05))
+        after = {}
+        for step in range(500):
+            loss_of(trainer, 0, step).backward()
+            after[step] = meter.now()
+        assert after[499] == after[4]
+        assert all(p.grad is None for p in trainer.module.parameters())
+        trainer.close()
+
+
+def test_a_budget_is_kept_or_refused_before_training(one_rank: None) -> None:
+    torch.manual_seed(0)
+    model = gpt.GPT(width=64, layers=4, heads=4)
+    inputs, targets = zoo.make_batch("gpt-small", 8)
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def step(module: nn.Module) -> Tensor:
+        return zoo.loss(module(inputs), targets)
+
+    def sgd(parameters: Any) -> Optimizer:
+        return SGD(parameters, lr=0.01, momentum=0.9)
+
+    with pytest.raises(syncline.UsageError, match="memory_budget is 10 MiB, and the least") as refused:
+        syncline.Layerwise(model, sgd, memory_budget="10MiB", step=step)
+    least = re.search(r"can be trained is (\S+) MiB: allow", str(refused.value))
+    assert least is not None
+    assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    budget = int(float(least[1]) * 2**20)
+    with metered(torch.device("cpu"), model.parameters()) as meter:
+        trainer = syncline.Layerwise(model, sgd, memory_budget=budget, step=step)
+        assert trainer.choice is not None
+        assert set(trainer.choice.ways) == {"recompute"}
+        for _ in range(2):
+            step(trainer).backward()  # type: ignore[arg-type]
+        meter.restart()
+        step(trainer).backward()  # type: ignore[arg-type]
+        assert meter.peak() <= budget
+        assert trainer.choice.peak_bytes == pytest.approx(meter.peak(), rel=0.1)
+        trainer.close()
+    roomy = syncline.Layerwise(model, sgd, memory_budget="4GiB", step=step)
+    assert roomy.choice is not None
+    assert set(roomy.choice.ways) == {"keep"}
+    roomy.close()

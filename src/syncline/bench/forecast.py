@@ -27,7 +27,7 @@ from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
 from syncline.measure.profile import Overheads, Profile, Work
 from syncline.predict import Schedule, ddp_buckets, predict
-from syncline.predict.schedule import DDP_CAPS, MIB
+from syncline.predict.schedule import DDP_CAPS, MIB, filled
 
 _STEPS, _WARMUP = 8, 3
 _ALONE_STEPS, _ALONE_WARMUP = 4, 3
@@ -59,10 +59,16 @@ class Forecast:
             return prepared.plan.iteration_s
         if prepared.cost is None:
             schedule = Schedule.of(self.profile, bucket_mb=self.bucket_mb)
+            again_s = 0.0
             if prepared.handle is not None:
                 handle = prepared.handle
                 schedule = Schedule(prepared.name, schedule.buckets, handle.exchange, prepared.name, handle.lanes)
-            return predict(self.profile, self.network, schedule, paced=self.paced).iteration_s
+            elif prepared.trainer is not None:
+                trainer = prepared.trainer
+                buckets = filled(self.profile.gradients, (trainer.bucket_bytes,))
+                schedule = Schedule(prepared.name, buckets, trainer.exchange, prepared.name, trainer.lanes)
+                again_s = self.profile.forward_s if trainer.recomputes else 0.0
+            return again_s + predict(self.profile, self.network, schedule, paced=self.paced).iteration_s
         everything = (tuple(range(len(self.profile.gradients))),)
         buckets = everything if prepared.one_bucket else ddp_buckets(self.profile.gradients, self.bucket_mb)
         schedule = Schedule(prepared.method, buckets, prepared.cost, prepared.method)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,9 +15,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from syncline.engine import Handle, attach, handle_of, wrap
+from syncline.bench.baselines import TopKCost, with_topk
+from syncline.engine import Handle, Layerwise, attach, handle_of, wrap
+from syncline.engine.activations import find_blocks
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES, AllgatherTopk, Cost, Exchange, OkTopk, Phase, Topology
+from syncline.exchange import EXCHANGES, AllgatherTopk, Cost, Dense, Exchange, OkTopk, Phase, Topology
 from syncline.exchange.wire import sent_bytes
 from syncline.measure.network import Network
 from syncline.plan.make import make_plan, plan_for
@@ -42,13 +44,22 @@ class Prepared:
     cost: Costed | None = None
     """What a baseline puts on the wire; Syncline's exchanges know it themselves."""
     one_bucket: bool = False
+    variant: int = 0
+    """Which of the method's."""
     plan: Plan | None = None
     """What it follows, if it is planned."""
+    trainer: Layerwise | None = None
+    """What trains the model, where that is not DDP: it steps by itself."""
+
+    @property
+    def exchanging(self) -> Handle | Layerwise | None:
+        return self.handle if self.handle is not None else self.trainer
 
     @property
     def name(self) -> str:
         """Of the method and its variant."""
-        return self.method if self.plan is not None else f"{self.method} {self.setting}".strip()
+        fixed = self.plan is not None or self.trainer is not None
+        return self.method if fixed else f"{self.method} {self.setting}".strip()
 
     def chosen(self) -> str:
         """Its setting, and the ways that its buckets go, most of them first."""
@@ -58,15 +69,15 @@ class Prepared:
 
     def sent_bytes(self) -> int | None:
         """Payload that the busiest rank sent in the last step; None where nobody counted."""
-        if self.handle is not None:
-            return sum(self.handle.stats().sent_bytes.values())
+        if self.exchanging is not None:
+            return sum(self.exchanging.stats().sent_bytes.values())
         if self.method == "ddp" or (self.plan is not None and self.plan.nothing):
             return _ddp_sent_bytes(self.model)
         return 0 if self.method == "nosync" else None
 
     def predicted_sent_bytes(self, ranks: int) -> int | None:
-        if self.handle is not None:
-            return sum(self.handle.predicted_sent_bytes().values())
+        if self.exchanging is not None:
+            return sum(self.exchanging.predicted_sent_bytes().values())
         if self.method == "ddp" or (self.plan is not None and self.plan.nothing):
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             sizes = {p.element_size() for p in parameters}
@@ -90,10 +101,10 @@ class Wrapping:
     forecast: Forecast | None = None
     """What planners plan from."""
 
-    def ddp(self, net: nn.Module, bucket_mb: float | None = None) -> DDP:
+    def ddp(self, net: nn.Module, bucket_mb: float | None = None, **options: Any) -> DDP:
         cap = bucket_mb if bucket_mb is not None else self.bucket_mb
         ids = [self.device.index] if self.device.type == "cuda" else None
-        return DDP(net, device_ids=ids, process_group=self.group, bucket_cap_mb=cap)
+        return DDP(net, device_ids=ids, process_group=self.group, bucket_cap_mb=cap, **options)
 
 
 Preparation = Callable[[nn.Module, Wrapping], Prepared]
@@ -208,7 +219,37 @@ def _powersgd(rank: int, batched: bool) -> Preparation:
     return prepare
 
 
-RINGS = frozenset({"nosync", "ddp", "dense", "fp16-hook", "powersgd", "wfbp", "mgwfbp", "asc"})
+def slow_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """So slow that it changes nothing that matters."""
+    return torch.optim.SGD(parameters, lr=1e-4)
+
+
+def _sparse_only(net: nn.Module, wrapping: Wrapping) -> Prepared:
+    model = with_topk(wrapping.ddp(net, gradient_as_bucket_view=True))
+    return Prepared("sparse-only", model, cost=TopKCost())
+
+
+def _layerwise(method: str, exchange: Exchange, *, recompute: bool) -> Preparation:
+    def prepare(net: nn.Module, wrapping: Wrapping) -> Prepared:
+        way = "recompute" if recompute and find_blocks(net) else "keep"
+        trainer = Layerwise(
+            net,
+            slow_sgd,
+            exchange,
+            bucket_mb=wrapping.bucket_mb,
+            activations=way,
+            network=wrapping.network,
+            process_group=wrapping.group,
+        )
+        blocks = f"{len(find_blocks(net))} blocks recomputed" if way == "recompute" else "everything kept"
+        return Prepared(method, net, setting=blocks, trainer=trainer)
+
+    return prepare
+
+
+RINGS = frozenset(
+    {"nosync", "ddp", "dense", "fp16-hook", "powersgd", "wfbp", "mgwfbp", "asc", "layerwise", "memory-only"}
+)
 """Those that use no other collectives than DDP itself. A plan does not where hosts have one rank each."""
 
 METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
@@ -240,6 +281,19 @@ METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
     "asc": ("ASC-WFBP's fusion on two lanes, as published", (_planned("asc"),)),
     "plan": ("Syncline's plan, lossless", (_planned("plan"),)),
     "plan-lossy": ("Syncline's plan, with bf16 and sparse exchanges allowed", (_planned("plan-lossy"),)),
+    "layerwise": (
+        "Syncline, layer by layer, lossless: gradients leave, step and are freed in backward",
+        (_layerwise("layerwise", Dense(), recompute=False),),
+    ),
+    "layerwise+oktopk": (
+        "Syncline, layer by layer, the largest 1 % of the sums, blocks recomputed",
+        (_layerwise("layerwise+oktopk", OkTopk(), recompute=True),),
+    ),
+    "sparse-only": ("DDP with the usual sparse hook: each rank's largest 1 %, one residual", (_sparse_only,)),
+    "memory-only": (
+        "dense, the optimizer in backward, blocks recomputed",
+        (_layerwise("memory-only", Dense(), recompute=True),),
+    ),
     "fp16-hook": ("PyTorch's fp16 hook", (_fp16_hook,)),
     "powersgd": (
         "PyTorch's PowerSGD hook, the best of ranks 1, 2, 4, equal shapes batched or not",

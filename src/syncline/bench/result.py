@@ -65,6 +65,10 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vs_ddp_low: float | None = None
     vs_ddp_high: float | None = None
     setting: str = ""
+    peak_bytes: int | None = None
+    """Of tensors, by the busiest rank, in a step after warm-up; where it was asked for."""
+    states_bytes: int | None = None
+    """Of that, what is there between steps."""
 
 
 class BenchResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

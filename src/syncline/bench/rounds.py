@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from syncline.bench.methods import slow_sgd
 from syncline.cluster import Rank
 
 REST_S = 0.02
@@ -32,8 +33,8 @@ class Contender:
 
 
 def training_step(model: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], None]:
-    """One step of plain SGD, so slow that it changes nothing that matters."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    """One step of plain SGD."""
+    optimizer = slow_sgd(model.parameters())
 
     def step() -> None:
         optimizer.zero_grad()
@@ -73,7 +74,7 @@ def take_turns(rank: Rank, contenders: Sequence[Contender], *, warmup: int, roun
             _meet(rank)
             sent_before, start = _host_sent_bytes(rank), time.monotonic()
             contender.step()
-            _finish(rank)
+            finish(rank)
             end = time.monotonic()
             _meet(rank)
             if number >= 0:
@@ -130,7 +131,7 @@ def _meet(rank: Rank) -> None:
         dist.barrier()
 
 
-def _finish(rank: Rank) -> None:
+def finish(rank: Rank) -> None:
     if rank.spec.device == "cuda":
         torch.cuda.synchronize()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,11 +17,12 @@ from syncline._version import __version__
 from syncline.bench.forecast import Forecast, alone_s, profile_workload
 from syncline.bench.methods import METHODS, PLANNERS, RINGS, Prepared, Wrapping, check_methods
 from syncline.bench.result import BenchResult, Cluster, Model, Row
-from syncline.bench.rounds import Contender, Turns, combine, reported_to, take_turns, training_step
+from syncline.bench.rounds import Contender, Turns, combine, finish, reported_to, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, format_rate, launch
 from syncline.cluster.isolation import why_not_shaped
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, Exchange, wire
+from syncline.measure.memory import metered
 from syncline.measure.network import Network
 from syncline.measure.overhead import group_of_one
 from syncline.measure.probe import probe
@@ -52,7 +54,9 @@ class Workload:
         torch.manual_seed(0)
         return zoo.build_model(self.name)
 
-    def loss_of(self, model: nn.Module, rank: int, device: torch.device) -> Callable[[], torch.Tensor]:
+    def loss_of(
+        self, model: Callable[..., torch.Tensor], rank: int, device: torch.device
+    ) -> Callable[[], torch.Tensor]:
         if self.profile is not None:
             return lambda: model()
         generator = torch.Generator().manual_seed(rank)
@@ -70,10 +74,12 @@ def run_bench(
     timeout_s: float = 1800.0,
     network: Network | None = None,
     probe_s: float | None = None,
+    peak_memory: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> BenchResult:
     """Measures `methods` on the emulated cluster, in one run, after predicting each: from `network`, or from links
-    that are probed for about `probe_s` (default: as long as it takes); without either where that is 0."""
+    that are probed for about `probe_s` (default: as long as it takes); without either where that is 0. `peak_memory`:
+    afterwards each method trains another model by itself, for what that takes of memory."""
     check_methods(list(methods))
     if rounds < 1:
         raise UsageError(f"steps is {rounds}: a bench needs at least one")
@@ -90,7 +96,7 @@ def run_bench(
         raise UsageError(f"{planned} plans from a profile and a network: leave out --probe 0, or pass --network")
     answers = launch(
         spec,
-        lambda rank: _measure(rank, workload, methods, rounds, bucket_mb, network, budget_s),
+        lambda rank: _measure(rank, workload, methods, rounds, bucket_mb, network, budget_s, peak_memory),
         deadline_s=timeout_s,
         on_event=reported_to(on_progress),
         shaped=shaped,
@@ -137,6 +143,7 @@ def _measure(
     bucket_mb: float | None,
     network: Network | None,
     probe_s: float,
+    peak_memory: bool,
 ) -> dict[str, Any]:
     """On one rank."""
     rank.init_process_group()
@@ -152,7 +159,7 @@ def _measure(
     planned = _prepare(rank, workload, [method for method in methods if method in PLANNERS], wrapping)
     prepared = {**unplanned, **planned}
     predicted_s = {} if forecast is None else _predict(rank, workload, prepared, forecast)
-    contenders = [Contender(name, _training_step(one.model, workload, rank)) for name, one in prepared.items()]
+    contenders = [Contender(name, _training_step(one, workload, rank)) for name, one in prepared.items()]
     record = take_turns(rank, contenders, warmup=WARMUP, rounds=rounds)
     about = {
         name: {
@@ -161,11 +168,12 @@ def _measure(
             "sent": one.sent_bytes(),
             "predicted": one.predicted_sent_bytes(rank.world_size),
             "predicted_s": predicted_s.get(name),
+            **(_memory_of(rank, workload, one, wrapping) if peak_memory else {}),
         }
         for name, one in prepared.items()
     }
     parameters = [p for p in next(iter(prepared.values())).model.parameters() if p.requires_grad]
-    trees = [one.handle.tree for one in prepared.values() if one.handle is not None]
+    trees = [one.exchanging.tree for one in prepared.values() if one.exchanging is not None]
     return {
         "record": record,
         "about": about,
@@ -178,9 +186,9 @@ def _measure(
 def _prepare(rank: Rank, workload: Workload, methods: Sequence[str], wrapping: Wrapping) -> dict[str, Prepared]:
     """By method and setting: a model of its own for each variant of each method."""
     prepared = [
-        prepare(workload.build(rank.rank).to(rank.device), wrapping)
+        dataclasses.replace(prepare(workload.build(rank.rank).to(rank.device), wrapping), variant=variant)
         for method in methods
-        for prepare in METHODS[method][1]
+        for variant, prepare in enumerate(METHODS[method][1])
     ]
     return {one.name: one for one in prepared}
 
@@ -197,7 +205,7 @@ def _forecast(
     loss_of = workload.loss_of(net, rank.rank, rank.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     exchanges: dict[str, Callable[[], Exchange]] = {
-        name: functools.partial(_exchange_of, one) for name, one in prepared.items() if one.handle is not None
+        name: functools.partial(_exchange_of, one) for name, one in prepared.items() if one.exchanging is not None
     }
     for method in methods:
         exchanges |= {
@@ -216,17 +224,42 @@ def _predict(
     hook_s = {}
     with group_of_one(rank.device) as group:
         for name, one in _prepare(rank, workload, hooks, Wrapping(rank.device, forecast.bucket_mb, group)).items():
-            hook_s[name] = forecast.hook_s(alone_s(_training_step(one.model, workload, rank), rank.device))
+            hook_s[name] = forecast.hook_s(alone_s(_training_step(one, workload, rank), rank.device))
     return {name: forecast.predicted_s(one, hook_s.get(name)) for name, one in prepared.items()}
 
 
 def _exchange_of(prepared: Prepared) -> Exchange:
-    assert prepared.handle is not None  # noqa: S101 - asked only of those that have one
-    return prepared.handle.exchange
+    assert prepared.exchanging is not None  # noqa: S101 - asked only of those that have one
+    return prepared.exchanging.exchange
 
 
-def _training_step(model: nn.Module, workload: Workload, rank: Rank) -> Callable[[], None]:
-    return training_step(model, workload.loss_of(model, rank.rank, rank.device))
+def _training_step(prepared: Prepared, workload: Workload, rank: Rank) -> Callable[[], None]:
+    if prepared.trainer is None:
+        return training_step(prepared.model, workload.loss_of(prepared.model, rank.rank, rank.device))
+    loss_of = workload.loss_of(prepared.trainer, rank.rank, rank.device)
+    return lambda: loss_of().backward()
+
+
+def _memory_of(rank: Rank, workload: Workload, measured: Prepared, wrapping: Wrapping) -> dict[str, int]:
+    """What the same method takes that trains one more model: bytes beside all that is there already."""
+    gc.collect()
+    prepare = METHODS[measured.method][1][measured.variant]
+    net = workload.build(rank.rank).to(rank.device)
+    with metered(rank.device, [*net.parameters(), *net.buffers()]) as meter:
+        weights = sum(tensor.numel() * tensor.element_size() for tensor in [*net.parameters(), *net.buffers()])
+        base = meter.now() - weights
+        prepared = prepare(net, wrapping)
+        step = _training_step(prepared, workload, rank)
+        for _ in range(WARMUP):
+            step()
+        meter.restart()
+        states = meter.now() - base
+        step()
+        finish(rank)
+        found = {"peak_bytes": meter.peak() - base, "states_bytes": states}
+    if prepared.trainer is not None:
+        prepared.trainer.close()
+    return found
 
 
 def _row(method: str, turns: dict[str, Turns], about: list[dict[str, Any]], shaped: bool) -> Row:
@@ -248,6 +281,8 @@ def _row(method: str, turns: dict[str, Turns], about: list[dict[str, Any]], shap
         vs_ddp_low=ratio.low if ratio else None,
         vs_ddp_high=ratio.high if ratio else None,
         setting=about[0][best]["setting"],
+        peak_bytes=_largest(answer[best].get("peak_bytes") for answer in about),
+        states_bytes=_largest(answer[best].get("states_bytes") for answer in about),
     )
 
 

@@ -47,6 +47,9 @@ def bench(
             "ranks; 0: no predictions.",
         ),
     ] = None,
+    peak_memory: Annotated[
+        bool, typer.Option("--peak-memory", help="Also measure what each method takes of memory.")
+    ] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The longest that the run may take.")] = 1800,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result for machines.")] = None,
 ) -> None:
@@ -78,6 +81,7 @@ def bench(
                 timeout_s=timeout,
                 network=known,
                 probe_s=probe,
+                peak_memory=peak_memory,
                 on_progress=on_progress,
             )
         try:
@@ -115,7 +119,8 @@ def _show(spec: ClusterSpec, result: BenchResult) -> None:
         if row.sent_bytes and row.predicted_sent_bytes is not None
     )
     foreseen = ["foreseen"] if surprising else []
-    table = screen.table("method", "ms/step", "quartiles", "predicted", "× ddp", "sent", *foreseen, "wire")
+    memory = ["peak"] if any(row.peak_bytes for row in result.rows) else []
+    table = screen.table("method", "ms/step", "quartiles", "predicted", "× ddp", "sent", *foreseen, "wire", *memory)
     for row in result.rows:
         table.add_row(
             row.method,
@@ -126,14 +131,16 @@ def _show(spec: ClusterSpec, result: BenchResult) -> None:
             screen.size(row.sent_bytes),
             *([screen.size(row.predicted_sent_bytes)] if surprising else []),
             screen.size(row.wire_bytes),
+            *([screen.size(row.peak_bytes)] if memory else []),
         )
     screen.out.print(table)
     for row in result.rows:
         screen.out.print(f"{row.method}: {METHODS[row.method][0]}{row.setting and f'; {row.setting}'}", style="dim")
+    peaks = "; peak: the most bytes that tensors of the busiest rank took in a step, weights included"
     screen.out.print(
         "predicted: before the first step was taken, from the workload's profile and the links; × ddp: median of the "
         f"rounds' ratios of step times; sent: payload per step of the busiest rank, inside its host and between hosts, "
         f"as counted{', and as foreseen' if surprising else '; all as foreseen'}; wire: what its host's interface "
-        "counted, headers included",
+        f"counted, headers included{peaks if memory else ''}",
         style="dim",
     )

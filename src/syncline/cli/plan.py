@@ -11,12 +11,15 @@ import typer
 from syncline.cli import options, screen
 from syncline.cli.predict import FASTEST_BPS, assumed, load_network, moved
 from syncline.cluster import parse_rate
-from syncline.errors import UsageError
+from syncline.errors import SynclineError, UsageError
+from syncline.files import write_json
 from syncline.measure.profile import load_profile
 from syncline.plan.make import make_plan
+from syncline.plan.memory import MemoryPlan, plan_memory
 from syncline.plan.plan import Plan
 from syncline.plan.search import ALLOWED
 from syncline.predict.schedule import DDP_CAPS, MIB
+from syncline.units import format_bytes, parse_bytes
 
 _SHOWN = 8
 
@@ -39,6 +42,10 @@ def plan_command(
     bucket_mb: Annotated[
         float | None, typer.Option(help="The size of plain DDP's buckets, if not its default.")
     ] = None,
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Instead: what to train with in so much memory, like 8GiB, per rank."),
+    ] = None,
     scale: Annotated[str, typer.Option(metavar="T,B", help="Of the profile: times by T, sizes by B.")] = "1,1",
     out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan, for wrap.")] = None,
     json: Annotated[
@@ -50,6 +57,8 @@ def plan_command(
     syncline plan --profile profile.json --network network.json --out plan.json
 
     Apply it with syncline.wrap(net, "plan.json"). Without --network, links are assumed to be Ethernet at --rate.
+
+    syncline plan --profile profile.json --memory-budget 8GiB --allow sparse
     """
     with options.one_line_errors("syncline plan"):
         for path in (out, json):
@@ -67,6 +76,14 @@ def plan_command(
         else:
             cluster = moved(assumed([hosts or 4], per_host, rate_bps, None), hosts or 4, None)
         allowed = [name.strip() for name in allow.split(",") if name.strip()]
+        if memory_budget is not None:
+            if out is not None:
+                raise UsageError("--out is for buckets: apply this with syncline.Layerwise(…, memory_budget=…)")
+            answer = plan_memory(model, cluster, parse_bytes(memory_budget), allowed)
+            if json is not None:
+                write_json(json, answer)
+            _show_memory(answer, cluster.measured)
+            return
         caps = DDP_CAPS if bucket_mb is None else (int(bucket_mb * MIB),)
         plan = make_plan(model, cluster, allowed, caps=caps)
         for path in (out, json):
@@ -108,6 +125,38 @@ def _show(plan: Plan, path: Path | None, measured: bool) -> None:
     if path is not None:
         screen.out.print()
         screen.out.print(f'Apply it: model = syncline.wrap(net, "{path}")')
+
+
+def _show_memory(answer: MemoryPlan, measured: bool) -> None:
+    best, plain = answer.rows[0], next(row for row in answer.rows if row.name == "plain DDP")
+    budget = format_bytes(answer.budget_bytes)
+    screen.out.print(f"{answer.model} on {answer.ranks} ranks, {budget} of memory each")
+    if not measured:
+        screen.out.print("Links are not measured but assumed: syncline probe measures yours.", style="yellow")
+    if not best.batch:
+        least = format_bytes(best.least_bytes)
+        raise SynclineError(f"not even one sample fits in {budget}: the least with which one does is {least}")
+    times = f", {plain.sample_s / best.sample_s:.2f} times plain DDP's rate" if plain.batch else ""
+    screen.out.print(
+        f"\nBest: {best.name}, {best.batch} samples per rank and step, "
+        f"{best.sample_s * 1e3:.2f} ms per sample{times}.\n"
+    )
+    table = screen.table("", "batch", "peak", "step", "per sample", "blocks")
+    for row in answer.rows:
+        name = row.name if row.lossless else f"{row.name} (lossy)"
+        if not row.batch:
+            table.add_row(name, "–", "", "", "", f"one sample needs {format_bytes(row.least_bytes)}")
+            continue
+        figures = (format_bytes(row.peak_bytes), screen.ms(row.step_s * 1e3), screen.ms(row.sample_s * 1e3))
+        table.add_row(name, str(row.batch), *figures, row.about)
+    screen.out.print(table)
+    screen.out.print(
+        "batch: samples per rank and step; beyond the measured ones, sizes and times are a straight line. peak: "
+        "weights, optimizer, gradients, what exchanges keep and work in, and what forward leaves for backward.",
+        style="dim",
+    )
+    exchange = "syncline.OkTopk()" if "oktopk" in best.name else "syncline.Dense()"
+    screen.out.print(f'Apply it: syncline.Layerwise(net, optimizer, {exchange}, memory_budget="{budget}", step=step)')
 
 
 def _short(exchange: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 from collections.abc import Callable, Iterator
@@ -17,13 +18,18 @@ import typer
 
 from syncline.cli import options, screen
 from syncline.cluster import ClusterSpec, Rank, launch
+from syncline.engine.stepping import state_bytes
 from syncline.errors import SynclineError, UsageError
+from syncline.measure.activations import KEEP, RECOMPUTE, Activations
 from syncline.measure.backward import measure_backward
+from syncline.measure.blocks import measure_activations
 from syncline.measure.overhead import measure_overheads
 from syncline.measure.profile import Gradient, Profile
 from syncline.measure.steps import together
-from syncline.models.target import AUTOCAST, Target
+from syncline.models.target import AUTOCAST, Target, Task
 from syncline.models.zoo import MODELS
+from syncline.predict.memory import peak_bytes
+from syncline.units import format_bytes
 
 _STRAGGLES = 1.1
 _TOP = 5
@@ -36,6 +42,7 @@ class _Request:
     target: Target
     steps: int
     warmup: int
+    memory: bool = False
 
 
 def profile(
@@ -50,6 +57,9 @@ def profile(
     warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 5,
     batch: Annotated[int | None, typer.Option(min=1, help="Samples per rank and step of a named model.")] = None,
     autocast: Annotated[str | None, typer.Option(metavar="|".join(AUTOCAST), help="Of a named model.")] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Also what forward and backward take of memory, for plan --memory-budget.")
+    ] = False,
     hosts: Annotated[
         int | None, typer.Option(metavar="N", help="On this many emulated hosts.", rich_help_panel="Several ranks")
     ] = None,
@@ -70,7 +80,7 @@ def profile(
             raise UsageError(f"--device {device!r}: use cpu or cuda")
         if not 0 < timeout < 1e9:
             raise UsageError(f"--timeout {timeout:g}: a run needs a positive number of seconds")
-        request = _Request(Target(target, device, batch, autocast), steps, warmup)
+        request = _Request(Target(target, device, batch, autocast), steps, warmup, memory)
         under_torchrun = options.under_torchrun()
         first = options.is_first()
         if first:
@@ -120,11 +130,25 @@ def _measure(request: _Request, device: torch.device, on_progress: Callable[[int
     ranks = group.size() if group is not None and group.size() > 1 else 4
     where = next(task.model.parameters()).device
     autocast = request.target.autocast
+    with request.target.blamed():
+        activations = _activations(request.target, task, where) if request.memory else None
     return msgspec.structs.replace(
         profile,
+        activations=activations,
         how=f"{profile.how}, {autocast} autocast" if autocast else profile.how,
         overheads=measure_overheads(where, topology=ranks, group=group),
     )
+
+
+def _activations(target: Target, task: Task, device: torch.device) -> Activations:
+    """At the batch that is profiled and at half of it, where that can be asked for: the rest is a line."""
+    steps = {task.batch or 1: task.step}
+    if task.batch is not None and task.batch > 1:
+        half = task.batch // 2
+        steps[half] = dataclasses.replace(target, batch=half).build(device).step
+    found = measure_activations(task.model, steps)
+    per_element = 0.0 if task.optimizer is None else state_bytes(task.optimizer)
+    return msgspec.structs.replace(found, optimizer_bytes=per_element)
 
 
 def _on_emulated_hosts(
@@ -171,6 +195,9 @@ def _show(profile: Profile, output: Path | None) -> None:
     say()
     for line in _beside_lines(profile):
         say(line, style="dim")
+    if profile.activations is not None:
+        for line in _memory_lines(profile.activations):
+            say(line)
     if output is None:
         say("--output FILE keeps this for syncline predict", style="dim")
 
@@ -209,6 +236,15 @@ def _beside_lines(profile: Profile) -> Iterator[str]:
     if profile.buffers:
         buffers = ", ".join(f"{screen.size(entry.bytes)} of {entry.dtype}" for entry in profile.buffers)
         yield f"buffers: {buffers}, broadcast before every forward"
+
+
+def _memory_lines(found: Activations) -> Iterator[str]:
+    batch = max(found.batches)
+    kept, again = (peak_bytes(found, [way] * len(found.blocks), batch) for way in (KEEP, RECOMPUTE))
+    yield (
+        f"memory    forward and backward of {batch} sample{'s' if batch > 1 else ''} take {format_bytes(kept)} beside "
+        f"weights and gradients; {format_bytes(again)} with all {len(found.blocks)} blocks recomputed"
+    )
 
 
 def _half_ready_s(gradients: tuple[Gradient, ...]) -> float:

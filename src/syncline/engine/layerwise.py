@@ -47,9 +47,9 @@ from syncline.engine.place import find_place
 from syncline.engine.route import Route, Uniform, tell
 from syncline.engine.stepping import Stepping, of_optimizer, state_bytes
 from syncline.errors import ExchangeError, SynclineError, UsageError
-from syncline.exchange import Climbing, Dense, Exchange, Layout, OkTopk, State, default_lanes, settings
+from syncline.exchange import Climbing, Dense, Exchange, Layout, OkTopk, State, Tree, default_lanes, settings
 from syncline.exchange.workspace import Workspace
-from syncline.measure.activations import KEEP, WAYS
+from syncline.measure.activations import KEEP, PARK, RECOMPUTE, WAYS
 from syncline.measure.blocks import measure_activations
 from syncline.measure.network import Network
 from syncline.predict.memory import Choice, Training, choose, smallest_budget
@@ -76,6 +76,8 @@ class _Bucket:
     averages: bool
     ends: tuple[str, ...]
     """Parameters of which this holds the last piece."""
+    before: tuple[int, ...] = ()
+    """Where the others are, for a parameter that is in several."""
 
     @property
     def label(self) -> str:
@@ -183,6 +185,8 @@ class Layerwise:
         self.error: BaseException | None = None
         self.steps = 0
         self._syncing = True
+        self._synced = True
+        """Whether the last forward's gradients were exchanged: buffers become rank 0's after that, as in DDP."""
         self._pass = _Pass()
         self._last = _Pass()
         self._settled = False
@@ -236,8 +240,9 @@ class Layerwise:
         """The module's forward."""
         if self.module.training and torch.is_grad_enabled():
             self._check_ready()
-            if self._syncing and self._broadcasts:
+            if self._broadcasts and self._synced:
                 _same_as_first(self._group, list(self.module.buffers()))
+            self._synced = self._syncing
         return self.module(*inputs, **options)
 
     @contextlib.contextmanager
@@ -342,6 +347,7 @@ class Layerwise:
             used = [name for name in self._parameters if name not in now.unused]
             finite = torch.stack([now.finite[index] for index in sorted(now.finite)]).all()
             self._step(used, now.held, finite)
+        self._stepping.end()
         self._last, self._pass = now, _Pass()
         self._last.held.clear()
         sent = self.sent_bytes
@@ -403,10 +409,11 @@ class Layerwise:
         self._dropped += ~finite
         names = [name for name in bucket.ends if name not in now.unused]
         if names and not self._stepping.at_end:
-            self._step(names, now.held, finite if len(bucket.pieces) == len(bucket.ends) else None)
+            if bucket.before:  # of a large parameter some parts may count and others not, whose result is zero
+                finite = torch.stack([finite, *(now.finite[index] for index in bucket.before)]).any()
+            self._step(names, now.held, finite)
 
-    def _step(self, names: Sequence[str], held: Mapping[str, Tensor], finite: Tensor | None) -> None:
-        """`finite`: whether they count. None where only a part of one would not: that part's result is zero."""
+    def _step(self, names: Sequence[str], held: Mapping[str, Tensor], finite: Tensor) -> None:
         self._stepping.step([(self._parameters[name], held[name]) for name in names], finite)
 
     # --- buckets ------------------------------------------------------------------------------------------------
@@ -431,7 +438,8 @@ class Layerwise:
                 state.load(layout, dealt_to(pieces, kept, self._parameters))
             averages = state.average(1 / self._group.size())
             last = tuple(name for name in names if ends[name] == index)
-            buckets[index] = _Bucket(index, pieces, lane, exchange, layout, state, averages, last)
+            before = tuple(other for other in range(index) if last and made[other][0].name == pieces[0].name)
+            buckets[index] = _Bucket(index, pieces, lane, exchange, layout, state, averages, last, before)
         return [buckets[index] for index in range(len(made))]
 
     def _settle(self, order: Sequence[str]) -> None:
@@ -462,6 +470,29 @@ class Layerwise:
             for level, sent in groups.counter.sent_bytes.items():
                 total[level] = total.get(level, 0) + sent
         return total
+
+    @property
+    def tree(self) -> Tree | None:
+        """Where ranks sit, for an exchange that asks."""
+        return None if self._place is None else self._place.tree
+
+    @property
+    def lanes(self) -> int:
+        return len(self._lanes)
+
+    @property
+    def bucket_bytes(self) -> int:
+        """The most that is exchanged together."""
+        return self._cap_bytes
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """What becomes of what blocks leave for their backward: those that are not simply kept."""
+        return {} if self._managed is None else {name: way for name, way in self._managed.ways.items() if way != KEEP}
+
+    @property
+    def recomputes(self) -> bool:
+        return any(way in (RECOMPUTE, PARK) for way in self.ways.values())
 
     def predicted_sent_bytes(self) -> dict[str, int]:
         """What a step should send, per level, by the exchange's own account."""
@@ -514,7 +545,7 @@ class Layerwise:
             optimizer_bytes=int(state_bytes(self.optimizer) * sum(p.numel() for p in self._parameters.values())),
             residual_bytes=sum(bucket.state.rests_bytes for bucket in self._buckets),
             workspace_bytes=sum(workspace.bytes for workspace in self._workspaces),
-            gradient_bytes=waiting,
+            waiting_bytes=waiting,
         )
 
     def _choose(self, step: Callable[[nn.Module], Tensor], budget_bytes: int, residual: str | None) -> Choice:
@@ -531,7 +562,8 @@ class Layerwise:
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that this rank needs to go on: weights, optimizer, and what waits to be exchanged."""
+        """Everything that this rank needs to go on: weights and optimizer, as they are, and a copy of what waits to be
+        exchanged, in the host's memory."""
         self._check_ready()
         if self.error is not None:
             raise ExchangeError(f"the state is unusable, because an exchange failed: {self.error}")
@@ -540,7 +572,7 @@ class Layerwise:
             "steps": self.steps,
             "buckets": [[str(piece) for piece in bucket.pieces] for bucket in self._buckets],
             "tensors": self._kept(),
-            "model": {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()},
+            "model": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
 

@@ -91,21 +91,25 @@ Kept = Mapping[str, Mapping[str, Tensor]]
 def joined(
     buckets: Sequence[tuple[Sequence[Piece], Kept]], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, Tensor]]:
-    """What buckets keep, by parameter, in its shape."""
+    """What buckets keep, by parameter, in its shape: a copy in the host's memory."""
     whole: dict[str, dict[str, Tensor]] = {}
     for pieces, kept in buckets:
         for piece in pieces:
             parameter = parameters[piece.name]
             if piece.numel == parameter.numel():
                 if piece.name in kept:
-                    whole[piece.name] = {kind: tensor.detach().clone() for kind, tensor in kept[piece.name].items()}
+                    whole[piece.name] = {kind: _copied(tensor) for kind, tensor in kept[piece.name].items()}
                 continue
             for kind, tensor in kept.get(str(piece), {}).items():
                 kinds = whole.setdefault(piece.name, {})
                 if kind not in kinds:
-                    kinds[kind] = torch.zeros_like(parameter, dtype=tensor.dtype, device=tensor.device)
+                    kinds[kind] = torch.zeros_like(parameter, dtype=tensor.dtype, device="cpu")
                 piece.of(kinds[kind]).copy_(tensor)
     return whole
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
 
 
 def dealt_to(

@@ -38,8 +38,11 @@ class Stepping(Protocol):
     def after(self, pieces: Sequence[Piece], finite: Tensor, workspace: Workspace) -> None:
         """The bucket's exchange has ended, and counts if this 0-dim tensor is true."""
 
-    def step(self, results: Results, finite: Tensor | None) -> None:
+    def step(self, results: Results, finite: Tensor) -> None:
         """Steps these parameters, unless this is false."""
+
+    def end(self) -> None:
+        """All layers have taken their steps."""
 
     def describe(self) -> dict[str, Any]:
         """What all ranks must agree on."""
@@ -75,37 +78,22 @@ class Gradients:
     def after(self, pieces: Sequence[Piece], finite: Tensor, workspace: Workspace) -> None:
         """Nothing was changed."""
 
-    def step(self, results: Results, finite: Tensor | None) -> None:
+    def step(self, results: Results, finite: Tensor) -> None:
         on_device = results[0][1].is_cuda and not self.at_end
-        if finite is not None and not on_device and not bool(finite):
+        if not on_device and not bool(finite):
             return
-        with self._only(results) as optimizer:
+        with _having_only(self._optimizer, results) as optimizer:
             if self._clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_([parameter for parameter, _ in results], self._clip_norm)
-            if finite is None or not on_device:
+            if not on_device:
                 optimizer.step()
             elif getattr(optimizer, "_step_supports_amp_scaling", False):
                 self._step_if(finite)
             else:
                 self._step_and_put_back([parameter for parameter, _ in results], finite)
 
-    @contextlib.contextmanager
-    def _only(self, results: Results) -> Iterator[Optimizer]:
-        """The optimizer, with these parameters and their gradients."""
-        chosen = {id(parameter) for parameter, _ in results}
-        groups: list[dict[str, Any]] = self._optimizer.param_groups
-        whole = [group["params"] for group in groups]
-        try:
-            for group in groups:
-                group["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
-            for parameter, gradient in results:
-                parameter.grad = gradient
-            yield self._optimizer
-        finally:
-            for parameter, _ in results:
-                parameter.grad = None
-            for group, parameters in zip(groups, whole, strict=True):
-                group["params"] = parameters
+    def end(self) -> None:
+        """The optimizer has stepped them all."""
 
     def _step_if(self, finite: Tensor) -> None:
         fused: Any = self._optimizer
@@ -190,10 +178,14 @@ class Mirror:
                 torch.where(finite, velocity[offset : offset + piece.numel], held, out=held)
             offset += piece.numel
 
-    def step(self, results: Results, finite: Tensor | None) -> None:
+    def step(self, results: Results, finite: Tensor) -> None:
         with torch.no_grad():
             for parameter, update in results:  # zero where it does not count
                 parameter.sub_(update)
+
+    def end(self) -> None:
+        with _having_only(self._optimizer, []) as optimizer:
+            optimizer.step()  # which schedulers wait for
 
     def _velocity(self, parameter: nn.Parameter) -> Tensor:
         state = self._optimizer.state[parameter]
@@ -207,6 +199,25 @@ class Mirror:
 
     def describe(self) -> dict[str, Any]:
         return {**_described(self._optimizer), "mirror": True}
+
+
+@contextlib.contextmanager
+def _having_only(optimizer: Optimizer, results: Results) -> Iterator[Optimizer]:
+    """The optimizer, with these parameters and their gradients."""
+    chosen = {id(parameter) for parameter, _ in results}
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    whole = [group["params"] for group in groups]
+    try:
+        for group in groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) in chosen]
+        for parameter, gradient in results:
+            parameter.grad = gradient
+        yield optimizer
+    finally:
+        for parameter, _ in results:
+            parameter.grad = None
+        for group, parameters in zip(groups, whole, strict=True):
+            group["params"] = parameters
 
 
 def state_bytes(optimizer: Optimizer) -> float:

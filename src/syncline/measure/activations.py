@@ -73,12 +73,14 @@ class Activations(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Of all parameters."""
     largest_bytes: int = 0
     """Of any parameter."""
+    optimizer_bytes: float = 0.0
+    """Of the optimizer's state, per element."""
 
     def __post_init__(self) -> None:
         if not self.batches or any(batch < 1 for batch in self.batches):
             raise ValueError("batches: must name at least one, from 1 up")
         if not (math.isfinite(self.to_host_bps) and self.to_host_bps >= 0):
             raise ValueError("to_host_bps: must be 0 or more")
-        for name in ("parameter_bytes", "buffer_bytes", "elements", "largest_bytes"):
-            if getattr(self, name) < 0:
+        for name in ("parameter_bytes", "buffer_bytes", "elements", "largest_bytes", "optimizer_bytes"):
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name}: must be 0 or more")

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from syncline.files import FileError, read_json, write_json
+from syncline.measure.activations import Activations
 
 # Only what can carry a gradient: autograd differentiates floating point and complex numbers alone.
 ITEM_BYTES = {
@@ -136,6 +137,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """What it costs each step to wait for whoever happens to be slowest: the median over steps of the slowest rank's
     step less the median rank's."""
     overheads: Overheads | None = None
+    activations: Activations | None = None
+    """What forward and backward take of memory, where that was measured."""
 
     def __post_init__(self) -> None:
         _check_counts(self)
@@ -199,6 +202,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             ranks=tuple(_scaled_rank(rank, time) for rank in self.ranks),
             spread=self.spread and Spread(low_s=self.spread.low_s * time, high_s=self.spread.high_s * time),
             jitter_s=self.jitter_s * time,
+            activations=self.activations if bytes == 1.0 else None,
             how=f"{self.how}; scaled: time × {time:g}, bytes × {bytes:g}",
         )
 

@@ -4,13 +4,15 @@
         net = Net()
         return net, lambda model: loss(model(inputs), labels), torch.optim.AdamW(net.parameters())
 
-The step runs one forward and returns the loss. The optimizer may be left out.
+The step runs one forward and returns the loss. The optimizer may be left out. A function that takes a `batch` is asked
+for steps of that many samples.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -63,8 +65,8 @@ class Target:
             raise UsageError(f"{self.name}: name the function that builds the model, as FILE.py:FUNCTION")
         if not path.is_file():
             raise UsageError(f"{path}: there is no such file")
-        if self.batch is not None or self.autocast is not None:
-            raise UsageError(f"batch and autocast are for the models that ship: {self.name} chooses its own")
+        if self.autocast is not None:
+            raise UsageError(f"autocast is for the models that ship: {self.name} chooses its own")
 
     @property
     def is_function(self) -> bool:
@@ -115,7 +117,10 @@ class Target:
         build = getattr(_imported(path), function, None)
         if not callable(build):
             raise UsageError(f"{path}: has no function called {function}")
-        made = build()
+        takes_batch = "batch" in inspect.signature(build).parameters
+        if self.batch is not None and not takes_batch:
+            raise UsageError(f"{self.name} chooses its own batch: give {function} a parameter called batch")
+        made = build(batch=self.batch) if self.batch is not None else build()
         if not _is_task(made):
             raise UsageError(
                 f"{self.name} returned {_kind(made)}: it must return (model, step) or (model, step, optimizer)"
@@ -124,7 +129,8 @@ class Target:
         where = next((p.device.type for p in model.parameters()), "cpu")
         if self.device is not None and where != device.type:
             raise UsageError(f"{self.name} put its model on {where}, not on {device.type}: move it there in {function}")
-        return Task(function if type(model) is nn.Sequential else type(model).__name__, model, step, *(rest or [None]))
+        name = function if type(model) is nn.Sequential else type(model).__name__
+        return Task(name, model, step, rest[0] if rest else None, self.batch)
 
 
 def _imported(path: Path) -> ModuleType:

@@ -16,7 +16,7 @@ gradients that wait for their exchange are there all the time.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from syncline.measure.activations import KEEP, OFFLOAD, PARK, RECOMPUTE, WAYS, Activations, Block
@@ -59,12 +59,10 @@ class Choice:
 
     def describe(self) -> str:
         parts = [f"{count} {_DONE[way]}" for way, count in self.counted().items()]
-        blocks = f"of {len(self.ways)} blocks {', '.join(parts)}" if parts else "no blocks"
-        residual = "; what waits to be exchanged in the host's memory" if self.residual == "host" else ""
-        return blocks + residual
+        return ", ".join([*parts, *(["residual on the host"] if self.residual == "host" else [])]) or "none"
 
 
-_DONE = {KEEP: "kept", RECOMPUTE: "recomputed", OFFLOAD: "offloaded", PARK: "recomputed from the host's memory"}
+_DONE = {KEEP: "kept", RECOMPUTE: "recomputed", OFFLOAD: "offloaded", PARK: "parked"}
 
 
 def left_behind(block: Block, way: str, batch: float) -> float:
@@ -74,8 +72,8 @@ def left_behind(block: Block, way: str, batch: float) -> float:
     return block.input.at(batch) if way == RECOMPUTE else 0.0
 
 
-def peak_bytes(activations: Activations, ways: Sequence[str], batch: float) -> float:
-    """Of forward and backward alone."""
+def peak_bytes(activations: Activations, ways: Sequence[str], batch: float, waiting_bytes: float = 0.0) -> float:
+    """Of forward and backward alone. `waiting_bytes`: gradients that are there once backward has made them."""
     before = activations.before.at(batch)
     peak, held = before, before
     blocks = list(zip(activations.blocks, ways, strict=True))
@@ -90,8 +88,11 @@ def peak_bytes(activations: Activations, ways: Sequence[str], batch: float) -> f
         held -= left_behind(block, way, batch)
         coming = _on_its_way(*blocks[place - 1], batch) if place else 0.0
         stays = block.input.at(batch) if way in (RECOMPUTE, PARK) else 0.0
-        peak = max(peak, held + coming + stays + block.backward_peak.at(batch))
-    return max(peak, activations.before_peak.at(batch))
+        # Backward has made the gradients of what comes behind: of about so much.
+        made = activations.parameter_bytes * (len(blocks) - 1 - place) / len(blocks)
+        here = held + coming + stays + block.backward_peak.at(batch)
+        peak = max(peak, min(waiting_bytes, made) + here)
+    return max(peak, waiting_bytes + activations.before_peak.at(batch))
 
 
 def _on_its_way(block: Block, way: str, batch: float) -> float:
@@ -127,8 +128,10 @@ class Training:
     """What exchanges keep for later."""
     workspace_bytes: int
     """What they work in."""
-    gradient_bytes: int
-    """Gradients that may be there at the same time."""
+    gradient_bytes: int = 0
+    """Gradients that are there all the time."""
+    waiting_bytes: int = 0
+    """Gradients that are there in backward, until they are exchanged."""
     other_bytes: int = 0
     """Of the network's library, where known."""
 
@@ -146,21 +149,28 @@ class Training:
 
 
 def choose(
-    activations: Activations, training: Training, batch: int, budget_bytes: float, *, residual: str | None = None
+    activations: Activations,
+    training: Training,
+    batch: int,
+    budget_bytes: float,
+    *,
+    residual: str | None = None,
+    keep_all: bool = False,
 ) -> Choice | None:
     """The fastest way to take a step of this batch within the budget; None where there is none.
 
     Starts with everything kept, and gives up, one after the other, what frees most for the time that it costs.
-    `residual`: where it must be; None for wherever it costs less.
+    `residual`: where it must be; None for wherever it costs less. `keep_all`: nothing is given up.
     """
     found: list[Choice] = []
     plain_s = step_s(activations, [KEEP] * len(activations.blocks), batch)
-    for place in _places(activations, training, residual):
+    for place in ("device",) if keep_all else _places(activations, training, residual):
         states = training.states(place)
-        ways = _cheapest_ways(activations, batch, budget_bytes - states.bytes)
+        find = _all_kept if keep_all else _cheapest_ways
+        ways = find(activations, batch, budget_bytes - states.bytes, training.waiting_bytes)
         if ways is None:
             continue
-        peak = states.bytes + peak_bytes(activations, ways, batch)
+        peak = states.bytes + peak_bytes(activations, ways, batch, training.waiting_bytes)
         seconds = step_s(activations, ways, batch)
         if place == "host" and activations.to_host_bps:  # there and back, every step, beside the computation
             seconds = max(seconds, 2 * training.residual_bytes / activations.to_host_bps)
@@ -174,11 +184,16 @@ def _places(activations: Activations, training: Training, residual: str | None) 
     return ("device", "host") if training.residual_bytes and activations.to_host_bps else ("device",)
 
 
-def _cheapest_ways(activations: Activations, batch: int, room: float) -> list[str] | None:
+def _all_kept(activations: Activations, batch: int, room: float, waiting_bytes: float) -> list[str] | None:
+    ways = [KEEP] * len(activations.blocks)
+    return ways if peak_bytes(activations, ways, batch, waiting_bytes) <= room else None
+
+
+def _cheapest_ways(activations: Activations, batch: int, room: float, waiting_bytes: float) -> list[str] | None:
     blocks = activations.blocks
     ways = [KEEP] * len(blocks)
     given_up = _given_up(activations)
-    while peak_bytes(activations, ways, batch) > room:
+    while peak_bytes(activations, ways, batch, waiting_bytes) > room:
         best: tuple[float, float, list[str]] | None = None
         before_s = step_s(activations, ways, batch)
         for place, block in enumerate(blocks):
@@ -201,27 +216,29 @@ def _given_up(activations: Activations) -> tuple[str, ...]:
     return (RECOMPUTE, OFFLOAD, PARK) if activations.to_host_bps else (RECOMPUTE,)
 
 
-def smallest_budget(activations: Activations, training: Training, batch: int, *, residual: str | None = None) -> float:
+def smallest_budget(
+    activations: Activations, training: Training, batch: int, *, residual: str | None = None, keep_all: bool = False
+) -> float:
     """Under which nothing fits."""
     lowest = math.inf
-    for place in _places(activations, training, residual):
+    for place in ("device",) if keep_all else _places(activations, training, residual):
         states = training.states(place)
-        for way in (KEEP, *_given_up(activations)):
+        for way in (KEEP,) if keep_all else (KEEP, *_given_up(activations)):
             ways = [way] * len(activations.blocks)
-            lowest = min(lowest, states.bytes + peak_bytes(activations, ways, batch))
+            lowest = min(lowest, states.bytes + peak_bytes(activations, ways, batch, training.waiting_bytes))
     return lowest
 
 
-def largest_batch(activations: Activations, training: Training, budget_bytes: float) -> int:
+def largest_batch(activations: Activations, training: Training, budget_bytes: float, *, keep_all: bool = False) -> int:
     """That fits in whatever way; 0 where not even one sample does."""
 
     def fits(batch: int) -> bool:
-        return smallest_budget(activations, training, batch) <= budget_bytes
+        return smallest_budget(activations, training, batch, keep_all=keep_all) <= budget_bytes
 
     if not fits(1):
         return 0
     high = 2
-    while fits(high) and high < 2**24:
+    while fits(high) and high < _LARGEST_BATCH:
         high *= 2
     low = high // 2
     while high - low > 1:
@@ -230,16 +247,25 @@ def largest_batch(activations: Activations, training: Training, budget_bytes: fl
     return low
 
 
+_LARGEST_BATCH = 2**20
+
+
 def best_batch(
-    activations: Activations, training: Training, budget_bytes: float, *, exchange_s: float
+    activations: Activations,
+    training: Training,
+    budget_bytes: float,
+    step_s: Callable[[Choice], float],
+    *,
+    keep_all: bool = False,
 ) -> Choice | None:
-    """The batch with which a sample takes least, and how it fits. Up to `exchange_s` of a step's exchange is hidden
-    behind its backward at best: larger batches share what is left of it."""
-    most = largest_batch(activations, training, budget_bytes)
-    tried = sorted({most, *(most * share // 8 for share in range(1, 8)), *(2**power for power in range(24))})
-    choices = [
-        choice
-        for batch in tried
-        if 1 <= batch <= most and (choice := choose(activations, training, batch, budget_bytes)) is not None
-    ]
-    return min(choices, key=lambda choice: max(choice.step_s, exchange_s) / choice.batch, default=None)
+    """The batch with which a sample takes least, and how it fits; None where not even one sample does. `step_s`: what a
+    step takes with its exchange. The largest is not always the best: what it recomputes may cost more than it
+    shares."""
+    most = largest_batch(activations, training, budget_bytes, keep_all=keep_all)
+    tried = {most, *(most * part // 8 for part in range(1, 8)), *(2**power for power in range(21))}
+    best: tuple[float, Choice] | None = None
+    for batch in sorted(batch for batch in tried if 1 <= batch <= most):
+        choice = choose(activations, training, batch, budget_bytes, keep_all=keep_all)
+        if choice is not None and (best is None or step_s(choice) / batch < best[0]):
+            best = step_s(choice) / batch, choice
+    return None if best is None else best[1]
