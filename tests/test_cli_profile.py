@@ -155,7 +155,31 @@ def test_a_wrong_option_gets_one_line_and_exit_2(options: list[str], says: str) 
 
 
 def test_options_of_named_models_are_refused_for_ones_own(train: Path) -> None:
-    assert_refused(run(f"{train}:build", "--batch", "3"), 2, "batch and autocast are for the models that ship")
+    assert_refused(run(f"{train}:build", "--batch", "3"), 2, "give build a parameter called batch")
+    assert_refused(run(f"{train}:build", "--autocast", "bf16"), 2, "autocast is for the models that ship")
+
+
+def test_a_function_that_takes_a_batch_is_asked_for_two_of_them(train: Path, tmp_path: Path) -> None:
+    asked = tmp_path / "asked"
+    train.write_text(
+        train.read_text()
+        + textwrap.dedent(
+            f"""
+            def sized(batch=16):
+                with open({str(asked)!r}, "a") as file:
+                    file.write(f"{{batch}} ")
+                return Net(WIDTH, 2), lambda model: model(torch.ones(batch, WIDTH)).sum()
+            """
+        )
+    )
+    output = tmp_path / "profile.json"
+    answer = run(f"{train}:sized", "--batch", "8", "--memory", "--output", str(output))
+    assert answer.exit_code == 0, answer.output
+    assert asked.read_text().split() == ["8", "4"]
+    found = Profile.load(output).activations
+    assert found is not None
+    assert found.batches == (4, 8)
+    assert found.elements == 10
 
 
 def test_what_ones_own_code_raises_is_one_line_that_says_where(train: Path) -> None:

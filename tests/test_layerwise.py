@@ -492,8 +492,8 @@ def test_a_budget_is_kept_or_refused_before_training(one_rank: None) -> None:
     def sgd(parameters: Any) -> Optimizer:
         return SGD(parameters, lr=0.01, momentum=0.9)
 
-    with pytest.raises(syncline.UsageError, match="memory_budget is 10 MiB, and the least") as refused:
-        syncline.Layerwise(model, sgd, memory_budget="10MiB", step=step)
+    with pytest.raises(syncline.UsageError, match="memory_budget is 5 MiB, and the least") as refused:
+        syncline.Layerwise(model, sgd, memory_budget="5MiB", step=step)
     least = re.search(r"can be trained is (\S+) MiB: allow", str(refused.value))
     assert least is not None
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())

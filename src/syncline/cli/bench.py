@@ -32,7 +32,9 @@ def bench(
     scale: Annotated[
         str, typer.Option(metavar="T,B", help="Of a replay: times by T, sizes by B. 10,0.05 fits slow links.")
     ] = "1,1",
-    methods: Annotated[str, typer.Option(metavar="A,B,…", help=f"Of {', '.join(METHODS)}.")] = "nosync,ddp,dense",
+    methods: Annotated[
+        str, typer.Option(metavar="A,B,…", help=f"Of {len(METHODS)}; all of them: --methods list.")
+    ] = "nosync,ddp,dense",
     steps: Annotated[int, typer.Option(min=1, help="Rounds in which every method takes a step.")] = 30,
     batch: Annotated[int, typer.Option(min=1, help="Samples per rank and step.")] = 16,
     bucket_mb: Annotated[float | None, typer.Option(help="DDP's bucket size, for every method.")] = None,
@@ -60,6 +62,9 @@ def bench(
     with options.one_line_errors("syncline bench"):
         spec = options.cluster_spec(hosts, per_host, rate, racks, trunk_rate, rank_order, device)
         workload = _workload(model, replay, scale, batch)
+        if methods.strip() == "list":
+            _list_methods()
+            return
         names = [name.strip() for name in methods.split(",") if name.strip()]
         check_methods(names)
         if bucket_mb is not None and not 0 < bucket_mb < 1e6:
@@ -89,6 +94,11 @@ def bench(
                 write_json(json, result)
         finally:  # a run that took minutes is shown, whatever became of its file
             _show(spec, result)
+
+
+def _list_methods() -> None:
+    for name, (about, _) in METHODS.items():
+        screen.out.print(f"{name}: {about}", soft_wrap=True)
 
 
 def _workload(model: str | None, replay: str | None, scale: str, batch: int) -> Workload:

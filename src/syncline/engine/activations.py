@@ -96,6 +96,12 @@ def _casting_anew(inputs: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def recomputed(block: nn.Module, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    for value in (*inputs, *options.values()):
+        if hasattr(value, "get_seq_length"):  # Hugging Face's caches: recomputed, they would hold everything twice
+            raise UsageError(
+                f"a block gets a {type(value).__name__}, which remembers what it computes, and cannot be recomputed: "
+                "build the model with use_cache=False"
+            )
     norms = [part for part in block.modules() if isinstance(part, _NormBase) and part.track_running_stats]
     return checkpoint(
         forward,

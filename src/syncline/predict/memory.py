@@ -92,7 +92,7 @@ def peak_bytes(activations: Activations, ways: Sequence[str], batch: float, wait
         made = activations.parameter_bytes * (len(blocks) - 1 - place) / len(blocks)
         here = held + coming + stays + block.backward_peak.at(batch)
         peak = max(peak, min(waiting_bytes, made) + here)
-    return max(peak, waiting_bytes + activations.before_peak.at(batch))
+    return max(peak, min(waiting_bytes, activations.parameter_bytes) + activations.before_peak.at(batch))
 
 
 def _on_its_way(block: Block, way: str, batch: float) -> float:
@@ -190,26 +190,38 @@ def _all_kept(activations: Activations, batch: int, room: float, waiting_bytes: 
 
 
 def _cheapest_ways(activations: Activations, batch: int, room: float, waiting_bytes: float) -> list[str] | None:
-    blocks = activations.blocks
-    ways = [KEEP] * len(blocks)
-    given_up = _given_up(activations)
-    while peak_bytes(activations, ways, batch, waiting_bytes) > room:
-        best: tuple[float, float, list[str]] | None = None
-        before_s = step_s(activations, ways, batch)
-        for place, block in enumerate(blocks):
-            for way in given_up:
-                freed = left_behind(block, ways[place], batch) - left_behind(block, way, batch)
-                if way == ways[place] or freed <= 0 or (ways[place] != KEEP and way == OFFLOAD):
-                    continue
-                other = [*ways[:place], way, *ways[place + 1 :]]
-                cost_s = max(0.0, step_s(activations, other, batch) - before_s)
-                rank = (freed / (cost_s + 1e-9), freed)
-                if best is None or rank > best[:2]:
-                    best = (*rank, other)
-        if best is None:
-            return None
-        ways = best[2]
-    return ways
+    """By giving up one block after the other; or all alike, where that ends in a corner."""
+
+    def fits(ways: Sequence[str]) -> bool:
+        return peak_bytes(activations, ways, batch, waiting_bytes) <= room
+
+    alike = [ways for ways in _all_alike(activations) if fits(ways)]
+    if not alike:
+        return None
+    ways: list[str] | None = [KEEP] * len(activations.blocks)
+    while ways is not None and not fits(ways):
+        ways = _next_given_up(activations, ways, batch)
+    return min([*alike, *([] if ways is None else [ways])], key=lambda ways: step_s(activations, ways, batch))
+
+
+def _all_alike(activations: Activations) -> list[list[str]]:
+    return [[way] * len(activations.blocks) for way in (KEEP, *_given_up(activations))]
+
+
+def _next_given_up(activations: Activations, ways: Sequence[str], batch: int) -> list[str] | None:
+    """With one block more given up: the one that frees most for the time that it costs."""
+    best: tuple[float, float, list[str]] | None = None
+    before_s = step_s(activations, ways, batch)
+    for place, block in enumerate(activations.blocks):
+        for way in _given_up(activations):
+            freed = left_behind(block, ways[place], batch) - left_behind(block, way, batch)
+            if freed <= 0:
+                continue
+            other = [*ways[:place], way, *ways[place + 1 :]]
+            rank = (freed / (max(0.0, step_s(activations, other, batch) - before_s) + 1e-9), freed)
+            if best is None or rank > best[:2]:
+                best = (*rank, other)
+    return None if best is None else best[2]
 
 
 def _given_up(activations: Activations) -> tuple[str, ...]:
@@ -223,8 +235,7 @@ def smallest_budget(
     lowest = math.inf
     for place in ("device",) if keep_all else _places(activations, training, residual):
         states = training.states(place)
-        for way in (KEEP,) if keep_all else (KEEP, *_given_up(activations)):
-            ways = [way] * len(activations.blocks)
+        for ways in [[KEEP] * len(activations.blocks)] if keep_all else _all_alike(activations):
             lowest = min(lowest, states.bytes + peak_bytes(activations, ways, batch, training.waiting_bytes))
     return lowest
 

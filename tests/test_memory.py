@@ -1,0 +1,247 @@
+"""What memory is foreseen, and what is chosen under a budget; shared workspaces; the commands that ask."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from made_up import profile as made_up_profile
+from syncline.cli import app
+from syncline.engine.activations import Managed, find_blocks
+from syncline.engine.local import LocalComm, run_ranks
+from syncline.errors import UsageError
+from syncline.exchange import EXCHANGES, Layout
+from syncline.exchange.workspace import Workspace
+from syncline.measure.activations import Activations, Block, Line
+from syncline.measure.blocks import measure_activations
+from syncline.measure.memory import metered
+from syncline.models import zoo
+from syncline.predict.memory import Training, best_batch, choose, largest_batch, peak_bytes, smallest_budget
+from syncline.testing import place_ranks
+from syncline.units import format_bytes, parse_bytes
+
+CPU = torch.device("cpu")
+runner = CliRunner()
+
+
+def flat(each: float) -> Line:
+    return Line(0.0, each)
+
+
+def activations(blocks: int = 4, *, to_host_bps: float = 0.0) -> Activations:
+    """Blocks that save 100 bytes per sample, 10 of them their inputs."""
+    one = {
+        "held": flat(100), "input": flat(10), "forward_peak": flat(110), "backward_peak": flat(130),
+        "forward_s": flat(1.0), "backward_s": flat(2.0),
+    }  # fmt: skip
+    return Activations(
+        batches=(1, 2),
+        blocks=tuple(Block(name=f"block {index}", **one) for index in range(blocks)),
+        before=flat(5),
+        behind_peak=flat(50),
+        before_peak=flat(20),
+        behind_s=flat(0.5),
+        to_host_bps=to_host_bps,
+        parameter_bytes=400,
+        elements=100,
+        largest_bytes=40,
+    )
+
+
+TRAINING = Training(
+    elements=100, parameter_bytes=400, buffer_bytes=0, optimizer_bytes=400, residual_bytes=400, workspace_bytes=100
+)
+
+
+def test_the_peak_is_where_it_must_be() -> None:
+    found = activations()
+    # All kept: before, four blocks, and the head on top of them.
+    assert peak_bytes(found, ["keep"] * 4, 1) == 5 + 4 * 100 + 50
+    # All recomputed: the last block's backward, with the inputs of all.
+    assert peak_bytes(found, ["recompute"] * 4, 1) == 5 + 3 * 10 + 10 + 130
+    # Gradients wait in backward only, and the first ones are the last block's.
+    assert peak_bytes(found, ["recompute"] * 4, 1, waiting_bytes=1000) == pytest.approx(300 + 5 + 10 + 130)
+    assert peak_bytes(found, ["keep"] * 4, 3) == 3 * peak_bytes(found, ["keep"] * 4, 1)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    budget=st.floats(900, 3000),
+    batch=st.integers(1, 8),
+    bps=st.sampled_from([0.0, 10.0, 1e4]),
+)
+def test_what_is_chosen_fits_and_what_is_refused_does_not(budget: float, batch: int, bps: float) -> None:
+    found = activations(to_host_bps=bps)
+    choice, least = choose(found, TRAINING, batch, budget), smallest_budget(found, TRAINING, batch)
+    if choice is None:
+        assert least > budget
+        assert choose(found, TRAINING, batch, math.ceil(least)) is not None
+        assert largest_batch(found, TRAINING, budget) < batch
+    else:
+        assert choice.peak_bytes <= budget
+        assert choice.peak_bytes == choice.states.bytes + peak_bytes(found, choice.ways, batch)
+        assert choice.step_s >= choice.plain_s
+        assert largest_batch(found, TRAINING, budget) >= batch
+
+
+def test_nothing_is_given_up_that_need_not_be() -> None:
+    found = activations()
+    roomy = choose(found, TRAINING, 1, 10_000)
+    assert roomy is not None
+    assert roomy.ways == ("keep",) * 4
+    tight = choose(found, TRAINING, 1, TRAINING.states("device").bytes + 400)
+    assert tight is not None
+    assert tight.counted() == {"keep": 3, "recompute": 1}
+    # With a fast way to the host, moving costs nothing and recomputing does.
+    moved = choose(activations(to_host_bps=1e6), TRAINING, 1, TRAINING.states("device").bytes + 400)
+    assert moved is not None
+    assert "recompute" not in moved.ways
+    assert moved.step_s == moved.plain_s
+
+
+def test_larger_batches_are_taken_where_a_sample_then_takes_less() -> None:
+    found = activations()
+    best = best_batch(found, TRAINING, 20_000, lambda choice: max(choice.step_s, 100.0))
+    assert best is not None
+    assert best.batch > 1
+    assert best_batch(found, TRAINING, 500, lambda choice: choice.step_s) is None
+
+
+@pytest.mark.parametrize(("name", "batch"), [("gpt-small", 2), ("resnet50", 2)])
+def test_measured_peaks_are_foreseen_and_nothing_is_left_behind(name: str, batch: int) -> None:
+    torch.manual_seed(0)
+    model = zoo.build_model(name)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    state = torch.get_rng_state()
+
+    def step_of(size: int) -> Any:
+        inputs, targets = zoo.make_batch(name, size, torch.Generator().manual_seed(0))
+        return lambda module: zoo.loss(module(inputs), targets)
+
+    found = measure_activations(model, {batch: step_of(batch)})
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(before[key], tensor) for key, tensor in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert [block.name for block in found.blocks] == list(find_blocks(model))
+    for way in ("keep", "recompute"):
+        managed = Managed(model, dict.fromkeys(find_blocks(model), way))
+        step = step_of(batch)
+        hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in model.parameters()]
+        with metered(CPU, [*model.parameters(), *model.buffers()]) as meter:
+            base = meter.now()
+            step(model).backward()
+            peak = meter.peak() - base
+        for hook in hooks:
+            hook.remove()
+        managed.close()
+        assert peak_bytes(found, [way] * len(found.blocks), batch) == pytest.approx(peak, rel=0.1)
+
+
+def test_a_block_that_remembers_is_not_recomputed() -> None:
+    class DynamicCache:
+        def get_seq_length(self) -> int:
+            return 0
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor, cache: object = None) -> Tensor:
+            return self.layer(x)
+
+    row = nn.ModuleList([Block()])
+    managed = Managed(row, {"0": "recompute"})
+    with pytest.raises(UsageError, match="use_cache=False"):
+        row[0](torch.ones(1, 2, requires_grad=True), cache=DynamicCache())
+    managed.close()
+    with pytest.raises(UsageError, match="no block called nobody"):
+        Managed(row, {"nobody": "recompute"})
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_buckets_that_share_their_memory_are_exchanged_as_if_they_did_not(name: str) -> None:
+    """Two buckets of different sizes take turns; one of their steps is not finite."""
+    exchange, ranks, sizes = EXCHANGES[name](), 4, (6000, 4099)
+
+    def given(rank: int, step: int, size: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        values = torch.randn(size, generator=generator)
+        if step == 2 and rank == 1:
+            values[7] = float("nan")
+        return values
+
+    def main(comm: LocalComm, workspace: Workspace | None) -> list[Tensor]:
+        layouts = [Layout(Layout.flat(size).slots, torch.float32, CPU, workspace) for size in sizes]
+        states = [exchange.prepare(layout, comm) for layout in layouts]
+        results = []
+        for step in range(4):
+            for layout, state in zip(layouts, states, strict=True):
+                values = given(comm.rank, step, layout.numel)
+                state.begin(step)
+                work = exchange.run(values, state, comm)
+                if work is not None:
+                    work.wait()
+                state.settle(state.finite(values))
+                results += [values, *(tensor for kinds in state.tensors(layout).values() for tensor in kinds.values())]
+        return results
+
+    topology = place_ranks(exchange, ranks)
+    own = run_ranks(topology, lambda comm: main(comm, None))
+    shared = run_ranks(topology, lambda comm: main(comm, Workspace(CPU)))
+    for mine, theirs in zip(own, shared, strict=True):
+        assert len(mine) == len(theirs)
+        for one, other in zip(mine, theirs, strict=True):
+            assert torch.equal(one, other) or (one.isnan() == other.isnan()).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("8GiB", 8 * 2**30), ("500 MB", 500_000_000), ("1.5gib", 3 * 2**29), (7, 7)]
+)
+def test_sizes_are_read_as_people_write_them(text: Any, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "eight", "8 potatoes", "-1GiB", "0GiB", True, 0, None])
+def test_what_is_no_size_is_refused(text: Any) -> None:
+    with pytest.raises(UsageError, match="not a size of memory"):
+        parse_bytes(text)
+    assert format_bytes(8 * 2**30) == "8 GiB"
+    assert format_bytes(300 * 2**20) == "300 MiB"
+
+
+def plan(*options: str) -> Any:
+    return runner.invoke(app, ["plan", *options])
+
+
+def test_a_plan_for_a_budget_says_what_fits(tmp_path: Path) -> None:
+    path, answer = tmp_path / "profile.json", tmp_path / "answer.json"
+    msgspec.structs.replace(made_up_profile(), activations=activations()).save(path)
+    options = ["--profile", str(path), "--rate", "1gbit", "--allow", "sparse"]
+    shown = plan(*options, "--memory-budget", "1GiB", "--json", str(answer))
+    assert shown.exit_code == 0, shown.output
+    assert "Best: layerwise" in shown.stdout
+    rows = json.loads(answer.read_text())["rows"]
+    assert {row["name"] for row in rows} >= {"layerwise, dense", "layerwise, oktopk", "plain DDP"}
+    assert all(row["peak_bytes"] <= 2**30 for row in rows)
+    assert all(row["batch"] > 0 for row in rows)
+
+    none = plan(*options, "--memory-budget", "1KB")
+    assert none.exit_code == 1
+    assert "not even one sample fits" in none.stderr
+    assert plan(*options, "--memory-budget", "lots").exit_code == 2
+    assert plan(*options, "--memory-budget", "1GiB", "--out", str(answer)).exit_code == 2
+    made_up_profile().save(path)
+    silent = plan(*options, "--memory-budget", "1GiB")
+    assert silent.exit_code == 2
+    assert "syncline profile --memory" in silent.stderr
