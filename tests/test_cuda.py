@@ -67,6 +67,28 @@ def _ddp() -> DDP:
     return DDP(_net(), device_ids=[0], bucket_cap_mb=0.3)
 
 
+def _layerwise(rank: int, exchange: syncline.Exchange, plain: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    trainer = syncline.Layerwise(_net(), lambda p: torch.optim.SGD(p, lr=0.1), exchange, bucket_mb=0.3, **options)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(STEPS):
+        loss = trainer(torch.randn(16, 256, generator=generator).cuda()).square().mean()
+        loss.backward()
+    trained = torch.cat([parameter.detach().flatten() for parameter in trainer.module.parameters()])
+    weights = [parameter.detach().clone() for parameter in trainer.module.parameters()]
+    (trainer(torch.ones(16, 256, device="cuda")).square().mean() * float("nan" if rank == 1 else 1)).backward()
+    stayed = all(torch.equal(a, b) for a, b in zip(weights, trainer.module.parameters(), strict=True))
+    seen = {
+        "difference": (trained - plain).abs().max().item(),
+        "checksum": trained.double().sum().item(),
+        "bytes": [trainer.stats().sent_bytes, trainer.predicted_sent_bytes()],
+        "stayed": stayed,
+        "dropped": trainer.dropped,
+        "buckets": len(trainer.stats().buckets),
+    }
+    trainer.close()
+    return seen
+
+
 def _main(rank: Rank) -> dict[str, Any]:
     torch.cuda.set_device(0)
     rank.init_process_group()
@@ -109,6 +131,12 @@ def _main(rank: Rank) -> dict[str, Any]:
         with pytest.raises(syncline.ExchangeError, match="unusable"):
             handle.state_dict()
         seen[f"{where} fails"] = str(handle.error)
+    for name, exchange, options in (
+        ("dense", syncline.Dense(), {}),
+        ("oktopk", syncline.OkTopk(density=0.05), {"residual": "host"}),
+        ("mirror", syncline.OkTopk(density=0.05), {"mirror": True}),
+    ):
+        seen[f"layerwise, {name}"] = _layerwise(rank.rank, exchange, plain, dict(options))
     return seen
 
 
@@ -157,6 +185,16 @@ def test_a_failure_reaches_the_user_and_the_handle(seen: list[dict[str, Any]], w
 
 def test_a_non_finite_step_leaves_the_state_finite(seen: list[dict[str, Any]]) -> None:
     assert all(rank["kept is finite"] for rank in seen)
+
+
+@pytest.mark.parametrize("name", ["dense", "oktopk", "mirror"])
+def test_layer_by_layer_ranks_agree_and_drop_together(seen: list[dict[str, Any]], name: str) -> None:
+    ranks = [rank[f"layerwise, {name}"] for rank in seen]
+    assert len({rank["checksum"] for rank in ranks}) == 1
+    assert all(rank["stayed"] and rank["dropped"] == rank["buckets"] > 1 for rank in ranks)
+    assert all(rank["bytes"][0] == rank["bytes"][1] for rank in ranks)
+    if name == "dense":
+        assert all(rank["difference"] < 1e-6 for rank in ranks)
 
 
 if __name__ == "__main__":

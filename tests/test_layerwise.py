@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,11 @@ import syncline
 from ddp_helpers import on_ranks
 from syncline.cluster import Rank
 from syncline.measure.memory import metered
+from syncline.measure.network import assumed_network
 from syncline.models import gpt, zoo
+from syncline.plan.make import plan_for
+from syncline.plan.search import named
+from syncline.predict import predict
 
 RANKS = 2
 
@@ -468,16 +474,183 @@ def test_blocks_that_are_recomputed_change_nothing_but_memory(one_rank: None) ->
             assert torch.equal(tensor, found["keep"][name]), (way, name)
 
 
-def test_memory_stays_level_and_closing_gives_it_back(one_rank: None) -> None:
-    with metered(torch.device("cpu")) as meter:
-        trainer = syncline.Layerwise(nn.Linear(12, 12), momentum, syncline.OkTopk(density=0.05))
-        after = {}
-        for step in range(500):
-            loss_of(trainer, 0, step).backward()
-            after[step] = meter.now()
-        assert after[499] == after[4]
-        assert all(p.grad is None for p in trainer.module.parameters())
-        trainer.close()
+def test_memory_stays_level_and_closing_gives_it_back() -> None:
+    def main(rank: Rank) -> tuple[int, int, int, bool]:
+        with metered(torch.device("cpu")) as meter:
+            model = nn.Sequential(nn.Linear(12, 100), nn.Linear(100, 12))
+            start = meter.now()
+            trainer = syncline.Layerwise(model, plain_sgd, syncline.OkTopk(density=0.2))
+            after = {}
+            for step in range(500):
+                loss_of(trainer, rank.rank, step).backward()
+                after[step] = meter.now()
+            kept = bool(trainer.state_dict()["tensors"])
+            trainer.close()
+            del trainer
+            gc.collect()
+            return after[4], after[499], meter.now() - start, kept
+
+    for early, late, left, kept in on_ranks(RANKS, main):
+        assert early == late
+        assert left == 0
+        assert kept
+
+
+def plain_sgd(parameters: Any) -> Optimizer:
+    return SGD(parameters, lr=0.01)
+
+
+def test_what_waits_is_not_lost_where_a_parameter_is_unused_or_another_is_not_finite() -> None:
+    """What was applied and what waits, before and after: of unused layers, and of others than the one that is dropped
+    when all step together."""
+
+    class Branched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.common, self.rare = nn.Linear(12, 12), nn.Linear(12, 12)
+
+        def forward(self, x: Tensor, rare: bool) -> Tensor:
+            return self.rare(self.common(x)) if rare else self.common(x)
+
+    def account(trainer: syncline.Layerwise, name: str) -> Tensor:
+        """With SGD without momentum: -w/lr + what waits, over all ranks, is all that was ever computed."""
+        state = trainer.state_dict()
+        waits = state["tensors"][name]["residual"].double()
+        dist.all_reduce(waits)
+        return waits - dict(trainer.module.named_parameters())[name].detach().double() / 0.01
+
+    def main(rank: Rank) -> dict[str, float]:
+        found = {}
+        torch.manual_seed(0)
+        sparse = syncline.OkTopk(density=0.2)
+        trainer = syncline.Layerwise(Branched(), plain_sgd, sparse, find_unused_parameters=True, bucket_mb=0.0006)
+        for step in range(4):
+            x, y = batch(rank.rank, step)
+            F.mse_loss(trainer(x, True), y).backward()
+        before = account(trainer, "rare.weight")
+        x, y = batch(rank.rank, 9)
+        F.mse_loss(trainer(x, False), y).backward()
+        found["unused"] = float((account(trainer, "rare.weight") - before).abs().max())
+
+        trainer = syncline.Layerwise(net(), plain_sgd, sparse, clip_norm=1e6, bucket_mb=0.02)
+        for step in range(3):
+            loss_of(trainer, rank.rank, step).backward()
+        before = account(trainer, "narrow.weight")
+        copied = copy.deepcopy(trainer.module)
+        loss_of(copied, rank.rank, 3).backward()
+        computed = copied.narrow.weight.grad.double() / rank.world_size
+        dist.all_reduce(computed)
+        hook = trainer.module.wide.weight.register_hook(lambda gradient: gradient * float("nan"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            loss_of(trainer, rank.rank, 3).backward()
+        hook.remove()
+        found["dropped beside it"] = float((account(trainer, "narrow.weight") - before - computed).abs().max())
+        return found
+
+    for found in on_ranks(RANKS, main):
+        assert max(found.values()) < 1e-3, found
+
+
+def test_ranks_that_load_different_things_are_told_and_load_nothing() -> None:
+    def main(rank: Rank) -> list[str]:
+        said = []
+        trainer = as_layerwise(rank, momentum, 3, bucket_mb=0.01)
+        saved = copy.deepcopy(trainer.state_dict())
+        loss_of(trainer, rank.rank, 3).backward()
+        newer = copy.deepcopy(trainer.state_dict())
+        broken = {**saved, "model": dict(list(saved["model"].items())[1:])}
+        for state in (saved if rank.rank else newer, broken if rank.rank else saved):
+            try:
+                trainer.load_state_dict(state)
+                said.append("loaded")
+            except syncline.SynclineError as error:
+                said.append(str(error))
+        now = trainer.state_dict()
+        assert all(torch.equal(newer["model"][name], now["model"][name]) for name in now["model"])
+        trainer.load_state_dict(saved)
+        said.append(str(trainer.steps))
+        return said
+
+    first, second = on_ranks(RANKS, main)
+    assert "steps is 4 on rank 0; 3 on rank 1" in first[0]
+    assert "inward.weight is missing" in second[1]
+    assert "inward.weight is missing" in first[1]
+    assert first[2] == "3"
+
+
+def test_a_backward_that_breaks_off_is_forgotten_with_unused_parameters_too(one_rank: None) -> None:
+    trainer = syncline.Layerwise(net(), momentum, find_unused_parameters=True)
+    hook = trainer.module.blocks[1][0].weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss_of(trainer, 0, 0).backward()
+    hook.remove()
+    with pytest.raises(syncline.ExchangeError, match="No layer has taken that step"):
+        loss_of(trainer, 0, 1)
+    loss_of(trainer, 0, 1).backward()
+    assert trainer.steps == 1
+    trainer.module.wide.requires_grad_(False)
+    with pytest.raises(syncline.UsageError, match="other parameters are trained"):
+        loss_of(trainer, 0, 2)
+
+
+def test_a_budgets_ways_go_to_the_blocks_that_were_measured(one_rank: None) -> None:
+    """Blocks run in another order than they are defined in, and one does not run at all."""
+
+    class Block(nn.Module):
+        def __init__(self, width: int) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Linear(width, 64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.layers(x)
+
+    class Crossed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.late = nn.ModuleList([Block(64)])
+            self.early = nn.ModuleList([Block(2048), Block(2048), Block(2048)])
+            self.never = nn.ModuleList([Block(8)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in (*self.early, *self.late):
+                x = block(x)
+            return x
+
+    model, x = Crossed(), torch.randn(256, 64)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith("never"))
+
+    def step(module: nn.Module) -> Tensor:
+        return module(x).square().mean()
+
+    kept = syncline.Layerwise(model, plain_sgd, memory_budget="1GiB", step=step)
+    assert kept.choice is not None
+    budget = int(kept.choice.peak_bytes) - 2**20
+    kept.close()
+    trainer = syncline.Layerwise(model, plain_sgd, memory_budget=budget, step=step)
+    assert trainer.ways
+    assert all(name.startswith("early.") for name in trainer.ways)
+    trainer.close()
+
+
+def test_a_plan_gives_buckets_lanes_and_exchanges() -> None:
+    def main(rank: Rank) -> float:
+        model = net()
+        profile = syncline.measure_backward(model, lambda one: loss_of(one, rank.rank, 0), steps=1, warmup=1)
+        network = assumed_network(1, RANKS, 10_000_000, "gloo")
+        alone = predict(profile, network, named(profile, network, "wfbp"))
+        plan = plan_for(profile, network, alone, plain_s=1.0, reason="every gradient alone")
+        with pytest.raises(syncline.UsageError, match="the plan's: leave them out"):
+            syncline.Layerwise(net(), momentum, syncline.Dense(), plan=plan)
+        trainer = as_layerwise(rank, momentum, 3, plan=plan)
+        buckets = [bucket.pieces for bucket in trainer._buckets]
+        assert [tuple(piece.name for piece in pieces) for pieces in buckets] == [b.parameters for b in plan.buckets]
+        with pytest.raises(syncline.UsageError, match="the plan is for something else"):
+            syncline.Layerwise(nn.Linear(3, 3), momentum, plan=plan)
+        return distance(trainer.module, as_ddp(rank, momentum, 3))
+
+    assert max(on_ranks(RANKS, main)) < 1e-5
 
 
 def test_a_budget_is_kept_or_refused_before_training(one_rank: None) -> None:

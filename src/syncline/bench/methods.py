@@ -241,7 +241,10 @@ def _layerwise(method: str, exchange: Exchange, *, recompute: bool) -> Preparati
             network=wrapping.network,
             process_group=wrapping.group,
         )
-        blocks = f"{len(find_blocks(net))} blocks recomputed" if way == "recompute" else "everything kept"
+        count = len(find_blocks(net))
+        blocks = f"{count} blocks recomputed" if way == "recompute" else "everything kept"
+        if recompute and not count:
+            blocks = "it has no blocks, so everything is kept"
         return Prepared(method, net, setting=blocks, trainer=trainer)
 
     return prepare

@@ -134,14 +134,14 @@ def _show_memory(answer: MemoryPlan, measured: bool) -> None:
     if not measured:
         screen.out.print("Links are not measured but assumed: syncline probe measures yours.", style="yellow")
     if not best.batch:
-        least = format_bytes(best.least_bytes)
+        least = format_bytes(min(row.least_bytes for row in answer.rows))
         raise SynclineError(f"not even one sample fits in {budget}: the least with which one does is {least}")
-    times = f", {plain.sample_s / best.sample_s:.2f} times plain DDP's rate" if plain.batch else ""
+    times = f", {plain.sample_s / best.sample_s:.2f} times plain DDP's rate" if plain.batch and best != plain else ""
     screen.out.print(
         f"\nBest: {best.name}, {best.batch} samples per rank and step, "
         f"{best.sample_s * 1e3:.2f} ms per sample{times}.\n"
     )
-    table = screen.table("", "batch", "peak", "step", "per sample", "blocks")
+    table = screen.table("", "batch", "peak", "step", "per sample", "blocks", words="blocks")
     for row in answer.rows:
         name = row.name if row.lossless else f"{row.name} (lossy)"
         if not row.batch:
@@ -155,8 +155,11 @@ def _show_memory(answer: MemoryPlan, measured: bool) -> None:
         "weights, optimizer, gradients, what exchanges keep and work in, and what forward leaves for backward.",
         style="dim",
     )
-    exchange = "syncline.OkTopk()" if "oktopk" in best.name else "syncline.Dense()"
-    screen.out.print(f'Apply it: syncline.Layerwise(net, optimizer, {exchange}, memory_budget="{budget}", step=step)')
+    if best.exchange:
+        given = f'syncline.{best.exchange}, memory_budget="{budget}", step=step'
+        screen.out.print(f"Apply it: syncline.Layerwise(net, optimizer, {given})", soft_wrap=True)
+    else:
+        screen.out.print("Everything fits with DDP as it is, and nothing here is faster.")
 
 
 def _short(exchange: Any) -> str:

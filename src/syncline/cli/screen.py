@@ -62,11 +62,13 @@ def check_writable(path: Path | None) -> None:
         raise UsageError(f"{path}: may not be written by this user: choose another place")
 
 
-def table(*columns: str) -> Table:
-    """The first column is a name, the others are figures; 80 columns must do."""
+def table(*columns: str, words: str = "") -> Table:
+    """The first column is a name, and so may be one that is called so; the others are figures. Where 80 columns are too
+    few, names go on in the next line, and figures stay whole."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for index, column in enumerate(columns):
-        made.add_column(column, justify="right" if index else "left", no_wrap=True)
+        name = index == 0 or (column and column == words)
+        made.add_column(column, justify="left" if name else "right", no_wrap=not name)
     return made
 
 

@@ -10,6 +10,7 @@ A recomputed BatchNorm does not count its batch twice: its running statistics st
 from __future__ import annotations
 
 import contextlib
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
     """The rows of layers that a model is made of: what is listed in a Sequential or a ModuleList and has parts itself.
     The outermost, by name, in the order they are defined in."""
     found: dict[str, nn.Module] = {}
+    names = {id(part): name for name, part in module.named_modules()}  # one for each, however often it is there
 
     def look(inside: nn.Module, prefix: str) -> None:
         listed = isinstance(inside, nn.Sequential | nn.ModuleList)
@@ -39,7 +41,7 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
             full = f"{prefix}{name}"
             has_parts = any(True for _ in child.children()) and not isinstance(child, nn.Sequential | nn.ModuleList)
             if listed and has_parts and any(True for _ in child.parameters()):
-                found[full] = child
+                found.setdefault(names[id(child)], child)
             else:
                 look(child, f"{full}.")
 
@@ -61,30 +63,51 @@ class Managed:
         movers = [name for name, way in ways.items() if way in (OFFLOAD, PARK)]
         self._mover = _Mover(device, module) if movers else None
         self.ways = dict(ways)
+        self._before: list[tuple[nn.Module, Any]] = []
+        """Blocks that do something else now, and what they did if it was not their class's."""
         for name, way in ways.items():
             if way != KEEP:
                 block = self._blocks[name]
-                block.forward = self._wrapped(block, block.forward, way)
+                self._before.append((block, block.__dict__.get("forward")))
+                block.forward = _Forward(block, block.forward, way, self._mover)
 
     def close(self) -> None:
-        for block in self._blocks.values():
-            block.__dict__.pop("forward", None)
+        for block, before in self._before:
+            del block.forward
+            if before is not None:
+                block.forward = before
+        self._before = []
 
-    def _wrapped(self, block: nn.Module, forward: Callable[..., Any], way: str) -> Callable[..., Any]:
-        def lean(*inputs: Any, **options: Any) -> Any:
-            with _casting_anew(inputs):
-                return forward(*inputs, **options)
 
-        def again(*inputs: Any, **options: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return forward(*inputs, **options)
-            if way == RECOMPUTE:
-                return recomputed(block, lean, *inputs, **options)
-            assert self._mover is not None  # noqa: S101 - there is one where something moves
-            with self._mover.block():
-                return recomputed(block, lean, *inputs, **options) if way == PARK else lean(*inputs, **options)
+class _Forward:
+    """In the place of a block's forward. A copy of the block, or one from a file, is an ordinary block again."""
 
-        return again
+    def __init__(self, block: nn.Module, forward: Callable[..., Any], way: str, mover: _Mover | None) -> None:
+        self._block, self._forward, self._way, self._mover = block, forward, way, mover
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if isinstance(self._forward, types.MethodType) and self._forward.__self__ is self._block:
+            return types.MethodType, (self._forward.__func__, self._block)
+        return _as_it_is, (self._forward,)
+
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self._forward(*inputs, **options)
+        if self._way == RECOMPUTE:
+            return recomputed(self._block, self._lean, *inputs, **options)
+        assert self._mover is not None  # noqa: S101 - there is one where something moves
+        with self._mover.block():
+            if self._way == PARK:
+                return recomputed(self._block, self._lean, *inputs, **options)
+            return self._lean(*inputs, **options)
+
+    def _lean(self, *inputs: Any, **options: Any) -> Any:
+        with _casting_anew(inputs):
+            return self._forward(*inputs, **options)
+
+
+def _as_it_is(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
 
 
 def _casting_anew(inputs: Any) -> contextlib.AbstractContextManager[Any]:
@@ -150,8 +173,11 @@ class _Mover:
         self._let_go()
         mine = _Moved(self, None if self._latest is None else self._latest())
         self._latest = weakref.ref(mine)
-        with saved_tensors_hooks(mine.pack, mine.unpack):
-            yield
+        try:
+            with saved_tensors_hooks(mine.pack, mine.unpack):
+                yield
+        finally:
+            mine.saved()
 
     def _let_go(self) -> None:
         """Of what has been copied to the host: its memory is free for what comes after."""
@@ -194,6 +220,7 @@ class _Mover:
         with torch.cuda.stream(self._back):
             for room, tensor in zip(with_room, tensors, strict=True):
                 room.copy_(tensor, non_blocking=True)
+                room.record_stream(self._back)  # whoever needs it may be gone before it has arrived
             arrived = torch.cuda.Event()
             arrived.record()
         return with_room, arrived
@@ -206,6 +233,8 @@ class _Moved:
         self._mover, self._before = mover, before
         self._there: list[Tensor] = []
         self._places: dict[tuple[Any, ...], int] = {}
+        self._sources: list[Tensor] = []
+        """What was moved, while its block runs: a place in memory is not given to another tensor meanwhile."""
         self._here: list[Tensor] | None = None
         self._arrived: Any = None
         self._entered = False
@@ -217,8 +246,14 @@ class _Moved:
         key = (tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
         if key not in self._places:
             self._places[key] = len(self._there)
-            self._there.append(self._mover.to_host(tensor.detach()))
+            self._sources.append(tensor.detach())
+            self._there.append(self._mover.to_host(self._sources[-1]))
         return self._places[key]
+
+    def saved(self) -> None:
+        """Its block's forward is over."""
+        self._places.clear()
+        self._sources.clear()
 
     def unpack(self, packed: Tensor | int) -> Tensor:
         if isinstance(packed, Tensor):

@@ -52,7 +52,7 @@ def agree(group: dist.ProcessGroup, fields: Fields, what: str) -> None:
     by_rank = dict(zip(dist.get_process_group_ranks(group), everyone, strict=True))
     errors: dict[str, list[int]] = {}
     for rank, theirs in by_rank.items():
-        if theirs.keys() == {"error"}:
+        if theirs.keys() == {"error"} and theirs["error"] is not None:
             errors.setdefault(str(theirs["error"]), []).append(rank)
     if errors:
         told = "; ".join(f"on {_ranks(ranks)}: {error}" for error, ranks in errors.items())

@@ -51,6 +51,8 @@ class Checkpoints:
     """Where ranks sit, where that matters to it."""
     misfit: Misfit
     """Why tensors, and buckets, are not of this model, if so."""
+    deals: bool = True
+    """Whether it can be loaded on another number of ranks."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -143,8 +145,9 @@ class Checkpoints:
             what = f"the state's exchange is another: {setting} is {there}, here it is {now}"
             raise UsageError(f"{at}{what}: attach the exchange that it was saved with, or start without it")
         for field, remedy in _REMEDIES.items():
+            told = remedy if self.deals else remedy.partition(";")[0]
             if state[field] != here[field]:
-                raise UsageError(f"{at}the state's {field} is {state[field]!r}, here it is {here[field]!r}: {remedy}")
+                raise UsageError(f"{at}the state's {field} is {state[field]!r}, here it is {here[field]!r}: {told}")
         misfit = self.misfit(state["tensors"], state["buckets"])
         if misfit is not None:
             raise UsageError(f"{at}{misfit}: load it into the model that it was saved with, or start without it")

@@ -22,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -43,22 +42,30 @@ from syncline.engine.comm import LaneGroups, gather_bytes, group_timeout
 from syncline.engine.lane import Job, Lane, make_lane
 from syncline.engine.model import only_device, refuse_sparse
 from syncline.engine.pieces import Cut, Piece, cut, dealt_to, joined, layout_of
-from syncline.engine.place import find_place
-from syncline.engine.route import Route, Uniform, tell
+from syncline.engine.place import find_place, hosts_of
+from syncline.engine.route import Planned, Route, Uniform, read_plan, tell
 from syncline.engine.stepping import Stepping, of_optimizer, state_bytes
 from syncline.errors import ExchangeError, SynclineError, UsageError
-from syncline.exchange import Climbing, Dense, Exchange, Layout, OkTopk, State, Tree, default_lanes, settings
+from syncline.exchange import Climbing, Dense, Exchange, Layout, OkTopk, State, Tree, settings
 from syncline.exchange.workspace import Workspace
 from syncline.measure.activations import KEEP, PARK, RECOMPUTE, WAYS
 from syncline.measure.blocks import measure_activations
 from syncline.measure.network import Network
-from syncline.predict.memory import Choice, Training, choose, smallest_budget
+from syncline.plan.plan import Plan, Where
+from syncline.predict.memory import (
+    BACKLOG_BUCKETS,
+    Choice,
+    Training,
+    bucket_bytes,
+    choose,
+    layerwise_lanes,
+    smallest_budget,
+)
 from syncline.units import format_bytes, parse_bytes
 
 MIB = 2**20
-BUCKET_MB = 16.0
-"""Small: each is a part of what is alive at any time, and large enough to select from. In small models, less."""
-_BUCKETS = 16
+_ALL_THERE = 4
+"""Steps after which an optimizer, and whatever exchanges keep, takes what it will take."""
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -98,6 +105,7 @@ class _Pass:
     """By bucket."""
     jobs: list[Job] = field(default_factory=list)
     unused: frozenset[str] = frozenset()
+    """By no rank."""
 
 
 @dataclass
@@ -120,6 +128,7 @@ class Layerwise:
     given, or is one; `trainer.optimizer` is an ordinary optimizer, for schedulers and the like. Weights and buffers
     become rank 0's.
 
+    `plan`, or the file of one: its buckets, lanes and exchanges, instead of `exchange`, `lanes` and `bucket_mb`.
     `mirror`: exchange updates instead of gradients (U). `clip_norm`: clip the global norm of the averaged gradients;
     all of them are then kept to the end of backward, which costs as much memory as they take. `bucket_mb` and
     `backlog_mb`: the most that is exchanged together, and the most that waits for it. `residual`: where exchanges keep
@@ -144,6 +153,7 @@ class Layerwise:
         exchange: Exchange | None = None,
         *,
         mirror: bool = False,
+        plan: Plan | str | os.PathLike[str] | None = None,
         bucket_mb: float | None = None,
         backlog_mb: float | None = None,
         lanes: int | None = None,
@@ -162,7 +172,12 @@ class Layerwise:
         self._parameters = _trained(module)
         self._device = only_device(self._parameters)
         self._group = _group_of(process_group)
-        self.exchange = _checked_exchange(exchange)
+        planned = None if plan is None else read_plan(plan, self._group)
+        if planned is not None and (exchange is not None or lanes is not None or bucket_mb is not None):
+            raise UsageError("exchange, lanes and bucket_mb are the plan's: leave them out")
+        if planned is not None and planned.nothing:
+            planned = None
+        self.exchange = _checked_exchange(planned.exchanges[0] if planned is not None else exchange)
         self._check_numbers(bucket_mb, backlog_mb, clip_norm, timeout_s, residual)
         budget_bytes = None if memory_budget is None else parse_bytes(memory_budget)
         if budget_bytes is not None and (step is None or activations is not None):
@@ -173,28 +188,29 @@ class Layerwise:
         self.optimizer = _made(optimizer, self._parameters)
         self._stepping: Stepping = of_optimizer(self.optimizer, self._parameters, mirror=mirror, clip_norm=clip_norm)
         self._refuse_double_momentum(mirror)
-        if bucket_mb is None:
-            total = sum(p.numel() * p.element_size() for p in self._parameters.values())
-            bucket_mb = min(BUCKET_MB, max(1.0, total / MIB / _BUCKETS))
-        self._cap_bytes = int(bucket_mb * MIB)
-        self._backlog_bytes = int((4 * bucket_mb if backlog_mb is None else backlog_mb) * MIB)
-        backend = str(dist.get_backend(self._group))
-        self._route: Route = Uniform(self.exchange, lanes or default_lanes(Dense(wire="bf16"), backend))
+        total = sum(p.numel() * p.element_size() for p in self._parameters.values())
+        self._cap_bytes = bucket_bytes(total) if bucket_mb is None else int(bucket_mb * MIB)
+        self._backlog_bytes = BACKLOG_BUCKETS * self._cap_bytes if backlog_mb is None else int(backlog_mb * MIB)
+        self._route: Route = Uniform(self.exchange, lanes or layerwise_lanes(str(dist.get_backend(self._group))))
+        if planned is not None:
+            self._route = Planned(planned, settled_after=0)
         self._find_unused, self._broadcasts = find_unused_parameters, broadcast_buffers
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self.error: BaseException | None = None
+        self._broken = False
+        """A collective failed: nothing can be exchanged any more."""
         self.steps = 0
         self._syncing = True
         self._synced = True
         """Whether the last forward's gradients were exchanged: buffers become rank 0's after that, as in DDP."""
         self._pass = _Pass()
         self._last = _Pass()
-        self._settled = False
+        self._settled = planned is not None
         """Whether buckets follow the order in which gradients become ready."""
-        self._lock = threading.Lock()
         self._counted: dict[str, int] = {}
         self._sent: dict[str, int] = {}
-        self._dropped = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._dropped = [torch.zeros((), dtype=torch.int64, device=self._device) for _ in range(self._route.lanes)]
+        """By lane: they do not wait for each other."""
         self._told_dropped = 0
         self.choice: Choice | None = None
         """What a memory budget came to."""
@@ -219,13 +235,12 @@ class Layerwise:
                     topology = None if self._place is None else self._place.topology
                     self._groups.append(LaneGroups.create(self._group, timeout, topology))
                     self._lanes.append(make_lane(self._device, f"syncline-lane-{index}"))
-                self._buckets = self._furnished(cut(list(self._parameters)[::-1], self._parameters, self._cap_bytes))
+                self._buckets = self._furnished(self._first_cut(planned))
                 if step is not None and budget_bytes is not None:
                     with together(self._group, self._device, "the memory budget", "Layerwise"):
-                        self.choice = self._choose(step, budget_bytes, residual)
+                        self.choice, activations = self._choose(step, budget_bytes, residual)
                     for workspace in self._workspaces:
                         workspace.rest_on(self.choice.residual)
-                    activations = dict(zip(find_blocks(module), self.choice.ways, strict=True))
                 self._managed = Managed(module, _ways(module, activations))
             except BaseException:
                 self.close()
@@ -238,7 +253,7 @@ class Layerwise:
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """The module's forward."""
-        if self.module.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self._check_ready()
             if self._broadcasts and self._synced:
                 _same_as_first(self._group, list(self.module.buffers()))
@@ -279,13 +294,15 @@ class Layerwise:
         gradient = parameter.grad
         assert gradient is not None  # noqa: S101 - it has just been accumulated
         parameter.grad = None
-        if self._find_unused and not now.arrived:
-            _at_end_of_backward(self._fill_unused)
+        first = not now.arrived
         now.arrived.add(name)
         now.order.append(name)
         now.held[name] = _lying_like(gradient, parameter)
         del gradient
-        self._submit_ready()
+        if not self._find_unused:
+            self._submit_ready()
+        elif first:
+            _at_end_of_backward(self._fill_unused)
 
     def _submit_ready(self) -> None:
         """In the order of buckets, which is the same on all ranks, whatever became ready first here."""
@@ -309,7 +326,7 @@ class Layerwise:
             bucket=bucket.index,
             lane=bucket.lane,
             flat=self._workspaces[bucket.lane].take("flat", (bucket.layout.numel,), bucket.layout.dtype),
-            run=lambda: self._run(bucket, held, apply=on_lane),
+            run=lambda: self._run(bucket, held, now, apply=on_lane),
             marks=lane.marks(now.jobs[0].marks if now.jobs else None),
         )
         now.jobs.append(job)
@@ -319,7 +336,7 @@ class Layerwise:
         """Waits for a bucket: on CUDA, backward's stream does. Then nothing of it is needed any more."""
         self._guarded(flight.future.wait, flight.bucket)
         if self._device.type != "cuda":
-            self._apply(flight.bucket)
+            self._apply(flight.bucket, self._pass)
         for name in flight.bucket.ends:
             if not self._stepping.at_end:
                 self._pass.held.pop(name, None)
@@ -334,7 +351,7 @@ class Layerwise:
                     f"exchanging {bucket.label} failed in step {self.steps}: {reason}. Some layers have taken this "
                     "step and others have not: go on from a checkpoint"
                 )
-                self.error = failed
+                self.error, self._broken = failed, True
                 raise failed from error
             raise
 
@@ -344,9 +361,15 @@ class Layerwise:
         while now.under_way:
             self._land(now.under_way.pop(0))
         if self._stepping.at_end:
-            used = [name for name in self._parameters if name not in now.unused]
-            finite = torch.stack([now.finite[index] for index in sorted(now.finite)]).all()
-            self._step(used, now.held, finite)
+            counts = torch.stack([_counts(bucket, now) for bucket in self._buckets]).tolist()
+            names = [
+                name
+                for bucket, counted in zip(self._buckets, counts, strict=True)
+                for name in self._to_step(bucket, now)
+                if counted
+            ]
+            if names:
+                self._step(names, now.held, torch.ones((), dtype=torch.bool))
         self._stepping.end()
         self._last, self._pass = now, _Pass()
         self._last.held.clear()
@@ -358,23 +381,42 @@ class Layerwise:
             self._tell_dropped()
         if not self._settled:
             self._settle(now.order)
+        self._check_peak()
+
+    def _check_peak(self) -> None:
+        """Whether what was foreseen is what is taken: once, when everything that is kept is there."""
+        if self.choice is None or self._device.type != "cuda" or self.steps not in (_ALL_THERE, _ALL_THERE + 1):
+            return
+        if self.steps == _ALL_THERE:
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return
+        peak = torch.cuda.max_memory_allocated(self._device)
+        if peak > max(1.1 * self.choice.peak_bytes, self._budget_bytes or 0):
+            tell(
+                f"a step takes {format_bytes(peak)} of memory, and {format_bytes(self.choice.peak_bytes)} were "
+                "foreseen: something else is on the device, or batches are larger than the one that was measured"
+            )
 
     def _fill_unused(self) -> None:
-        """Backward is over: what did not arrive was not used, here; somewhere else it may have been."""
-        names = list(self._parameters)
-        used = torch.tensor([name in self._pass.arrived for name in names], dtype=torch.int32, device=self._device)
+        """Backward is over: what did not arrive was not used, here; somewhere else it may have been. Nothing was
+        exchanged before this is known: ranks would use their communicators in different orders."""
+        now, names = self._pass, list(self._parameters)
+        for name, parameter in self._parameters.items():
+            if name not in now.arrived and parameter.grad is not None:  # from a backward under no_sync
+                now.arrived.add(name)
+                now.held[name], parameter.grad = _lying_like(parameter.grad, parameter), None
+        used = torch.tensor([name in now.arrived for name in names], dtype=torch.int32, device=self._device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
-        self._pass.unused = frozenset(name for name, any_rank in zip(names, used.tolist(), strict=True) if not any_rank)
+        now.unused = frozenset(name for name, any_rank in zip(names, used.tolist(), strict=True) if not any_rank)
         for name in names:
-            if name not in self._pass.arrived:
-                self._pass.arrived.add(name)
-                self._pass.held[name] = torch.zeros_like(self._parameters[name])
-        if self._pass.submitted < len(self._buckets):
-            self._submit_ready()
+            if name not in now.arrived:
+                now.arrived.add(name)
+                now.held[name] = torch.zeros_like(self._parameters[name])
+        self._submit_ready()
 
     # --- on a lane ----------------------------------------------------------------------------------------------
 
-    def _run(self, bucket: _Bucket, held: Sequence[Tensor], *, apply: bool) -> None:
+    def _run(self, bucket: _Bucket, held: Sequence[Tensor], now: _Pass, *, apply: bool) -> None:
         state, groups = bucket.state, self._groups[bucket.lane]
         workspace = self._workspaces[bucket.lane]
         flat = workspace.take("flat", (bucket.layout.numel,), bucket.layout.dtype)
@@ -398,20 +440,21 @@ class Layerwise:
             self._stepping.after(bucket.pieces, finite, workspace)
             for part, offset in parts:
                 part.copy_(flat[offset : offset + part.numel()])
-        self._pass.finite[bucket.index] = finite
+        now.finite[bucket.index] = finite
         if apply:
-            self._apply(bucket)
+            self._apply(bucket, now)
 
-    def _apply(self, bucket: _Bucket) -> None:
+    def _apply(self, bucket: _Bucket, now: _Pass) -> None:
         """The optimizer steps what this bucket completes."""
-        now = self._pass
-        finite = now.finite[bucket.index]
-        self._dropped += ~finite
-        names = [name for name in bucket.ends if name not in now.unused]
+        self._dropped[bucket.lane] += ~now.finite[bucket.index]
+        names = self._to_step(bucket, now)
         if names and not self._stepping.at_end:
-            if bucket.before:  # of a large parameter some parts may count and others not, whose result is zero
-                finite = torch.stack([finite, *(now.finite[index] for index in bucket.before)]).any()
-            self._step(names, now.held, finite)
+            self._step(names, now.held, _counts(bucket, now))
+
+    def _to_step(self, bucket: _Bucket, now: _Pass) -> list[str]:
+        """All that it completes; but what no rank used stays as it is, unless something that waited was applied."""
+        keeps = self._stepping.mirror or bucket.exchange.keeps
+        return [name for name in bucket.ends if keeps or name not in now.unused]
 
     def _step(self, names: Sequence[str], held: Mapping[str, Tensor], finite: Tensor) -> None:
         self._stepping.step([(self._parameters[name], held[name]) for name in names], finite)
@@ -423,12 +466,14 @@ class Layerwise:
         described = {str(index): " ".join(map(str, pieces)) for index, pieces in enumerate(made)}
         meet(self._group, described, "how gradients are cut into buckets", "Layerwise")
         ends: dict[str, int] = {piece.name: index for index, pieces in enumerate(made) for piece in pieces}
+        starts = {piece.name: index for index, pieces in reversed(list(enumerate(made))) for piece in pieces}
         buckets: dict[int, _Bucket] = {}
         sizes = {index: sum(piece.numel for piece in pieces) for index, pieces in enumerate(made)}
         for index in sorted(sizes, key=lambda index: (-sizes[index], index)):
             pieces = made[index]
             names = list(dict.fromkeys(piece.name for piece in pieces))
-            exchange, lane = self._route.way(names, index, self.steps)
+            # All parts of a parameter are on one lane: whoever steps it finds the others done.
+            exchange, lane = self._route.way(names, starts[pieces[0].name], self.steps)
             layout = layout_of(pieces, self._parameters, self._workspaces[lane])
             self._workspaces[lane].take("flat", (layout.numel,), layout.dtype)
             state = exchange.prepare(layout, self._groups[lane].comm)
@@ -441,6 +486,24 @@ class Layerwise:
             before = tuple(other for other in range(index) if last and made[other][0].name == pieces[0].name)
             buckets[index] = _Bucket(index, pieces, lane, exchange, layout, state, averages, last, before)
         return [buckets[index] for index in range(len(made))]
+
+    def _first_cut(self, plan: Plan | None) -> Cut:
+        if plan is None:
+            return cut(list(self._parameters)[::-1], self._parameters, self._cap_bytes)
+        where = Where(
+            host_of_rank=hosts_of(self._group),
+            backend=str(dist.get_backend(self._group)),
+            device=self._device.type,
+        )
+        model = {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in self._parameters.items()}
+        different = plan.difference(model, where)
+        meet(self._group, {"difference": different}, "what the plan does not fit", "Layerwise")
+        if different is not None:
+            raise UsageError(f"the plan is for something else: {different}. Plan again, or leave it out")
+        return tuple(
+            tuple(Piece(name, 0, self._parameters[name].numel()) for name in bucket.parameters)
+            for bucket in plan.buckets
+        )
 
     def _settle(self, order: Sequence[str]) -> None:
         """Cuts anew, in the order in which rank 0's gradients became ready."""
@@ -515,10 +578,24 @@ class Layerwise:
                 )
         return Stats(self.steps, dict(self._sent), self.sent_bytes, tuple(timings))
 
+    def describe(self) -> str:
+        """What trains here, in how many buckets, and what becomes of activations."""
+        lines = [f"{self.exchange!r} layer by layer among {self._group.size()} ranks, {len(self._buckets)} buckets"]
+        if self.choice is not None and self._budget_bytes is not None:
+            lines.append(
+                f"memory: {format_bytes(self.choice.peak_bytes)} of {format_bytes(self._budget_bytes)} foreseen, "
+                f"{format_bytes(self.choice.states.bytes)} of it between steps; blocks: {self.choice.describe()}"
+            )
+        elif self.ways:
+            lines.append(f"blocks: {', '.join(f'{name} {way}' for name, way in list(self.ways.items())[:4])}, …")
+        if self._place is not None:
+            lines.append(self._place.tree.describe())
+        return "\n".join(lines)
+
     @property
     def dropped(self) -> int:
         """How often a bucket was not finite, and its layers did not take a step. Waits for the device."""
-        return int(self._dropped)
+        return sum(int(dropped) for dropped in self._dropped)
 
     def _tell_dropped(self) -> None:
         dropped = self.dropped
@@ -548,7 +625,9 @@ class Layerwise:
             waiting_bytes=waiting,
         )
 
-    def _choose(self, step: Callable[[nn.Module], Tensor], budget_bytes: int, residual: str | None) -> Choice:
+    def _choose(
+        self, step: Callable[[nn.Module], Tensor], budget_bytes: int, residual: str | None
+    ) -> tuple[Choice, dict[str, str]]:
         found, training = measure_activations(self.module, {1: step}), self.training()
         choice = choose(found, training, 1, budget_bytes, residual=residual)
         if choice is None:
@@ -557,7 +636,7 @@ class Layerwise:
                 f"memory_budget is {format_bytes(budget_bytes)}, and the least with which this batch can be trained is "
                 f"{format_bytes(math.ceil(least / MIB) * MIB)}: allow that, or take a smaller batch"
             )
-        return choice
+        return choice, {block.name: way for block, way in zip(found.blocks, choice.ways, strict=True)}
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -565,8 +644,6 @@ class Layerwise:
         """Everything that this rank needs to go on: weights and optimizer, as they are, and a copy of what waits to be
         exchanged, in the host's memory."""
         self._check_ready()
-        if self.error is not None:
-            raise ExchangeError(f"the state is unusable, because an exchange failed: {self.error}")
         return {
             **self._checkpoints.identity,
             "steps": self.steps,
@@ -577,20 +654,44 @@ class Layerwise:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken, on the same rank of as many. All ranks load, or none."""
-        self._checkpoints.check({**state, "buckets": []})
-        for part in ("model", "optimizer"):
-            if part not in state:
-                raise UsageError(f"the state has no {part!r}: pass what state_dict() returned")
-        made = self._cut_of(state["buckets"])
+        """Goes on where `state_dict` was taken, on the same rank of as many. All ranks load what they saved at the same
+        step, or none changes anything."""
+        if self._broken:
+            raise ExchangeError(f"an exchange failed, and its groups with it: make another Layerwise: {self.error}")
+        with together(self._group, self._device, "what is loaded", "load_state_dict") as fields:
+            made = self._loadable(state)
+            fields["steps"] = state["steps"]
+            fields["buckets"] = state["buckets"]
+            fields["weights"] = {name: float(state["model"][name].double().sum()) for name in self._parameters}
+        now, self._pass, self.error = self._pass, _Pass(), None
+        for flight in now.under_way:  # of a backward that broke off, on all ranks
+            flight.future.wait()
         self.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.steps = state["steps"]
-        self._settled = self.steps > 0
-        self._pass = _Pass()
+        self._settled = self._settled or self.steps > 0
         with current_device(self._device):
             self._buckets = []
             self._buckets = self._furnished(made, state["tensors"])
+
+    def _loadable(self, state: Mapping[str, Any]) -> Cut:
+        """The buckets of a state of which nothing is left that could not be loaded."""
+        self._checkpoints.check(state)
+        for part in ("model", "optimizer"):
+            if not isinstance(state.get(part), Mapping):
+                raise UsageError(f"the state has no {part!r}: pass what state_dict() returned")
+        mine, theirs = self.module.state_dict(), state["model"]
+        for name in dict.fromkeys([*mine, *theirs]):
+            here, there = (str(tuple(of[name].shape)) if name in of else "missing" for of in (mine, theirs))
+            if here != there:
+                raise UsageError(f"the state's {name} is {there}, and the model's is {here}")
+        here, there = (
+            str([len(group["params"]) for group in of["param_groups"]])
+            for of in (self.optimizer.state_dict(), state["optimizer"])
+        )
+        if here != there:
+            raise UsageError(f"the state's optimizer has groups of {there} parameters, and this one of {here}")
+        return self._cut_of(state["buckets"])
 
     def _cut_of(self, named: Sequence[Sequence[str]]) -> Cut:
         """The buckets of a checkpoint, from their names."""
@@ -615,8 +716,12 @@ class Layerwise:
     @property
     def _checkpoints(self) -> Checkpoints:
         levels = repr(self._place.tree.root) if self._place is not None and self.exchange.keeps else None
-        described = {**self._route.settings(), "mirror": self._stepping.mirror}
-        return Checkpoints(self._group, self._device, described, levels, self._misfit)
+        described = {
+            **self._route.settings(),
+            "mirror": self._stepping.mirror,
+            "optimizer": type(self.optimizer).__name__,
+        }
+        return Checkpoints(self._group, self._device, described, levels, self._misfit, deals=False)
 
     def _misfit(self, tensors: Mapping[str, Mapping[str, Tensor]], buckets: Sequence[Sequence[str]]) -> str | None:
         for name, kinds in tensors.items():
@@ -656,8 +761,14 @@ class Layerwise:
                 "autocast to float16 needs a GradScaler, which decides at the end of backward whether a step counts, "
                 "and layers have taken theirs by then: use torch.bfloat16, which needs no scaling"
             )
+        trained = [id(parameter) for parameter in self.module.parameters() if parameter.requires_grad]
+        if len(trained) != len(self._names) or not self._names.keys() >= set(trained):
+            raise UsageError(
+                "other parameters are trained than when this trainer was made: freeze and unfreeze before that, or "
+                "close() it and make another"
+            )
         now = self._pass
-        if not now.submitted and (not now.arrived or self._find_unused):
+        if not now.arrived:
             return
         missing = [name for name in self._parameters if name not in now.arrived]
         failed = ExchangeError(
@@ -708,7 +819,10 @@ class Layerwise:
     def _fingerprint(
         self, residual: str | None, network: Network | SynclineError | None, budget_bytes: int | None
     ) -> dict[str, Any]:
-        model = {name: f"{tuple(p.shape)} {p.dtype} {p.stride()}" for name, p in self._parameters.items()}
+        model = {
+            name: f"{tuple(p.shape)} {p.dtype} {p.stride()} {'trained' if p.requires_grad else 'frozen'}"
+            for name, p in [*self.module.named_parameters(), *self.module.named_buffers()]
+        }
         versions = {"syncline": __version__, "torch": str(torch.__version__)}
         known = network if isinstance(network, SynclineError) else None
         return flatten(
@@ -719,6 +833,7 @@ class Layerwise:
                 "residual": residual,
                 "memory_budget": budget_bytes,
                 "find_unused_parameters": self._find_unused,
+                "broadcast_buffers": self._broadcasts,
                 "optimizer": self._stepping.describe(),
                 "version": versions,
                 "parameter": model,
@@ -778,6 +893,15 @@ def _ways(module: nn.Module, activations: str | Mapping[str, str] | None) -> dic
             f"as activations={{'layer': {activations!r}}}"
         )
     return dict.fromkeys(blocks, activations)
+
+
+def _counts(bucket: _Bucket, now: _Pass) -> Tensor:
+    """Whether what a bucket completes takes its step. Of a large parameter some parts may count and others not, whose
+    result is zero."""
+    finite = now.finite[bucket.index]
+    if not bucket.before:
+        return finite
+    return torch.stack([finite, *(now.finite[index] for index in bucket.before)]).any()
 
 
 def _group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -8,12 +8,16 @@ the planned one does with which it shares most.
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from syncline.engine.agreement import digest
+import torch.distributed as dist
+
+from syncline.engine.agreement import digest, meet
+from syncline.errors import MismatchError, SynclineError, UsageError
 from syncline.exchange import Dense, Exchange, settings
 from syncline.plan.plan import Plan
 
@@ -134,3 +138,17 @@ class Planned:
             fields[f"plan.buckets[{index}].lane"] = bucket.lane
             fields[f"plan.buckets[{index}].exchange"] = bucket.exchange
         return fields
+
+
+def read_plan(plan: Plan | str | os.PathLike[str], group: dist.ProcessGroup) -> Plan:
+    """On all ranks together, so that none waits for one that could not read it."""
+    try:
+        if not isinstance(plan, Plan | str | os.PathLike):
+            raise UsageError(f"plan is a {type(plan).__name__}: pass a Plan, or the file that syncline plan wrote")
+        made = plan if isinstance(plan, Plan) else Plan.load(plan)
+    except SynclineError as error:
+        with contextlib.suppress(MismatchError):  # this rank's own error says more
+            meet(group, {"error": str(error)}, "the plan", "wrap")
+        raise
+    meet(group, {"error": None, **Planned(made).fingerprint()}, "the plan", "wrap")
+    return made

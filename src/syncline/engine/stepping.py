@@ -104,12 +104,15 @@ class Gradients:
             del fused.grad_scale, fused.found_inf
 
     def _step_and_put_back(self, parameters: Sequence[nn.Parameter], finite: Tensor) -> None:
+        new = any(not self._optimizer.state.get(parameter) for parameter in parameters)
+        if new and not bool(finite):  # once: state that is made in a step that does not count could not be put back
+            return
         with torch.no_grad():
             before = {key: tensor.clone() for key, tensor in self._touched(parameters)}
             self._optimizer.step()
             for key, tensor in self._touched(parameters):
-                was = before.get(key)
-                torch.where(finite, tensor, torch.zeros_like(tensor) if was is None else was, out=tensor)
+                if key in before:
+                    torch.where(finite, tensor, before[key], out=tensor)
 
     def _touched(self, parameters: Sequence[nn.Parameter]) -> list[tuple[tuple[int, str], Tensor]]:
         """What a step changes on the device."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
 from collections.abc import Mapping
@@ -19,8 +18,8 @@ from syncline.engine.attach import Handle, attach_route
 from syncline.engine.hook import attached_to
 from syncline.engine.model import ddp_of, only_device
 from syncline.engine.place import hosts_of
-from syncline.engine.route import Planned
-from syncline.errors import MismatchError, SynclineError, UsageError
+from syncline.engine.route import Planned, read_plan
+from syncline.errors import UsageError
 from syncline.measure.network import Network
 from syncline.plan.plan import Plan, Where
 
@@ -53,7 +52,7 @@ def wrap(
     group = _group(ddp_arguments)
     parameters = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
     with current_device(only_device(parameters)):
-        made = _read(plan, group)
+        made = read_plan(plan, group)
         different = made.difference(_trained(net), _where(net, group))
         # What is different for one rank is for all of them.
         meet(group, {"difference": different}, "what the plan does not fit", "wrap")
@@ -116,20 +115,6 @@ def _group(ddp_arguments: Mapping[str, Any]) -> dist.ProcessGroup:
 
 def _described(parameter: Tensor) -> tuple[tuple[int, ...], str]:
     return tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
-
-
-def _read(plan: Plan | str | os.PathLike[str], group: dist.ProcessGroup) -> Plan:
-    """On all ranks together, so that none waits for one that could not read it."""
-    try:
-        if not isinstance(plan, Plan | str | os.PathLike):
-            raise UsageError(f"plan is a {type(plan).__name__}: pass a Plan, or the file that syncline plan wrote")
-        made = plan if isinstance(plan, Plan) else Plan.load(plan)
-    except SynclineError as error:
-        with contextlib.suppress(MismatchError):  # this rank's own error says more
-            meet(group, {"error": str(error)}, "the plan", "wrap")
-        raise
-    meet(group, {"error": None, **Planned(made).fingerprint()}, "the plan", "wrap")
-    return made
 
 
 def _where(net: nn.Module, group: dist.ProcessGroup) -> Where:

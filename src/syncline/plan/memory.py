@@ -18,12 +18,17 @@ from syncline.measure.network import Network
 from syncline.measure.profile import Profile
 from syncline.plan.search import ALLOWED
 from syncline.predict import Schedule, predict
-from syncline.predict.memory import Choice, Training, best_batch, smallest_budget
-from syncline.predict.schedule import DDP_CAPS, MIB, filled
+from syncline.predict.memory import (
+    BACKLOG_BUCKETS,
+    Choice,
+    Training,
+    best_batch,
+    bucket_bytes,
+    layerwise_lanes,
+    smallest_budget,
+)
+from syncline.predict.schedule import DDP_CAPS, filled
 
-BUCKET_BYTES = 16 * MIB
-"""That `Layerwise` exchanges together, by default."""
-BACKLOG_BUCKETS = 4
 _WORD = 4
 
 
@@ -41,6 +46,8 @@ class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
     ways: tuple[tuple[str, str], ...] = ()
     """By block."""
     residual: str = "device"
+    exchange: str = ""
+    """For `Layerwise`; nothing for DDP."""
     about: str = ""
     least_bytes: float = 0.0
     """The smallest budget with which one sample would fit."""
@@ -58,7 +65,7 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     budget_bytes: int
     ranks: int
     rows: tuple[MemoryRow, ...]
-    """The best first, then what a user would do without."""
+    """The least time per sample first; what does not fit last."""
 
 
 def plan_memory(profile: Profile, network: Network, budget_bytes: int, allow: Sequence[str] = ()) -> MemoryPlan:
@@ -70,11 +77,11 @@ def plan_memory(profile: Profile, network: Network, budget_bytes: int, allow: Se
     found = profile.activations
     methods = ["dense", *(["bf16"] if "bf16" in allow else []), *(["oktopk"] if "sparse" in allow else [])]
     rows = [_row(f"layerwise, {name}", profile, network, found, name, budget_bytes) for name in methods]
-    rows.sort(key=lambda row: row.sample_s if row.batch else float("inf"))
-    kept = [_row("plain DDP", profile, network, found, "ddp", budget_bytes)]
+    rows.append(_row("plain DDP", profile, network, found, "ddp", budget_bytes))
     if "sparse" in allow:
-        kept.append(_row("DDP with a sparse hook", profile, network, found, "topk-allgather", budget_bytes))
-    return MemoryPlan(model=profile.model, budget_bytes=budget_bytes, ranks=network.ranks, rows=(*rows, *kept))
+        rows.append(_row("DDP with a sparse hook", profile, network, found, "topk-allgather", budget_bytes))
+    rows.sort(key=lambda row: row.sample_s if row.batch else float("inf"))
+    return MemoryPlan(model=profile.model, budget_bytes=budget_bytes, ranks=network.ranks, rows=tuple(rows))
 
 
 def _row(
@@ -82,8 +89,8 @@ def _row(
 ) -> MemoryRow:
     by_layer = name.startswith("layerwise")
     exchange = EXCHANGES["dense" if method == "ddp" else method]()
-    lanes = default_lanes(exchange, network.backend)
-    caps = (BUCKET_BYTES,) if by_layer else DDP_CAPS
+    lanes = layerwise_lanes(network.backend) if by_layer else default_lanes(exchange, network.backend)
+    caps = (bucket_bytes(profile.gradient_bytes),) if by_layer else DDP_CAPS
     schedule = Schedule(name, filled(profile.gradients, caps), exchange, "dense" if method == "ddp" else method, lanes)
     training = _training(found, keeps=exchange.keeps, lanes=lanes, by_layer=by_layer)
     considered = found if by_layer else msgspec.structs.replace(found, to_host_bps=0.0)
@@ -106,6 +113,7 @@ def _row(
         step_s=_iteration_s(profile, network, schedule, choice),
         ways=tuple((block.name, way) for block, way in zip(found.blocks, choice.ways, strict=True)),
         residual=choice.residual,
+        exchange=repr(exchange) if by_layer else "",
         about=choice.describe(),
         least_bytes=least,
     )
@@ -121,7 +129,7 @@ def _iteration_s(profile: Profile, network: Network, schedule: Schedule, choice:
 def _training(found: Activations, *, keeps: bool, lanes: int, by_layer: bool) -> Training:
     gradients = found.elements * _WORD
     residual = gradients if keeps else 0
-    bucket = min(BUCKET_BYTES, gradients)
+    bucket = min(bucket_bytes(gradients), gradients)
     return Training(
         elements=found.elements,
         parameter_bytes=found.parameter_bytes,

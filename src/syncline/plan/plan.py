@@ -102,7 +102,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         hosts = self.where.host_of_rank
         if not hosts:
             raise ValueError("where.host_of_rank: is empty; there is at least one rank")
-        if set(hosts) != set(range(max(hosts) + 1)):
+        if sorted(set(hosts)) != list(range(len(set(hosts)))):
             raise ValueError(f"where.host_of_rank: is {list(hosts)}; hosts are numbered from 0, without a gap")
         if self.where.device not in ("cpu", "cuda"):
             raise ValueError(f"where.device: must be cpu or cuda, not {self.where.device}")

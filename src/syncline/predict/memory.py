@@ -21,6 +21,23 @@ from dataclasses import dataclass, field
 
 from syncline.measure.activations import KEEP, OFFLOAD, PARK, RECOMPUTE, WAYS, Activations, Block
 
+MIB = 2**20
+BUCKET_BYTES = 16 * MIB
+"""Small: each bucket is a part of what is alive at any time, and large enough to select from. In small models, less."""
+_BUCKETS = 16
+BACKLOG_BUCKETS = 4
+"""So many wait for their exchange at most."""
+
+
+def bucket_bytes(gradient_bytes: int) -> int:
+    """What is exchanged together, layer by layer."""
+    return min(BUCKET_BYTES, max(MIB, gradient_bytes // _BUCKETS))
+
+
+def layerwise_lanes(backend: str) -> int:
+    """Gloo's collectives have gaps that another lane fills."""
+    return 2 if backend == "gloo" else 1
+
 
 @dataclass(frozen=True)
 class States:
@@ -259,6 +276,7 @@ def largest_batch(activations: Activations, training: Training, budget_bytes: fl
 
 
 _LARGEST_BATCH = 2**20
+_FURTHEST = 16
 
 
 def best_batch(
@@ -273,6 +291,7 @@ def best_batch(
     step takes with its exchange. The largest is not always the best: what it recomputes may cost more than it
     shares."""
     most = largest_batch(activations, training, budget_bytes, keep_all=keep_all)
+    most = min(most, _FURTHEST * max(activations.batches))  # a line is not good for any distance
     tried = {most, *(most * part // 8 for part in range(1, 8)), *(2**power for power in range(21))}
     best: tuple[float, Choice] | None = None
     for batch in sorted(batch for batch in tried if 1 <= batch <= most):
