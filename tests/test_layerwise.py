@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import syncline
 from ddp_helpers import on_ranks
 from syncline.cluster import Rank
+from syncline.engine.stepping import state_bytes
 from syncline.measure.memory import metered
 from syncline.measure.network import assumed_network
 from syncline.models import gpt, zoo
@@ -121,6 +122,10 @@ def same_everywhere(module: nn.Module) -> bool:
 
 def momentum(parameters: Any) -> Optimizer:
     return SGD(parameters, lr=0.05, momentum=0.9, weight_decay=1e-3, nesterov=True)
+
+
+def plain_sgd(parameters: Any) -> Optimizer:
+    return SGD(parameters, lr=0.01)
 
 
 def adam(parameters: Any) -> Optimizer:
@@ -437,6 +442,21 @@ def test_what_does_not_fit_is_refused_with_a_reason(changes: dict[str, Any], tol
         syncline.Layerwise(net(), **options)
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (plain_sgd, 0),
+        (momentum, 1),
+        (adam, 2),
+        (torch.optim.Adam, 2),
+        (torch.optim.RMSprop, 1),
+        (torch.optim.Adagrad, 1),
+    ],
+)
+def test_what_an_optimizer_keeps_is_found_out(make: Callable[[Any], Optimizer], words: int) -> None:
+    assert state_bytes(make([nn.Parameter(torch.zeros(3))])) == pytest.approx(4 * words)
+
+
 def test_half_precision_autocast_and_ddp_are_refused(one_rank: None) -> None:
     trainer = syncline.Layerwise(net(), momentum)
     with (
@@ -494,10 +514,6 @@ def test_memory_stays_level_and_closing_gives_it_back() -> None:
         assert early == late
         assert left == 0
         assert kept
-
-
-def plain_sgd(parameters: Any) -> Optimizer:
-    return SGD(parameters, lr=0.01)
 
 
 def test_what_waits_is_not_lost_where_a_parameter_is_unused_or_another_is_not_finite() -> None:

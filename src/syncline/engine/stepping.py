@@ -8,6 +8,7 @@ flag on the device, as for a GradScaler, and for others the layer is put back wh
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -229,9 +230,9 @@ def state_bytes(optimizer: Optimizer) -> float:
     probe.grad = torch.zeros_like(probe)
     kind: Any = type(optimizer)
     try:
-        other = kind(
-            [probe], **{**optimizer.defaults, "fused": None} if "fused" in optimizer.defaults else optimizer.defaults
-        )
+        known = inspect.signature(kind).parameters  # AdamW's defaults have one that is not a setting
+        given = {key: value for key, value in optimizer.defaults.items() if key in known and key != "fused"}
+        other = kind([probe], **given)
         other.step()
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
