@@ -71,8 +71,8 @@ def test_counted_bytes_are_what_the_interfaces_saw(result: BenchResult) -> None:
     assert {"dense", "bf16", "fp16"} <= {row.method for row in counted}
     for row in counted:
         # BatchNorm-free, so gradients are all that is sent, but for headers, acknowledgements and a barrier.
-        # Layer by layer there are more buckets, so more of these.
-        others = 25_000 if row.method.startswith("layerwise") else 10_000
+        # What is sparse goes in many small messages, each with its own.
+        others = 10_000 if row.sent_bytes > 200_000 else 25_000
         assert row.sent_bytes <= row.wire_bytes <= 1.05 * row.sent_bytes + others, row
 
 

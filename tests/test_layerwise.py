@@ -136,13 +136,13 @@ def adam(parameters: Any) -> Optimizer:
 def test_two_hundred_steps_are_those_of_ddp(make: Callable[[Any], Optimizer]) -> None:
     def main(rank: Rank) -> tuple[float, bool, int]:
         plain = as_ddp(rank, make, 200)
-        trainer = as_layerwise(rank, make, 200, bucket_mb=0.002)
+        trainer = as_layerwise(rank, make, 200, bucket_mb=0.01)
         return distance(trainer.module, plain), same_everywhere(trainer.module), len(trainer._buckets)
 
     for apart, same, buckets in on_ranks(RANKS, main):
         assert apart < 1e-4
         assert same
-        assert buckets > 5
+        assert buckets > 3
 
 
 @pytest.mark.parametrize(

@@ -20,35 +20,47 @@ Gradients wait for their exchange in their own memory, up to `backlog_mb`; then 
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from syncline._version import __version__
-from syncline.engine.activations import Managed, find_blocks
+from syncline.engine.activations import Managed
 from syncline.engine.agreement import current_device, flatten, meet, together
 from syncline.engine.attach import BucketTiming, Stats, read_network
 from syncline.engine.checkpoint import Checkpoints
 from syncline.engine.comm import LaneGroups, gather_bytes, group_timeout
+from syncline.engine.given import (
+    OptimizerOf,
+    check_numbers,
+    checked_exchange,
+    group_of,
+    lying_like,
+    made_optimizer,
+    refuse_double_momentum,
+    same_as_first,
+    trained_of,
+    ways_of,
+)
 from syncline.engine.lane import Job, Lane, make_lane
-from syncline.engine.model import only_device, refuse_sparse
-from syncline.engine.pieces import Cut, Piece, cut, dealt_to, joined, layout_of
+from syncline.engine.model import only_device
+from syncline.engine.passes import Bucket, Flight, Pass, counts
+from syncline.engine.pieces import Cut, Piece, cut, cut_of, dealt_to, joined, layout_of, misfit_of
 from syncline.engine.place import find_place, hosts_of
 from syncline.engine.route import Planned, Route, Uniform, read_plan, tell
 from syncline.engine.stepping import Stepping, of_optimizer, state_bytes
 from syncline.errors import ExchangeError, SynclineError, UsageError
-from syncline.exchange import Climbing, Dense, Exchange, Layout, OkTopk, State, Tree, settings
+from syncline.exchange import Climbing, Exchange, Tree, settings
 from syncline.exchange.workspace import Workspace
-from syncline.measure.activations import KEEP, PARK, RECOMPUTE, WAYS
+from syncline.measure.activations import KEEP, PARK, RECOMPUTE
 from syncline.measure.blocks import measure_activations
 from syncline.measure.network import Network
 from syncline.plan.plan import Plan, Where
@@ -66,55 +78,6 @@ from syncline.units import format_bytes, parse_bytes
 MIB = 2**20
 _ALL_THERE = 4
 """Steps after which an optimizer, and whatever exchanges keep, takes what it will take."""
-
-OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
-
-
-@dataclass
-class _Bucket:
-    """Some pieces of gradients that are exchanged together."""
-
-    index: int
-    pieces: tuple[Piece, ...]
-    lane: int
-    exchange: Exchange
-    layout: Layout
-    state: State
-    averages: bool
-    ends: tuple[str, ...]
-    """Parameters of which this holds the last piece."""
-    before: tuple[int, ...] = ()
-    """Where the others are, for a parameter that is in several."""
-
-    @property
-    def label(self) -> str:
-        return self.pieces[0].name if len(self.pieces) == 1 else f"{self.pieces[0].name} to {self.pieces[-1].name}"
-
-
-@dataclass
-class _Pass:
-    """One backward."""
-
-    held: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients that have arrived, by name; they become results in place."""
-    arrived: set[str] = field(default_factory=set)
-    order: list[str] = field(default_factory=list)
-    submitted: int = 0
-    under_way: list[_Flight] = field(default_factory=list)
-    finite: dict[int, Tensor] = field(default_factory=dict)
-    """By bucket."""
-    jobs: list[Job] = field(default_factory=list)
-    unused: frozenset[str] = frozenset()
-    """By no rank."""
-
-
-@dataclass
-class _Flight:
-    """A bucket that was submitted, and the gradients that it holds on to."""
-
-    bucket: _Bucket
-    future: Any
-    bytes: int
 
 
 class Layerwise:
@@ -169,25 +132,25 @@ class Layerwise:
         network: Network | str | os.PathLike[str] | None = None,
     ) -> None:
         self.module = module
-        self._parameters = _trained(module)
+        self._parameters = trained_of(module)
         self._device = only_device(self._parameters)
-        self._group = _group_of(process_group)
+        self._group = group_of(process_group)
         planned = None if plan is None else read_plan(plan, self._group)
         if planned is not None and (exchange is not None or lanes is not None or bucket_mb is not None):
             raise UsageError("exchange, lanes and bucket_mb are the plan's: leave them out")
         if planned is not None and planned.nothing:
             planned = None
-        self.exchange = _checked_exchange(planned.exchanges[0] if planned is not None else exchange)
-        self._check_numbers(bucket_mb, backlog_mb, clip_norm, timeout_s, residual)
+        self.exchange = checked_exchange(planned.exchanges[0] if planned is not None else exchange)
+        check_numbers(bucket_mb, backlog_mb, clip_norm, timeout_s, residual)
         budget_bytes = None if memory_budget is None else parse_bytes(memory_budget)
         if budget_bytes is not None and (step is None or activations is not None):
             raise UsageError(
                 "memory_budget measures, with step=, a function that runs a forward on the module that it is given and "
                 "returns the loss; and it chooses what becomes of activations itself"
             )
-        self.optimizer = _made(optimizer, self._parameters)
+        self.optimizer = made_optimizer(optimizer, self._parameters)
         self._stepping: Stepping = of_optimizer(self.optimizer, self._parameters, mirror=mirror, clip_norm=clip_norm)
-        self._refuse_double_momentum(mirror)
+        refuse_double_momentum(self.exchange, self.optimizer, mirror=mirror)
         total = sum(p.numel() * p.element_size() for p in self._parameters.values())
         self._cap_bytes = bucket_bytes(total) if bucket_mb is None else int(bucket_mb * MIB)
         self._backlog_bytes = BACKLOG_BUCKETS * self._cap_bytes if backlog_mb is None else int(backlog_mb * MIB)
@@ -203,8 +166,8 @@ class Layerwise:
         self._syncing = True
         self._synced = True
         """Whether the last forward's gradients were exchanged: buffers become rank 0's after that, as in DDP."""
-        self._pass = _Pass()
-        self._last = _Pass()
+        self._pass = Pass()
+        self._last = Pass()
         self._settled = planned is not None
         """Whether buckets follow the order in which gradients become ready."""
         self._counted: dict[str, int] = {}
@@ -226,7 +189,7 @@ class Layerwise:
             if isinstance(known, SynclineError):
                 raise known
             self._place = find_place(self._group, self._route.exchanges, known)
-            _same_as_first(self._group, [*module.parameters(), *module.buffers()])
+            same_as_first(self._group, [*module.parameters(), *module.buffers()])
             self._workspaces = [
                 Workspace(self._device, rest_on_host=residual == "host") for _ in range(self._route.lanes)
             ]
@@ -241,7 +204,7 @@ class Layerwise:
                         self.choice, activations = self._choose(step, budget_bytes, residual)
                     for workspace in self._workspaces:
                         workspace.rest_on(self.choice.residual)
-                self._managed = Managed(module, _ways(module, activations))
+                self._managed = Managed(module, ways_of(module, activations))
             except BaseException:
                 self.close()
                 raise
@@ -256,7 +219,7 @@ class Layerwise:
         if torch.is_grad_enabled():
             self._check_ready()
             if self._broadcasts and self._synced:
-                _same_as_first(self._group, list(self.module.buffers()))
+                same_as_first(self._group, list(self.module.buffers()))
             self._synced = self._syncing
         return self.module(*inputs, **options)
 
@@ -297,7 +260,7 @@ class Layerwise:
         first = not now.arrived
         now.arrived.add(name)
         now.order.append(name)
-        now.held[name] = _lying_like(gradient, parameter)
+        now.held[name] = lying_like(gradient, parameter)
         del gradient
         if not self._find_unused:
             self._submit_ready()
@@ -315,7 +278,7 @@ class Layerwise:
             self._submit(bucket)
         _at_end_of_backward(self._finish)
 
-    def _submit(self, bucket: _Bucket) -> None:
+    def _submit(self, bucket: Bucket) -> None:
         now, lane = self._pass, self._lanes[bucket.lane]
         held = [now.held[piece.name] for piece in bucket.pieces]
         waiting = bucket.layout.numel * bucket.layout.dtype.itemsize
@@ -330,9 +293,9 @@ class Layerwise:
             marks=lane.marks(now.jobs[0].marks if now.jobs else None),
         )
         now.jobs.append(job)
-        now.under_way.append(_Flight(bucket, self._guarded(lambda: lane.submit(job), bucket), waiting))
+        now.under_way.append(Flight(bucket, self._guarded(lambda: lane.submit(job), bucket), waiting))
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Flight) -> None:
         """Waits for a bucket: on CUDA, backward's stream does. Then nothing of it is needed any more."""
         self._guarded(flight.future.wait, flight.bucket)
         if self._device.type != "cuda":
@@ -341,7 +304,7 @@ class Layerwise:
             if not self._stepping.at_end:
                 self._pass.held.pop(name, None)
 
-    def _guarded(self, call: Callable[[], Any], bucket: _Bucket) -> Any:
+    def _guarded(self, call: Callable[[], Any], bucket: Bucket) -> Any:
         try:
             return call()
         except BaseException as error:
@@ -361,17 +324,17 @@ class Layerwise:
         while now.under_way:
             self._land(now.under_way.pop(0))
         if self._stepping.at_end:
-            counts = torch.stack([_counts(bucket, now) for bucket in self._buckets]).tolist()
+            flags = torch.stack([counts(bucket, now) for bucket in self._buckets]).tolist()
             names = [
                 name
-                for bucket, counted in zip(self._buckets, counts, strict=True)
+                for bucket, counted in zip(self._buckets, flags, strict=True)
                 for name in self._to_step(bucket, now)
                 if counted
             ]
             if names:
                 self._step(names, now.held, torch.ones((), dtype=torch.bool))
         self._stepping.end()
-        self._last, self._pass = now, _Pass()
+        self._last, self._pass = now, Pass()
         self._last.held.clear()
         sent = self.sent_bytes
         self._sent = {level: sent[level] - self._counted.get(level, 0) for level in sent}
@@ -404,7 +367,7 @@ class Layerwise:
         for name, parameter in self._parameters.items():
             if name not in now.arrived and parameter.grad is not None:  # from a backward under no_sync
                 now.arrived.add(name)
-                now.held[name], parameter.grad = _lying_like(parameter.grad, parameter), None
+                now.held[name], parameter.grad = lying_like(parameter.grad, parameter), None
         used = torch.tensor([name in now.arrived for name in names], dtype=torch.int32, device=self._device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self._group)
         now.unused = frozenset(name for name, any_rank in zip(names, used.tolist(), strict=True) if not any_rank)
@@ -416,7 +379,7 @@ class Layerwise:
 
     # --- on a lane ----------------------------------------------------------------------------------------------
 
-    def _run(self, bucket: _Bucket, held: Sequence[Tensor], now: _Pass, *, apply: bool) -> None:
+    def _run(self, bucket: Bucket, held: Sequence[Tensor], now: Pass, *, apply: bool) -> None:
         state, groups = bucket.state, self._groups[bucket.lane]
         workspace = self._workspaces[bucket.lane]
         flat = workspace.take("flat", (bucket.layout.numel,), bucket.layout.dtype)
@@ -444,14 +407,14 @@ class Layerwise:
         if apply:
             self._apply(bucket, now)
 
-    def _apply(self, bucket: _Bucket, now: _Pass) -> None:
+    def _apply(self, bucket: Bucket, now: Pass) -> None:
         """The optimizer steps what this bucket completes."""
         self._dropped[bucket.lane] += ~now.finite[bucket.index]
         names = self._to_step(bucket, now)
         if names and not self._stepping.at_end:
-            self._step(names, now.held, _counts(bucket, now))
+            self._step(names, now.held, counts(bucket, now))
 
-    def _to_step(self, bucket: _Bucket, now: _Pass) -> list[str]:
+    def _to_step(self, bucket: Bucket, now: Pass) -> list[str]:
         """All that it completes; but what no rank used stays as it is, unless something that waited was applied."""
         keeps = self._stepping.mirror or bucket.exchange.keeps
         return [name for name in bucket.ends if keeps or name not in now.unused]
@@ -461,13 +424,13 @@ class Layerwise:
 
     # --- buckets ------------------------------------------------------------------------------------------------
 
-    def _furnished(self, made: Cut, kept: Mapping[str, Mapping[str, Tensor]] | None = None) -> list[_Bucket]:
+    def _furnished(self, made: Cut, kept: Mapping[str, Mapping[str, Tensor]] | None = None) -> list[Bucket]:
         """Collective. Buckets with their states, the largest first: the others then fit into its memory."""
         described = {str(index): " ".join(map(str, pieces)) for index, pieces in enumerate(made)}
         meet(self._group, described, "how gradients are cut into buckets", "Layerwise")
         ends: dict[str, int] = {piece.name: index for index, pieces in enumerate(made) for piece in pieces}
         starts = {piece.name: index for index, pieces in reversed(list(enumerate(made))) for piece in pieces}
-        buckets: dict[int, _Bucket] = {}
+        buckets: dict[int, Bucket] = {}
         sizes = {index: sum(piece.numel for piece in pieces) for index, pieces in enumerate(made)}
         for index in sorted(sizes, key=lambda index: (-sizes[index], index)):
             pieces = made[index]
@@ -484,7 +447,7 @@ class Layerwise:
             averages = state.average(1 / self._group.size())
             last = tuple(name for name in names if ends[name] == index)
             before = tuple(other for other in range(index) if last and made[other][0].name == pieces[0].name)
-            buckets[index] = _Bucket(index, pieces, lane, exchange, layout, state, averages, last, before)
+            buckets[index] = Bucket(index, pieces, lane, exchange, layout, state, averages, last, before)
         return [buckets[index] for index in range(len(made))]
 
     def _first_cut(self, plan: Plan | None) -> Cut:
@@ -663,7 +626,7 @@ class Layerwise:
             fields["steps"] = state["steps"]
             fields["buckets"] = state["buckets"]
             fields["weights"] = {name: float(state["model"][name].double().sum()) for name in self._parameters}
-        now, self._pass, self.error = self._pass, _Pass(), None
+        now, self._pass, self.error = self._pass, Pass(), None
         for flight in now.under_way:  # of a backward that broke off, on all ranks
             flight.future.wait()
         self.module.load_state_dict(state["model"])
@@ -691,27 +654,7 @@ class Layerwise:
         )
         if here != there:
             raise UsageError(f"the state's optimizer has groups of {there} parameters, and this one of {here}")
-        return self._cut_of(state["buckets"])
-
-    def _cut_of(self, named: Sequence[Sequence[str]]) -> Cut:
-        """The buckets of a checkpoint, from their names."""
-        made = []
-        for names in named:
-            pieces = []
-            for text in names:
-                name, _, bounds = text.rpartition("[")
-                start, _, stop = bounds.rstrip("]").partition(":")
-                if name not in self._parameters or not (start.isdigit() and stop.isdigit()):
-                    raise UsageError(f"the state holds {text!r}, which is not a part of this model")
-                pieces.append(Piece(name, int(start), int(stop)))
-            made.append(tuple(pieces))
-        covered: dict[str, int] = {}
-        for piece in (piece for pieces in made for piece in pieces):
-            covered[piece.name] = covered.get(piece.name, 0) + piece.numel
-        for name, parameter in self._parameters.items():
-            if covered.get(name) != parameter.numel():
-                raise UsageError(f"the state's buckets do not hold {name!r} once: it is of another model")
-        return tuple(made)
+        return cut_of(state["buckets"], self._parameters)
 
     @property
     def _checkpoints(self) -> Checkpoints:
@@ -721,19 +664,8 @@ class Layerwise:
             "mirror": self._stepping.mirror,
             "optimizer": type(self.optimizer).__name__,
         }
-        return Checkpoints(self._group, self._device, described, levels, self._misfit, deals=False)
-
-    def _misfit(self, tensors: Mapping[str, Mapping[str, Tensor]], buckets: Sequence[Sequence[str]]) -> str | None:
-        for name, kinds in tensors.items():
-            if name not in self._parameters:
-                return f"the state holds {name!r}, which is not a parameter of this model"
-            shape = self._parameters[name].shape
-            for kind, tensor in kinds.items():
-                if tensor.shape != shape:
-                    return (
-                        f"the state's {kind} of {name!r} has shape {tuple(tensor.shape)}, the parameter {tuple(shape)}"
-                    )
-        return None
+        misfit = functools.partial(misfit_of, self._parameters)
+        return Checkpoints(self._group, self._device, described, levels, misfit, deals=False)
 
     def close(self) -> None:
         """Gives the module back as an ordinary one: what waits to be exchanged is lost."""
@@ -746,7 +678,7 @@ class Layerwise:
         for groups in self._groups:
             groups.destroy()
         self._hooks, self._lanes, self._groups, self._buckets = [], [], [], []
-        self._pass = self._last = _Pass()
+        self._pass = self._last = Pass()
 
     # --- checks -------------------------------------------------------------------------------------------------
 
@@ -781,40 +713,10 @@ class Layerwise:
             )
             + "If nothing was raised, these parameters were not used: pass find_unused_parameters=True"
         )
-        self._pass = _Pass()
+        self._pass = Pass()
         if now.submitted:
             self.error = failed
         raise failed
-
-    def _check_numbers(
-        self,
-        bucket_mb: float | None,
-        backlog_mb: float | None,
-        clip_norm: float | None,
-        timeout_s: float | None,
-        residual: str | None,
-    ) -> None:
-        for name, value in {
-            "bucket_mb": bucket_mb,
-            "backlog_mb": backlog_mb,
-            "clip_norm": clip_norm,
-            "timeout_s": timeout_s,
-        }.items():
-            if value is not None and not 0 < value < float("inf"):
-                raise UsageError(f"{name} is {value!r}: pass a positive number")
-        if residual not in (None, "device", "host"):
-            raise UsageError(f"residual is {residual!r}: it is kept on the device, or on the host")
-
-    def _refuse_double_momentum(self, mirror: bool) -> None:
-        inner = getattr(self.exchange, "across", self.exchange)
-        if (
-            isinstance(inner, OkTopk)
-            and inner.momentum
-            and any(group.get("momentum") for group in self.optimizer.param_groups)
-        ):
-            raise UsageError(f"{inner!r} and the optimizer both have momentum: leave one of them without")
-        if mirror and isinstance(inner, OkTopk) and inner.momentum:
-            raise UsageError(f"mirror=True has momentum of its own: use OkTopk(density={inner.density})")
 
     def _fingerprint(
         self, residual: str | None, network: Network | SynclineError | None, budget_bytes: int | None
@@ -840,122 +742,6 @@ class Layerwise:
                 "network": f"unreadable: {known}" if known else network is not None,
             }
         )
-
-
-def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
-    if isinstance(module, DDP):
-        raise UsageError("Layerwise takes the module itself, not a DistributedDataParallel: pass model.module")
-    if not isinstance(module, nn.Module):
-        raise UsageError(f"Layerwise trains a module, not a {type(module).__name__}")
-    refuse_sparse(module)
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not trained:
-        raise UsageError("the model has no parameter that requires a gradient")
-    for name, parameter in trained.items():
-        if parameter.is_complex():
-            raise UsageError(f"{name} is complex, which is not supported here: use DDP and attach")
-        if not _dense(parameter):
-            raise UsageError(f"{name} does not lie densely in memory: make it contiguous()")
-    return trained
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Without gaps or overlaps, in whatever order of dimensions."""
-    expected = 1
-    for size, stride in sorted(
-        ((n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1), key=lambda pair: pair[1]
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _lying_like(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """In memory as the parameter does: as a rule it does so already."""
-    if gradient.layout != torch.strided:
-        raise UsageError("sparse gradients are not supported: build the embedding with sparse=False")
-    gradient = gradient.detach()
-    if gradient.stride() == parameter.stride() and gradient.dtype == parameter.dtype:
-        return gradient
-    return torch.empty_like(parameter).copy_(gradient)
-
-
-def _ways(module: nn.Module, activations: str | Mapping[str, str] | None) -> dict[str, str]:
-    if activations is None or isinstance(activations, Mapping):
-        return dict(activations or {})
-    if activations not in WAYS:
-        raise UsageError(f"activations is {activations!r}: it is one of {', '.join(WAYS)}, or by the names of blocks")
-    blocks = find_blocks(module)
-    if not blocks and activations != KEEP:
-        raise UsageError(
-            "the model has no rows of blocks (in a Sequential or a ModuleList) that could be recomputed: name modules, "
-            f"as activations={{'layer': {activations!r}}}"
-        )
-    return dict.fromkeys(blocks, activations)
-
-
-def _counts(bucket: _Bucket, now: _Pass) -> Tensor:
-    """Whether what a bucket completes takes its step. Of a large parameter some parts may count and others not, whose
-    result is zero."""
-    finite = now.finite[bucket.index]
-    if not bucket.before:
-        return finite
-    return torch.stack([finite, *(now.finite[index] for index in bucket.before)]).any()
-
-
-def _group_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if not dist.is_available() or not dist.is_initialized():
-        raise UsageError("there is no process group: call torch.distributed.init_process_group first, under torchrun")
-    found = group if group is not None else dist.group.WORLD
-    assert found is not None  # noqa: S101 - it is initialised
-    return found
-
-
-def _checked_exchange(exchange: Exchange | None) -> Exchange:
-    exchange = Dense() if exchange is None else exchange
-    if isinstance(exchange, type) or not isinstance(exchange, Exchange):
-        raise UsageError(f"{exchange!r} is not an exchange: pass an instance, for example syncline.Dense()")
-    return exchange
-
-
-def _made(optimizer: Optimizer | OptimizerOf, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
-    made = optimizer if isinstance(optimizer, Optimizer) else None
-    if made is None:
-        if not callable(optimizer):
-            raise UsageError(
-                f"optimizer is a {type(optimizer).__name__}: pass one, or a function that makes one for parameters, "
-                "like lambda p: torch.optim.SGD(p, lr=0.1)"
-            )
-        made = optimizer(list(parameters.values()))
-    if not isinstance(made, Optimizer):
-        raise UsageError(f"the optimizer's function returned a {type(made).__name__}, not an optimizer")
-    stepped = {id(p) for group in made.param_groups for p in group["params"]}
-    for name, parameter in parameters.items():
-        if id(parameter) not in stepped:
-            raise UsageError(f"the optimizer does not have {name}, which is trained: freeze it, or pass it along")
-    return made
-
-
-def _same_as_first(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-    """Collective: all ranks' tensors become rank 0's, one broadcast for each type."""
-    first = dist.get_global_rank(group, 0)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
-        step = max(1, BROADCAST_BYTES // dtype.itemsize)
-        chunk: list[Tensor] = []
-        for tensor in [*same, None]:
-            if chunk and (tensor is None or sum(one.numel() for one in chunk) + tensor.numel() > step):
-                flat = torch.cat([one.reshape(-1) for one in chunk])
-                dist.broadcast(flat, first, group=group)
-                for one, part in zip(chunk, flat.split([one.numel() for one in chunk]), strict=True):
-                    one.copy_(part.view(one.shape))
-                chunk = []
-            if tensor is not None:
-                chunk.append(tensor)
-
-
-BROADCAST_BYTES = 64 * MIB
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:

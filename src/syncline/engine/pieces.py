@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from syncline.errors import UsageError
 from syncline.exchange import Layout, Slot
 from syncline.exchange.workspace import Workspace
 
@@ -130,3 +131,36 @@ def dealt_to(
                 for kind, tensor in kinds.items()
             }
     return mine
+
+
+def cut_of(named: Sequence[Sequence[str]], parameters: Mapping[str, nn.Parameter]) -> Cut:
+    """The buckets of a checkpoint, from their names."""
+    made = []
+    for names in named:
+        pieces = []
+        for text in names:
+            name, _, bounds = text.rpartition("[")
+            start, _, stop = bounds.rstrip("]").partition(":")
+            if name not in parameters or not (start.isdigit() and stop.isdigit()):
+                raise UsageError(f"the state holds {text!r}, which is not a part of this model")
+            pieces.append(Piece(name, int(start), int(stop)))
+        made.append(tuple(pieces))
+    covered: dict[str, int] = {}
+    for piece in (piece for pieces in made for piece in pieces):
+        covered[piece.name] = covered.get(piece.name, 0) + piece.numel
+    for name, parameter in parameters.items():
+        if covered.get(name) != parameter.numel():
+            raise UsageError(f"the state's buckets do not hold {name!r} once: it is of another model")
+    return tuple(made)
+
+
+def misfit_of(parameters: Mapping[str, nn.Parameter], tensors: Kept, buckets: Sequence[Sequence[str]]) -> str | None:
+    """Why these are not what buckets of such parameters keep, if so."""
+    for name, kinds in tensors.items():
+        if name not in parameters:
+            return f"the state holds {name!r}, which is not a parameter of this model"
+        shape = parameters[name].shape
+        for kind, tensor in kinds.items():
+            if tensor.shape != shape:
+                return f"the state's {kind} of {name!r} has shape {tuple(tensor.shape)}, the parameter {tuple(shape)}"
+    return None
