@@ -31,7 +31,7 @@ needs_links = pytest.mark.skipif(why_not_shaped() is not None, reason=str(why_no
 @pytest.fixture(scope="module")
 def result() -> BenchResult:
     spec = ClusterSpec(hosts=3, rate_bps=1_000_000_000)
-    return run_bench(spec, Workload("mlp", 4), list(METHODS), rounds=3, probe_s=3.0)
+    return run_bench(spec, Workload("mlp", 4), list(METHODS), rounds=2, probe_s=3.0)
 
 
 def test_there_is_a_row_for_every_method_in_the_order_asked(result: BenchResult) -> None:

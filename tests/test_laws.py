@@ -30,7 +30,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.i
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_every_exchange_keeps_every_law(name: str, law: str, device: str) -> None:
     exchange = EXCHANGES[name]()
-    for ranks in (1, 2, 3, 4, 7):
+    for ranks in (1, 2, 3, 7):
         for numel in (1, 3, 64, 1001):
             LAWS[law](exchange, ranks, numel, torch.float32, device)
 

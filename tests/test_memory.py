@@ -26,7 +26,7 @@ from syncline.exchange.workspace import Workspace
 from syncline.measure.activations import Activations, Block, Line
 from syncline.measure.blocks import measure_activations
 from syncline.measure.memory import metered
-from syncline.models import zoo
+from syncline.models import gpt, zoo
 from syncline.predict.memory import Training, best_batch, choose, largest_batch, peak_bytes, smallest_budget
 from syncline.testing import place_ranks
 from syncline.units import format_bytes, parse_bytes
@@ -118,10 +118,11 @@ def test_larger_batches_are_taken_where_a_sample_then_takes_less() -> None:
     assert best_batch(found, TRAINING, 500, lambda choice: choice.step_s) is None
 
 
-@pytest.mark.parametrize(("name", "batch"), [("gpt-small", 2), ("resnet50", 2)])
-def test_measured_peaks_are_foreseen_and_nothing_is_left_behind(name: str, batch: int) -> None:
+@pytest.mark.parametrize("name", ["gpt-small", "resnet50"])
+def test_measured_peaks_are_foreseen_and_nothing_is_left_behind(name: str) -> None:
     torch.manual_seed(0)
-    model = zoo.build_model(name)
+    batch = 2
+    model = gpt.GPT(width=96, layers=4, heads=4) if name == "gpt-small" else zoo.build_model(name)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
 
