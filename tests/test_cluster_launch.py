@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -247,6 +248,30 @@ def test_signal_handlers_and_masks_of_the_caller_do_not_matter(shaped: bool) -> 
         for number, handler in handlers:
             signal.signal(number, handler)
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
+def test_ranks_do_not_collect_what_the_caller_left_behind() -> None:
+    """As a process group does, which waits for threads that a forked process lacks."""
+
+    class Left:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            if os.getpid() != caller:
+                wait_for_ever()
+
+    def main(rank: Rank) -> int:
+        gc.collect()
+        return rank.rank
+
+    caller = os.getpid()
+    gc.disable()
+    try:
+        Left()
+        assert launch(TWO, main, shaped=False, deadline_s=30) == [0, 1]
+    finally:
+        gc.enable()
 
 
 @needs_namespaces

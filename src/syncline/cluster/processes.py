@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -37,6 +38,9 @@ def fork(main: Callable[[], int], complaints: Complaints) -> int:
 
     Forking is safe while the caller's other threads hold no lock that `main` needs. Locks of Python and of the C
     library are reset by them; torch's OpenMP pool does not survive, so children compute on one thread.
+
+    What the parent left behind is never collected in a child: a process group that waits in a cycle of garbage would
+    join threads that only the parent has, and hang.
     """
     _flush()  # what is still buffered would be written once by each process that inherits the buffer
     with warnings.catch_warnings():
@@ -44,6 +48,7 @@ def fork(main: Callable[[], int], complaints: Complaints) -> int:
         pid = os.fork()
     if pid:
         return pid
+    gc.freeze()
     status = 1
     try:
         status = main()
