@@ -40,6 +40,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
 from syncline._version import __version__
+from syncline.bench.baselines import with_topk
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.files import write_text
 from syncline.measure.blocks import measure_activations
@@ -138,38 +139,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.device], L
 }
 
 
-class TopK:
-    """The usual sparse hook: what is not sent is added to the next gradient."""
-
-    def __init__(self, density: float = 0.01) -> None:
-        self.density, self.residual = density, dict[int, Tensor]()
-        self.steps = 0
-
-
-def topk_hook(state, bucket):  # type: ignore[no-untyped-def]
-    flat = bucket.buffer()
-    state.steps += bucket.is_last()
-    if state.steps < 2 or (
-        state.steps == 2 and bucket.is_last()
-    ):  # DDP rebuilds its buckets: nothing is kept for those
-        work = dist.all_reduce(flat.div_(dist.get_world_size()), async_op=True)
-        return work.get_future().then(lambda done: done.value()[0])
-    held = state.residual.setdefault(bucket.index(), torch.zeros_like(flat))
-    held.add_(flat, alpha=1 / dist.get_world_size())
-    count = max(1, int(state.density * flat.numel()))
-    places = torch.topk(held.abs(), count, sorted=False).indices
-    values, places = held[places], places.to(torch.int32)
-    ranks = dist.get_world_size()
-    all_places, all_values = places.new_empty(ranks * count), values.new_empty(ranks * count)
-    dist.all_gather_into_tensor(all_places, places)
-    dist.all_gather_into_tensor(all_values, values)
-    held[places] = 0
-    flat.zero_().index_add_(0, all_places, all_values)
-    done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-    done.set_result(flat)
-    return done
-
-
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     parameters = list(parameters)
     return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=parameters[0].is_cuda)
@@ -184,7 +153,7 @@ def stepping(method: str, net: nn.Module, loss: Loss, device: torch.device) -> t
     if method in ("ddp", "sparse-only"):
         model = DDP(net, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
         if method == "sparse-only":
-            model.register_comm_hook(TopK(), topk_hook)
+            with_topk(model)
         optimizer = sgd(model.parameters())
 
         def step() -> None:
@@ -244,17 +213,21 @@ def other_bytes(device: torch.device) -> int:
     return int((total - free - int(held)) / dist.get_world_size())
 
 
-def measure(rank: Rank, name: str, batch: int, methods: list[str], rounds: int) -> Any:
+def joined(rank: Rank, name: str) -> tuple[torch.device, nn.Module]:
+    """This rank's device, and the model as every method begins with it, in the host's memory."""
     device = rank.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank.init_process_group(timeout_s=300)
-    build, loss_of, _ = MODELS[name]
     torch.manual_seed(0)
     with torch.device(device):
-        plain = build()
-    plain = plain.cpu()
-    loss = loss_of(batch, device)
+        plain = MODELS[name][0]()
+    return device, plain.cpu()
+
+
+def measure(rank: Rank, name: str, batch: int, methods: list[str], rounds: int) -> Any:
+    device, plain = joined(rank, name)
+    loss = MODELS[name][1](batch, device)
     rows: dict[str, Any] = {method: {"seconds": []} for method in methods}
     for number in range(rounds):
         for method in methods if number % 2 == 0 else methods[::-1]:
@@ -355,16 +328,10 @@ CAPPED = {
 
 
 def throughput(rank: Rank, name: str, method: str, batches: list[int], cap_bytes: int) -> Any:
-    device = rank.device
+    device, plain = joined(rank, name)
     if device.type == "cuda":
-        torch.cuda.set_device(device)
         torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.mem_get_info()[1])
-    rank.init_process_group(timeout_s=300)
-    build, loss_of, _ = MODELS[name]
-    torch.manual_seed(0)
-    with torch.device(device):
-        plain = build()
-    plain = plain.cpu()
+    loss_of = MODELS[name][1]
     for batch in batches:
         clean(device)
         step: Any = None

@@ -59,9 +59,7 @@ def activations(blocks: int = 4, *, to_host_bps: float = 0.0) -> Activations:
     )
 
 
-TRAINING = Training(
-    elements=100, parameter_bytes=400, buffer_bytes=0, optimizer_bytes=400, residual_bytes=400, workspace_bytes=100
-)
+TRAINING = Training(parameter_bytes=400, buffer_bytes=0, optimizer_bytes=400, residual_bytes=400, workspace_bytes=100)
 
 
 def test_the_peak_is_where_it_must_be() -> None:

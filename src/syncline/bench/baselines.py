@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from syncline.engine.comm import gather_into
 from syncline.exchange import Cost, Phase, Topology
 
 _UNSETTLED = 2
 """Steps after which DDP has the buckets that it keeps: what it had before is not worth a residual."""
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass
@@ -45,8 +43,8 @@ def topk_hook(state, bucket):  # type: ignore[no-untyped-def]
     places = torch.topk(held.abs(), count, sorted=False).indices
     values, sent = held[places], places.to(torch.int32)
     all_places, all_values = sent.new_empty(ranks * count), values.new_empty(ranks * count)
-    _all_gather(all_places, sent)
-    _all_gather(all_values, values)
+    gather_into(all_places, sent)
+    gather_into(all_values, values)
     held[places] = 0
     flat.zero_().index_add_(0, all_places, all_values)
     done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)

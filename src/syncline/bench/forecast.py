@@ -27,7 +27,7 @@ from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
 from syncline.measure.profile import Overheads, Profile, Work
 from syncline.predict import Schedule, ddp_buckets, predict
-from syncline.predict.schedule import DDP_CAPS, MIB, filled
+from syncline.predict.schedule import ddp_caps, filled
 
 _STEPS, _WARMUP = 8, 3
 _ALONE_STEPS, _ALONE_WARMUP = 4, 3
@@ -46,7 +46,7 @@ class Forecast:
     @property
     def caps(self) -> tuple[int, ...]:
         """Bytes at which DDP closes its buckets."""
-        return DDP_CAPS if self.bucket_mb is None else (int(self.bucket_mb * MIB),)
+        return ddp_caps(self.bucket_mb)
 
     def predicted_s(self, prepared: Prepared, hook_s: float | None = None) -> float | None:
         """`hook_s`: what one step of PyTorch's hook computes, from `alone_s`. What an exchange computes is in the

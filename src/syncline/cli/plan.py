@@ -18,7 +18,7 @@ from syncline.plan.make import make_plan
 from syncline.plan.memory import MemoryPlan, plan_memory
 from syncline.plan.plan import Plan
 from syncline.plan.search import ALLOWED
-from syncline.predict.schedule import DDP_CAPS, MIB
+from syncline.predict.schedule import ddp_caps
 from syncline.units import format_bytes, parse_bytes
 
 _SHOWN = 8
@@ -84,8 +84,7 @@ def plan_command(
                 write_json(json, answer)
             _show_memory(answer, cluster.measured)
             return
-        caps = DDP_CAPS if bucket_mb is None else (int(bucket_mb * MIB),)
-        plan = make_plan(model, cluster, allowed, caps=caps)
+        plan = make_plan(model, cluster, allowed, caps=ddp_caps(bucket_mb))
         for path in (out, json):
             if path is not None:
                 plan.save(path)

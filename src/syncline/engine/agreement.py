@@ -14,6 +14,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from syncline._version import __version__
 from syncline.engine.comm import gather_bytes
 from syncline.errors import MismatchError, SynclineError
 
@@ -89,6 +90,11 @@ def together(group: dist.ProcessGroup, device: torch.device, what: str, call: st
                 meet(group, {"error": text}, what, call)
             raise
         meet(group, {"error": None, **fields}, what, call)
+
+
+def versions_here() -> dict[str, str]:
+    """Of what all ranks must have the same of."""
+    return {"syncline": __version__, "torch": str(torch.__version__)}
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:

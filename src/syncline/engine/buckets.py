@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel import distributed as ddp_module
 
 from syncline.errors import UsageError
-
-MIB = 1024 * 1024
+from syncline.predict.schedule import MIB
 
 _own: weakref.WeakKeyDictionary[DDP, Any] = weakref.WeakKeyDictionary()
 """Of models that have a plan's buckets: how theirs were."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -133,7 +133,7 @@ class Checkpoints:
             )
 
     def check(self, state: Mapping[str, Any], path: Path | None = None) -> None:
-        """Raises for whatever could make `_go_on` fail, or go on wrongly."""
+        """Raises for whatever could make going on fail, or go wrong."""
         at = "" if path is None else f"{path}: "
         problem = problem_of(state, "pass what state_dict() returned")
         if problem is not None:
@@ -151,3 +151,18 @@ class Checkpoints:
         misfit = self.misfit(state["tensors"], state["buckets"])
         if misfit is not None:
             raise UsageError(f"{at}{misfit}: load it into the model that it was saved with, or start without it")
+
+
+def misfit_of(
+    shapes: Mapping[str, torch.Size], tensors: Mapping[str, Mapping[str, Tensor]], names: Iterable[str] = ()
+) -> str | None:
+    """Why tensors, or what else names parameters, are not of a model with these, if so."""
+    for name in [*tensors, *names]:
+        if name not in shapes:
+            return f"the state holds {name!r}, which is not a parameter of this model"
+    for name, kinds in tensors.items():
+        for kind, tensor in kinds.items():
+            if tensor.shape != shapes[name]:
+                there, here = tuple(tensor.shape), tuple(shapes[name])
+                return f"the state's {kind} of {name!r} has shape {there}, the parameter {here}"
+    return None

@@ -21,7 +21,7 @@ from syncline.errors import UsageError
 from syncline.exchange import WORLD, Comm, Counter, Level, Topology, Work
 from syncline.exchange.wire import sent_bytes
 
-_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renamed it; 2.11 has only the old name."""
 
 
@@ -55,7 +55,7 @@ class GroupComm:
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         self._count("all_gather", output)
-        return self._issued(_all_gather(output.view(-1), input.reshape(-1), group=self.group, async_op=True))
+        return self._issued(gather_into(output.view(-1), input.reshape(-1), group=self.group, async_op=True))
 
     def reduce(self, tensor: Tensor, root: int) -> Work:
         self._count("reduce", tensor)
@@ -185,12 +185,12 @@ def gather_bytes(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
     device, size = group_device(group), group.size()
     length = torch.tensor([len(data)], device=device)
     lengths = torch.zeros(size, dtype=length.dtype, device=device)
-    _all_gather(lengths, length, group=group)
+    gather_into(lengths, length, group=group)
     longest = max(int(lengths.max()), 1)
     padded = torch.zeros(longest, dtype=torch.uint8, device=device)
     padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)].to(device)
     everyone = torch.zeros(size * longest, dtype=torch.uint8, device=device)
-    _all_gather(everyone, padded, group=group)
+    gather_into(everyone, padded, group=group)
     rows = everyone.view(size, longest).cpu()
     return [bytes(row[:count].tolist()) for row, count in zip(rows, lengths.tolist(), strict=True)]
 

@@ -20,12 +20,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline.engine.agreement import agree
+from syncline.engine.checkpoint import misfit_of
 from syncline.engine.comm import LaneGroups
 from syncline.engine.lane import Job, Lane, make_lane
 from syncline.engine.place import Place
 from syncline.engine.route import Route, tell
+from syncline.engine.stats import predicted_for, sent_over
 from syncline.errors import ExchangeError, SynclineError, UsageError
-from syncline.exchange import Climbing, Exchange, Layout, Slot, State, Topology, Work
+from syncline.exchange import Climbing, Exchange, Layout, Slot, State, Work
 
 _WATCHED = 50
 """Steps of which the median is compared with what was expected."""
@@ -87,12 +89,10 @@ class Engine:
         parameters: Mapping[str, torch.nn.Parameter],
         route: Route,
         timeout: timedelta,
-        topology: Topology | None = None,
+        place: Place | None = None,
         scale: Callable[[], Tensor | None] = lambda: None,
     ) -> None:
-        self.route = route
-        self.place: Place | None = None
-        """Where ranks sit, for the handle."""
+        self.route, self.place = route, place
         self.error: BaseException | None = None
         self.steps = 0
         self._since = 0
@@ -109,7 +109,7 @@ class Engine:
         device = next(iter(parameters.values())).device
         try:
             for index in range(route.lanes):
-                self._groups.append(LaneGroups.create(group, timeout, topology))
+                self._groups.append(LaneGroups.create(group, timeout, None if place is None else place.topology))
                 self._lanes.append(make_lane(device, f"syncline-lane-{index}"))
         except BaseException:
             self.close()
@@ -346,22 +346,12 @@ class Engine:
     @property
     def sent_bytes(self) -> dict[str, int]:
         """By the busiest rank since attach, per level."""
-        total: dict[str, int] = {}
-        for groups in self._groups:
-            for level, sent in groups.counter.sent_bytes.items():
-                total[level] = total.get(level, 0) + sent
-        return total
+        return sent_over(self._groups)
 
     @property
     def predicted_sent_bytes(self) -> dict[str, int]:
         """Per step and level, from the exchange's own cost of the buckets there are now."""
-        total: dict[str, int] = {}
-        for bucket in self.buckets.values():
-            topology = self._groups[bucket.lane].topology
-            cost = bucket.exchange.cost(bucket.layout.numel, bucket.layout.dtype, topology)
-            for level, sent in cost.sent_bytes.items():
-                total[level] = total.get(level, 0) + sent
-        return total
+        return predicted_for(self.buckets.values(), self._groups)
 
     @property
     def lanes(self) -> int:
@@ -394,17 +384,8 @@ class Engine:
 
     def misfit(self, tensors: Tensors, buckets: Sequence[Sequence[str]] = ()) -> str | None:
         """Why these are not of this model and cannot be loaded, if so."""
-        for name in [*tensors, *(name for names in buckets for name in names)]:
-            if name not in self._parameters:
-                return f"the state holds {name!r}, which is not a parameter of this model"
-        for name, kinds in tensors.items():
-            shape = _as_real(self._parameters[name]).shape
-            for kind, tensor in kinds.items():
-                if tensor.shape != shape:
-                    return (
-                        f"the state's {kind} of {name!r} has shape {tuple(tensor.shape)}, the parameter {tuple(shape)}"
-                    )
-        return None
+        shapes = {name: _as_real(parameter).shape for name, parameter in self._parameters.items()}
+        return misfit_of(shapes, tensors, (name for names in buckets for name in names))
 
     def load(self, tensors: Tensors, buckets: Sequence[Sequence[str]] = ()) -> None:
         """What is no `misfit`. `buckets`: those in which the coming steps go until DDP's own are the same; it fills

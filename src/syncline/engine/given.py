@@ -15,6 +15,7 @@ from syncline.engine.model import refuse_sparse
 from syncline.errors import UsageError
 from syncline.exchange import Dense, Exchange, OkTopk
 from syncline.measure.activations import KEEP, WAYS
+from syncline.predict.schedule import MAX_LANES
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
 _BROADCAST_BYTES = 2**26
@@ -86,6 +87,11 @@ def checked_exchange(exchange: Exchange | None) -> Exchange:
     if isinstance(exchange, type) or not isinstance(exchange, Exchange):
         raise UsageError(f"{exchange!r} is not an exchange: pass an instance, for example syncline.Dense()")
     return exchange
+
+
+def check_lanes(lanes: object) -> None:
+    if not isinstance(lanes, int) or isinstance(lanes, bool) or not 1 <= lanes <= MAX_LANES:
+        raise UsageError(f"lanes is {lanes!r}: there may be 1 to {MAX_LANES}")
 
 
 def made_optimizer(optimizer: Optimizer | OptimizerOf, parameters: Mapping[str, nn.Parameter]) -> Optimizer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.errors import UsageError
@@ -43,3 +43,14 @@ def only_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
         names = ", ".join(sorted(map(str, devices)))
         raise UsageError(f"the model's parameters are on several devices ({names}): one per process is supported")
     return devices.pop()
+
+
+def described(parameter: Tensor) -> tuple[tuple[int, ...], str]:
+    """Its shape and type, as a plan has them."""
+    return tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+
+
+def described_fully(tensor: Tensor) -> str:
+    """All of it that must be the same on all ranks."""
+    trained = "trained" if tensor.requires_grad else "frozen"
+    return f"{tuple(tensor.shape)} {tensor.dtype} {tensor.stride()} {trained}"

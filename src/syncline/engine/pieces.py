@@ -152,15 +152,3 @@ def cut_of(named: Sequence[Sequence[str]], parameters: Mapping[str, nn.Parameter
         if covered.get(name) != parameter.numel():
             raise UsageError(f"the state's buckets do not hold {name!r} once: it is of another model")
     return tuple(made)
-
-
-def misfit_of(parameters: Mapping[str, nn.Parameter], tensors: Kept, buckets: Sequence[Sequence[str]]) -> str | None:
-    """Why these are not what buckets of such parameters keep, if so."""
-    for name, kinds in tensors.items():
-        if name not in parameters:
-            return f"the state holds {name!r}, which is not a parameter of this model"
-        shape = parameters[name].shape
-        for kind, tensor in kinds.items():
-            if tensor.shape != shape:
-                return f"the state's {kind} of {name!r} has shape {tuple(tensor.shape)}, the parameter {tuple(shape)}"
-    return None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import torch.distributed as dist
 
-from syncline.engine.agreement import agree
+from syncline.engine.agreement import agree, digest
 from syncline.engine.comm import gather_bytes
-from syncline.errors import UsageError
+from syncline.errors import SynclineError, UsageError
 from syncline.exchange import Climbing, Exchange, Topology, Tree
 from syncline.measure.network import Network, assumed_links
 from syncline.measure.topology import host_identity, number
@@ -57,3 +59,23 @@ def check_network(network: Network, host_of_rank: tuple[int, ...], backend: str)
         raise UsageError(f"the network's ranks sit on other hosts than the model's: {again}")
     if network.backend != backend:
         raise UsageError(f"the network was probed over {network.backend}, and the model uses {backend}: {again}")
+
+
+def read_network(network: object) -> Network | SynclineError | None:
+    """An error is returned: what one rank cannot read is an error for all of them, once they have met."""
+    if network is None or isinstance(network, Network):
+        return network
+    if not isinstance(network, str | os.PathLike):
+        kind = type(network).__name__
+        return UsageError(f"network is a {kind}: pass a Network, or the file that syncline probe wrote")
+    try:
+        return Network.load(network)
+    except SynclineError as error:
+        return error
+
+
+def mark_of(network: Network | SynclineError | None) -> str | None:
+    """Ranks choose by it, so it has to be the same file; what it says is none of a fingerprint's business."""
+    if isinstance(network, SynclineError):
+        return f"unreadable: {network}"
+    return None if network is None else f"one with digest {digest(msgspec.to_builtins(network)).hex()[:8]}"

@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
-from syncline.engine.agreement import digest, meet
-from syncline.errors import MismatchError, SynclineError, UsageError
+from syncline.engine.agreement import digest, meet, together
+from syncline.engine.place import hosts_of
+from syncline.errors import UsageError
 from syncline.exchange import Dense, Exchange, settings
-from syncline.plan.plan import Plan
+from syncline.plan.plan import Plan, Where
 
 
 def tell(text: str) -> None:
@@ -140,15 +142,22 @@ class Planned:
         return fields
 
 
-def read_plan(plan: Plan | str | os.PathLike[str], group: dist.ProcessGroup) -> Plan:
+def read_plan(plan: Plan | str | os.PathLike[str], group: dist.ProcessGroup, device: torch.device, call: str) -> Plan:
     """On all ranks together, so that none waits for one that could not read it."""
-    try:
+    with together(group, device, "the plan", call) as fields:
         if not isinstance(plan, Plan | str | os.PathLike):
             raise UsageError(f"plan is a {type(plan).__name__}: pass a Plan, or the file that syncline plan wrote")
         made = plan if isinstance(plan, Plan) else Plan.load(plan)
-    except SynclineError as error:
-        with contextlib.suppress(MismatchError):  # this rank's own error says more
-            meet(group, {"error": str(error)}, "the plan", "wrap")
-        raise
-    meet(group, {"error": None, **Planned(made).fingerprint()}, "the plan", "wrap")
+        fields |= Planned(made).fingerprint()
     return made
+
+
+def difference_of(
+    plan: Plan, shapes: Mapping[str, tuple[tuple[int, ...], str]], group: dist.ProcessGroup, device: str, call: str
+) -> str | None:
+    """Collective: how a model with these parameters, and its cluster, are others than the plan's, if they are. What is
+    different for one rank is for all of them."""
+    where = Where(host_of_rank=hosts_of(group), backend=str(dist.get_backend(group)), device=device)
+    different = plan.difference(shapes, where)
+    meet(group, {"difference": different}, "what the plan does not fit", call)
+    return different

@@ -36,7 +36,7 @@ class Stepping(Protocol):
     def before(self, pieces: Sequence[Piece], flat: Tensor, workspace: Workspace) -> None:
         """Turns a bucket of gradients into what is exchanged."""
 
-    def after(self, pieces: Sequence[Piece], finite: Tensor, workspace: Workspace) -> None:
+    def after(self, pieces: Sequence[Piece], flat: Tensor, finite: Tensor, workspace: Workspace) -> None:
         """The bucket's exchange has ended, and counts if this 0-dim tensor is true."""
 
     def step(self, results: Results, finite: Tensor) -> None:
@@ -76,7 +76,7 @@ class Gradients:
     def before(self, pieces: Sequence[Piece], flat: Tensor, workspace: Workspace) -> None:
         """As it is."""
 
-    def after(self, pieces: Sequence[Piece], finite: Tensor, workspace: Workspace) -> None:
+    def after(self, pieces: Sequence[Piece], flat: Tensor, finite: Tensor, workspace: Workspace) -> None:
         """Nothing was changed."""
 
     def step(self, results: Results, finite: Tensor) -> None:
@@ -172,9 +172,8 @@ class Mirror:
             update.mul_(rate)
             offset += piece.numel
 
-    def after(self, pieces: Sequence[Piece], finite: Tensor, workspace: Workspace) -> None:
-        velocity = workspace.take("mirror", (sum(piece.numel for piece in pieces),), self._type_of(pieces))
-        offset = 0
+    def after(self, pieces: Sequence[Piece], flat: Tensor, finite: Tensor, workspace: Workspace) -> None:
+        velocity, offset = workspace.take("mirror", (flat.numel(),), flat.dtype), 0
         for piece in pieces:
             parameter = self._parameters[piece.name]
             if self._optimizer.param_groups[self._group_of[id(parameter)]]["momentum"]:
@@ -197,9 +196,6 @@ class Mirror:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         velocity: Tensor = state["momentum_buffer"]
         return velocity
-
-    def _type_of(self, pieces: Sequence[Piece]) -> torch.dtype:
-        return self._parameters[pieces[0].name].dtype
 
     def describe(self) -> dict[str, Any]:
         return {**_described(self._optimizer), "mirror": True}

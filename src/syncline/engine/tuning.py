@@ -10,40 +10,38 @@ as if nothing had happened, but for the time it takes.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
-import random
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from syncline.engine import buckets
-from syncline.engine.agreement import current_device, meet
-from syncline.engine.attach import Handle, check_scaler, read_network
+from syncline.engine import agreement, buckets
+from syncline.engine.agreement import current_device
+from syncline.engine.attach import check_scaler
 from syncline.engine.comm import gather_bytes, group_device
+from syncline.engine.handle import Handle
 from syncline.engine.hook import attached_to, forget, other_hooks
 from syncline.engine.model import ddp_of, only_device, parameters_of
-from syncline.engine.place import check_network, hosts_of
+from syncline.engine.place import check_network, hosts_of, mark_of, read_network
 from syncline.engine.wrapping import apply
-from syncline.errors import MismatchError, SynclineError, UsageError
+from syncline.errors import SynclineError, UsageError
 from syncline.exchange import EXCHANGES, wire
 from syncline.measure.network import Network
 from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
 from syncline.measure.profile import Profile
 from syncline.measure.steps import together
+from syncline.measure.untouched import as_it_was
 from syncline.measure.watch import watch_backward
 from syncline.plan.make import make_plan
 from syncline.plan.plan import Plan
@@ -142,9 +140,9 @@ def tune(
     group: dist.ProcessGroup = ddp.process_group
     parameters = parameters_of(ddp)
     with current_device(only_device(parameters)):
-        links, allowed = _agreed(model, ddp, group, allow, budget_s, network, scaler)
+        links, allowed = _agreed(model, ddp, allow, budget_s, network, scaler)
         device = next(iter(parameters.values())).device
-        with _as_it_was(ddp, device):
+        with as_it_was(ddp.module, device):
             # Built anew: what has something attached; and with a static graph, whose first step counts what happens on
             # the module, too.
             rebuilt = attached_to(ddp) is not None or bool(getattr(ddp, "static_graph", False))
@@ -191,53 +189,35 @@ def _applied(ddp: DDP, plan: Plan, network: Network, scaler: GradScaler | None) 
 def _agreed(
     model: nn.Module,
     ddp: DDP,
-    group: dist.ProcessGroup,
     allow: Sequence[str],
     budget_s: float,
     network: object,
     scaler: GradScaler | None,
 ) -> tuple[Network | None, tuple[str, ...]]:
     """Collective: what is known of the links, and what is allowed. What is wrong on one rank is refused by all."""
-    try:
-        allowed = _check(model, ddp, group, allow, budget_s, network, scaler)
+    group: dist.ProcessGroup = ddp.process_group
+    with agreement.together(group, only_device(parameters_of(ddp)), "what is tuned", "tune") as fields:
+        allowed = check_allowed(allow)
+        number = isinstance(budget_s, int | float) and not isinstance(budget_s, bool)
+        if not (number and _LEAST_BUDGET_S <= budget_s < 1e6):
+            raise UsageError(f"budget_s is {budget_s!r}: measuring takes at least {_LEAST_BUDGET_S:g} s")
+        check_scaler(scaler)
+        if model is not ddp:
+            raise UsageError("this model is compiled around DDP: tune the DDP model, and compile it afterwards")
+        if network is None and group.size() != dist.get_world_size():
+            raise UsageError("the model's process group is a part of the world, which cannot be probed: pass network=")
+        if other_hooks(ddp):
+            raise UsageError(f"this model has a communication hook already ({other_hooks(ddp)[0]}): DDP takes only one")
+        if (why_not := buckets.why_not_change(ddp)) is not None:
+            raise UsageError(f"{why_not}: see `syncline plan` and syncline.wrap(net, plan)")
         known = read_network(network)
         if isinstance(known, SynclineError):
             raise known
-    except SynclineError as error:
-        with contextlib.suppress(MismatchError):  # this rank's own error says more
-            meet(group, {"error": str(error)}, "what is tuned", "tune")
-        raise
-    fields = {"error": None, "allow": list(allowed), "budget_s": budget_s, "scaler": scaler is not None}
-    digest = None if known is None else hashlib.sha256(msgspec.json.encode(known)).hexdigest()[:8]
-    meet(group, {**fields, "network": digest}, "what is tuned", "tune")
+        fields |= {"allow": list(allowed), "budget_s": budget_s, "scaler": scaler is not None}
+        fields["network"] = mark_of(known)
     if known is not None:
         check_network(known, hosts_of(group), str(dist.get_backend(group)))
     return known, allowed
-
-
-def _check(
-    model: nn.Module,
-    ddp: DDP,
-    group: dist.ProcessGroup,
-    allow: Sequence[str],
-    budget_s: float,
-    network: object,
-    scaler: GradScaler | None,
-) -> tuple[str, ...]:
-    allowed = check_allowed(allow)
-    number = isinstance(budget_s, int | float) and not isinstance(budget_s, bool)
-    if not (number and _LEAST_BUDGET_S <= budget_s < 1e6):
-        raise UsageError(f"budget_s is {budget_s!r}: measuring takes at least {_LEAST_BUDGET_S:g} s")
-    check_scaler(scaler)
-    if model is not ddp:
-        raise UsageError("this model is compiled around DDP: tune the DDP model, and compile it afterwards")
-    if network is None and group.size() != dist.get_world_size():
-        raise UsageError("the model's process group is a part of the world, which cannot be probed: pass network=")
-    if other_hooks(ddp):
-        raise UsageError(f"this model has a communication hook already ({other_hooks(ddp)[0]}): DDP takes only one")
-    if (why_not := buckets.why_not_change(ddp)) is not None:
-        raise UsageError(f"{why_not}: see `syncline plan` and syncline.wrap(net, plan)")
-    return allowed
 
 
 def _least(group: dist.ProcessGroup, value: float) -> float:
@@ -245,38 +225,6 @@ def _least(group: dist.ProcessGroup, value: float) -> float:
     least = torch.tensor([value], dtype=torch.float64, device=group_device(group))
     dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
     return float(least)
-
-
-@contextlib.contextmanager
-def _as_it_was(ddp: DDP, device: torch.device) -> Iterator[None]:
-    """Puts back what steps change: gradients, buffers and random numbers. Parameters are not theirs to change."""
-    gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in ddp.module.parameters()]
-    held = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in ddp.module.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    states: list[tuple[Callable[[Any], None], Any]] = [
-        (torch.set_rng_state, torch.get_rng_state()),
-        (random.setstate, random.getstate()),
-        (np.random.set_state, np.random.get_state()),
-    ]
-    if device.type == "cuda":
-        states.append((lambda state: torch.cuda.set_rng_state(state, device), torch.cuda.get_rng_state(device)))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, value in held:
-                buffer.copy_(value)
-                module._buffers[name] = buffer  # forward may have put another in its place
-            for parameter, gradient, value in gradients:
-                if gradient is not None and value is not None:
-                    gradient.copy_(value)
-                parameter.grad = gradient
-        for put, state in states:
-            put(state)
 
 
 def _profile(ddp: DDP, step: Step, group: dist.ProcessGroup, budget_s: float, device: torch.device) -> Profile:

@@ -8,20 +8,20 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.engine import buckets
-from syncline.engine.agreement import current_device, meet
-from syncline.engine.attach import Handle, attach_route
+from syncline.engine.agreement import current_device
+from syncline.engine.attach import attach_route
+from syncline.engine.handle import Handle
 from syncline.engine.hook import attached_to
-from syncline.engine.model import ddp_of, only_device
-from syncline.engine.place import hosts_of
-from syncline.engine.route import Planned, read_plan
+from syncline.engine.model import ddp_of, described, only_device
+from syncline.engine.route import Planned, difference_of, read_plan
 from syncline.errors import UsageError
 from syncline.measure.network import Network
-from syncline.plan.plan import Plan, Where
+from syncline.plan.plan import Plan
 
 ON_MISMATCH = ("refuse", "fallback")
 
@@ -51,11 +51,10 @@ def wrap(
         raise UsageError("wrap takes the module, and this is in DistributedDataParallel already: pass model.module")
     group = _group(ddp_arguments)
     parameters = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
-    with current_device(only_device(parameters)):
-        made = read_plan(plan, group)
-        different = made.difference(_trained(net), _where(net, group))
-        # What is different for one rank is for all of them.
-        meet(group, {"difference": different}, "what the plan does not fit", "wrap")
+    device = only_device(parameters)
+    with current_device(device):
+        made = read_plan(plan, group, device, "wrap")
+        different = difference_of(made, _trained(net), group, device.type, "wrap")
     if different is not None and on_mismatch == "refuse":
         raise UsageError(f"the plan is for something else: {different}. Plan again, or pass on_mismatch='fallback'")
     if different is not None:
@@ -90,14 +89,14 @@ def handle_of(model: nn.Module) -> Handle:
     found = attached_to(ddp)
     if found is None or found.engine is None:
         raise UsageError("nothing is attached to this model: it exchanges its gradients as plain DDP does")
-    return Handle(ddp, found, found.engine, found.engine.place)
+    return Handle(ddp, found, found.engine)
 
 
 def _trained(net: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
     """By name: shape and type of what gets gradients."""
     ignored = getattr(net, "_ddp_params_and_buffers_to_ignore", ())
     return {
-        name.replace("_orig_mod.", ""): _described(parameter)
+        name.replace("_orig_mod.", ""): described(parameter)
         for name, parameter in net.named_parameters()
         if parameter.requires_grad and name not in ignored
     }
@@ -111,13 +110,3 @@ def _group(ddp_arguments: Mapping[str, Any]) -> dist.ProcessGroup:
     if group is None:
         raise UsageError("torch.distributed is not initialised: call init_process_group before wrap")
     return group
-
-
-def _described(parameter: Tensor) -> tuple[tuple[int, ...], str]:
-    return tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
-
-
-def _where(net: nn.Module, group: dist.ProcessGroup) -> Where:
-    """Collective."""
-    device = next(iter(net.parameters())).device.type
-    return Where(host_of_rank=hosts_of(group), backend=str(dist.get_backend(group)), device=device)

@@ -22,6 +22,7 @@ from syncline.engine.activations import Managed, find_blocks
 from syncline.errors import UsageError
 from syncline.measure.activations import RECOMPUTE, Activations, Block, Line
 from syncline.measure.memory import Meter, metered
+from syncline.measure.untouched import as_it_was
 
 Step = Callable[[nn.Module], Tensor]
 """Runs a forward and returns the loss."""
@@ -66,7 +67,9 @@ def measure_activations(
     parameters = [p for p in module.parameters() if p.requires_grad]
     device = parameters[0].device
     measured: dict[int, _Whole] = {}
-    with _undone(module, device):
+    with as_it_was(module, device):
+        for parameter in module.parameters():
+            parameter.grad = None
         for batch, step in sorted(steps.items()):
             measured[batch] = _measured(module, step, {name: parts[name] for name in names}, device)
     order = list(measured[max(measured)].blocks)
@@ -271,24 +274,6 @@ def _seconds(call: Callable[[], None], device: torch.device) -> float:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextlib.contextmanager
-def _undone(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Afterwards buffers, gradients and random numbers are as if nothing had been."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            for parameter, _ in gradients:
-                parameter.grad = None
-            yield
-        finally:
-            for buffer, was in buffers:
-                buffer.copy_(was)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
 
 
 def _to_host_bps(device: torch.device) -> float:

@@ -131,7 +131,6 @@ def _training(found: Activations, *, keeps: bool, lanes: int, by_layer: bool) ->
     residual = gradients if keeps else 0
     bucket = min(bucket_bytes(gradients), gradients)
     return Training(
-        elements=found.elements,
         parameter_bytes=found.parameter_bytes,
         buffer_bytes=found.buffer_bytes,
         optimizer_bytes=int(found.optimizer_bytes * found.elements),

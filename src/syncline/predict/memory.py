@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from syncline.measure.activations import KEEP, OFFLOAD, PARK, RECOMPUTE, WAYS, Activations, Block
+from syncline.predict.schedule import MIB
 
-MIB = 2**20
 BUCKET_BYTES = 16 * MIB
 """Small: each bucket is a part of what is alive at any time, and large enough to select from. In small models, less."""
 _BUCKETS = 16
@@ -65,10 +65,6 @@ class Choice:
     """Computation, with what is recomputed and waited for."""
     plain_s: float
     """The same, if all were kept."""
-
-    @property
-    def activation_bytes(self) -> float:
-        return self.peak_bytes - self.states.bytes
 
     def counted(self) -> dict[str, int]:
         """How many blocks go each way."""
@@ -136,7 +132,6 @@ def step_s(activations: Activations, ways: Sequence[str], batch: float) -> float
 class Training:
     """What a training keeps beside activations: of which the sizes are known without a measurement."""
 
-    elements: int
     parameter_bytes: int
     buffer_bytes: int
     optimizer_bytes: int
@@ -149,8 +144,6 @@ class Training:
     """Gradients that are there all the time."""
     waiting_bytes: int = 0
     """Gradients that are there in backward, until they are exchanged."""
-    other_bytes: int = 0
-    """Of the network's library, where known."""
 
     def states(self, residual: str) -> States:
         device = {
@@ -160,7 +153,6 @@ class Training:
             "residual": self.residual_bytes if residual == "device" else 0,
             "exchange": self.workspace_bytes,
             "gradients": self.gradient_bytes,
-            "network": self.other_bytes,
         }
         return States(device, {} if residual == "device" else {"residual": self.residual_bytes})
 
