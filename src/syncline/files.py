@@ -120,7 +120,13 @@ def _check_finite(tree: object, field: str = "") -> None:
             _check_finite(value, f"{field}[{index}]")
 
 
-_MARKS = {"alternatives": "a plan", "forward_s": "a profile", "collectives": "a network", "rows": "a result"}
+_MARKS = {
+    "alternatives": "a plan",
+    "forward_s": "a profile",
+    "collectives": "a network",
+    "rows": "a result",
+    "models": "a run's record",
+}
 """The key by which each kind of file is known."""
 
 
