@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready
@@ -19,6 +19,9 @@ lint: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/syncline bench --hosts 4 --per-host 1 --rate 200mbit --model cnn --methods nosync,ddp,dense,bf16,fp16,fp16-hook,powersgd --steps 60
+
+docs: $(VENV)/ready
+	$(BIN)/sphinx-build -W --keep-going -b html docs build/docs
 
 # torch comes first and alone, from the constraints: asked for by another package's range it could pull several GB of CUDA.
 $(VENV)/ready: pyproject.toml constraints.txt

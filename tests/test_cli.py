@@ -23,7 +23,12 @@ def test_version() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["bench"], ["demo"], ["probe"], ["predict"], ["plan"], ["cluster"], ["cluster", "run"]]
+    "command",
+    [
+        [],
+        *([name] for name in ("bench", "demo", "doctor", "probe", "profile", "predict", "plan", "report", "cluster")),
+        ["cluster", "run"],
+    ],
 )
 def test_help_fits_a_screen(command: list[str]) -> None:
     answer = runner.invoke(app, [*command, "--help"])
@@ -88,21 +93,33 @@ def test_a_corrupt_profile_gets_one_line_and_exit_2(tmp_path: Path) -> None:
 def test_bench_shows_a_table_and_writes_the_file(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     arguments = ["bench", "--hosts", "2", "--rate", "1gbit", "--model", "mlp", "--methods", "ddp,dense", "--steps", "2"]
-    answer = runner.invoke(app, [*arguments, "--json", str(path)])
+    page = tmp_path / "page.html"
+    answer = runner.invoke(app, [*arguments, "--json", str(path), "--report", str(page)])
     assert answer.exit_code == 0, answer.stderr
-    rows = json.loads(path.read_text())["rows"]
+    result = json.loads(path.read_text())
+    rows = result["rows"]
     assert [row["method"] for row in rows] == ["ddp", "dense"]
     for row in rows:
         assert f"{row['step_ms']:.1f}" in answer.stdout
-    assert all(len(line) <= 80 for line in answer.stdout.splitlines())
+        assert f'data-step-ms="{row["step_ms"]:.6g}"' in page.read_text()
+    assert all(len(line) <= 80 for line in answer.stdout.splitlines() if str(page) not in line)
+    # What was predicted from is in the file, so a page made of it later shows as much.
+    assert result["network"]["host_of_rank"] == [0, 1] and result["profile"]["model"] == "mlp"
+    assert 'id="timeline"' in page.read_text() and 'id="links"' in page.read_text()
 
 
-def test_the_demo_tunes_trains_and_ends_with_a_table_and_what_it_means(tmp_path: Path) -> None:
+def test_the_demo_tunes_trains_and_ends_with_a_table_and_what_it_means(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("mlxtend")
     path = tmp_path / "demo.json"
+    monkeypatch.chdir(tmp_path)
     arguments = ["demo", "--hosts=2", "--rate=80mbit", "--steps=8", "--tune=5", f"--json={path}"]
     answer = runner.invoke(app, arguments)
     assert answer.exit_code == 0, answer.stderr
+    assert "A page to look at: syncline-report.html" in answer.stdout
+    page = Path("syncline-report.html").read_text()
+    assert all(f'id="{name}"' in page for name in ("demo", "step", "timeline", "plan", "training", "links"))
     told = " ".join(answer.stdout.split())
     assert "plain DDP" in told and "tune, without loss:" in told and "the same weights" in told
     result = json.loads(path.read_text())

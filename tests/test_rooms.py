@@ -17,6 +17,10 @@ FORBIDDEN = {
     "cluster": ("syncline.engine", "syncline.bench", "syncline.cli", "syncline.models"),
     "models": ("syncline.engine", "syncline.cluster", "syncline.bench", "syncline.cli"),
     "bench": ("syncline.cli",),
+    "report": ("torch.distributed", "syncline.engine", "syncline.cli", "syncline.models"),
+    "run": ("syncline.cluster", "syncline.bench", "syncline.models"),
+    "integrations": ("syncline.cluster", "syncline.bench", "syncline.cli", "syncline.models"),
+    "doctor": ("syncline.cli", "syncline.bench", "syncline.models"),
 }
 
 

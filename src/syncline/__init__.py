@@ -6,7 +6,20 @@ handle = syncline.attach(model, syncline.Dense(wire="bf16"))  # or choose yourse
 """
 
 from syncline._version import __version__
-from syncline.engine import BucketTiming, Handle, Layerwise, Stats, Tuned, attach, handle_of, tune, wrap
+from syncline.engine import (
+    BucketTiming,
+    Following,
+    Handle,
+    Layerwise,
+    PhaseTiming,
+    Stats,
+    Tuned,
+    attach,
+    follow,
+    handle_of,
+    tune,
+    wrap,
+)
 from syncline.errors import (
     ClusterError,
     ExchangeError,
@@ -28,12 +41,14 @@ __all__ = [
     "Dense",
     "Exchange",
     "ExchangeError",
+    "Following",
     "Handle",
     "Hierarchical",
     "Layerwise",
     "MismatchError",
     "Network",
     "OkTopk",
+    "PhaseTiming",
     "Plan",
     "Profile",
     "Stats",
@@ -42,6 +57,7 @@ __all__ = [
     "UsageError",
     "__version__",
     "attach",
+    "follow",
     "handle_of",
     "make_plan",
     "measure_backward",

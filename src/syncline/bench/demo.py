@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.bench.methods import METHODS, Prepared, Wrapping
-from syncline.bench.result import Cluster
+from syncline.bench.result import Cluster, DemoResult, DemoRow, Tuning
 from syncline.bench.rounds import Contender, combine, reported_to, take_turns
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.cluster.isolation import why_not_shaped
@@ -34,35 +34,6 @@ TUNE_S = 25.0
 """Of which most is probing; the second time, what was probed is known."""
 BATCH = 32
 LEARNING_RATE, MOMENTUM = 0.02, 0.9
-
-
-class DemoRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    method: str
-    step_ms: float
-    step_ms_low: float
-    step_ms_high: float
-    vs_ddp: float
-    """Median of paired per-round ratios of step times."""
-    wire_bytes: int | None
-    """Per step, by the busiest host's interface counter."""
-    held_out_accuracy: float | None
-    difference: float | None
-    """Of the trained weights from plain DDP's: the largest, 0 if bit-identical."""
-    losses: list[float]
-    """Per step, averaged over the ranks."""
-
-
-class DemoResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    cluster: Cluster
-    steps: int
-    epochs: float
-    rows: list[DemoRow]
-    schema: int = 1
-    said: dict[str, str] = {}
-    """What tuning said, by method."""
-
-    def row(self, method: str) -> DemoRow:
-        return next(row for row in self.rows if row.method == method)
 
 
 @dataclass
@@ -111,18 +82,29 @@ def run_demo(
             )
         )
     seen = steps * BATCH * spec.world_size
-    return DemoResult(Cluster.of(spec, shaped), steps, seen / len(data.train_images), rows, said=answers[0]["said"])
+    found = answers[0]
+    network = msgspec.convert(found["network"], Network)
+    return DemoResult(
+        Cluster.of(spec, shaped),
+        steps,
+        seen / len(data.train_images),
+        rows,
+        said=found["said"],
+        network=network.sold_as(spec.rate_bps, spec.trunk_rate_bps) if shaped else network,
+        tunings=msgspec.convert(found["tunings"], dict[str, Tuning]),
+    )
 
 
 def _train(rank: Rank, data: Digits, steps: int, tune_s: float) -> dict[str, Any]:
     rank.init_process_group()
-    trainings, said = {}, {}
+    trainings, said, tunings = {}, {}, {}
     network: Network | None = None
     for method in CONTENDERS:
         trainings[method] = _prepare(rank, method, data)
         if method in ALLOWED:
             tuned = _tune(rank, trainings[method].prepared.model, data, ALLOWED[method], tune_s, network)
             network, said[method] = tuned.network, tuned.describe()
+            tunings[method] = Tuning(tuned.profile, tuned.plan)
     contenders = [Contender(method, training.step) for method, training in trainings.items()]
     record = take_turns(rank, contenders, warmup=0, rounds=steps)
     plain = _weights(trainings["ddp"].prepared.model)
@@ -130,6 +112,8 @@ def _train(rank: Rank, data: Digits, steps: int, tune_s: float) -> dict[str, Any
     return {
         "record": record,
         "said": said,
+        "network": msgspec.to_builtins(network) if rank.rank == 0 else None,
+        "tunings": msgspec.to_builtins(tunings) if rank.rank == 0 else {},
         "losses": {method: training.losses for method, training in trainings.items()},
         "accuracy": {method: _accuracy(t.prepared.model, data) for method, t in synchronised.items()},
         "difference": {

@@ -1,10 +1,13 @@
-"""The bench's JSON: stable, because other tools read it. Fields are only ever added."""
+"""The bench's and the demo's JSON: stable, because other tools read it. Fields are only ever added."""
 
 from __future__ import annotations
 
 import msgspec
 
 from syncline.cluster import ClusterSpec
+from syncline.measure.network import Network
+from syncline.measure.profile import Profile
+from syncline.plan.plan import Plan
 
 SCHEMA = 1
 
@@ -83,3 +86,51 @@ class BenchResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     date: str = ""
     tree: str = ""
     """Where ranks sit, as an exchange that asks for it found them."""
+    command: str = ""
+    """That measures it again."""
+    profile: Profile | None = None
+    """What was predicted from, with the network; null where nothing was."""
+    network: Network | None = None
+    plans: dict[str, Plan] = {}
+    """By the method that followed it."""
+
+
+class DemoRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    method: str
+    step_ms: float
+    step_ms_low: float
+    step_ms_high: float
+    vs_ddp: float
+    """Median of paired per-round ratios of step times."""
+    wire_bytes: int | None
+    """Per step, by the busiest host's interface counter."""
+    held_out_accuracy: float | None
+    difference: float | None
+    """Of the trained weights from plain DDP's: the largest, 0 if bit-identical."""
+    losses: list[float]
+    """Per step, averaged over the ranks."""
+
+
+class Tuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one tuning found."""
+
+    profile: Profile
+    plan: Plan
+
+
+class DemoResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    cluster: Cluster
+    steps: int
+    epochs: float
+    rows: list[DemoRow]
+    schema: int = SCHEMA
+    said: dict[str, str] = {}
+    """What tuning said, by method."""
+    command: str = ""
+    """That measures it again."""
+    network: Network | None = None
+    tunings: dict[str, Tuning] = {}
+    """By method."""
+
+    def row(self, method: str) -> DemoRow:
+        return next(row for row in self.rows if row.method == method)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
@@ -29,6 +30,7 @@ from syncline.measure.probe import probe
 from syncline.measure.profile import Profile
 from syncline.models import zoo
 from syncline.models.replay import ReplayModel
+from syncline.plan.plan import Plan
 from syncline.plan.search import options
 from syncline.predict.price import topology_of
 
@@ -114,7 +116,20 @@ def run_bench(
         syncline=__version__,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         tree=answers[0]["tree"],
+        **_known(answers[0], spec, shaped),
     )
+
+
+def _known(answer: dict[str, Any], spec: ClusterSpec, shaped: bool) -> dict[str, Any]:
+    """What predictions and plans were made of; nothing where there were none."""
+    if answer["network"] is None:
+        return {}
+    network = msgspec.convert(answer["network"], Network)
+    return {
+        "network": network.sold_as(spec.rate_bps, spec.trunk_rate_bps) if shaped else network,
+        "profile": msgspec.convert(answer["profile"], Profile),
+        "plans": msgspec.convert(answer["plans"], dict[str, Plan]),
+    }
 
 
 def _check_network(network: Network, spec: ClusterSpec) -> None:
@@ -177,6 +192,9 @@ def _measure(
     return {
         "record": record,
         "about": about,
+        "network": msgspec.to_builtins(network) if rank.rank == 0 else None,
+        "profile": msgspec.to_builtins(forecast.profile) if rank.rank == 0 and forecast is not None else None,
+        "plans": {name: msgspec.to_builtins(one.plan) for name, one in planned.items()} if rank.rank == 0 else {},
         "tree": next((tree.describe() for tree in trees if tree is not None), ""),
         "parameters": sum(p.numel() for p in parameters),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),

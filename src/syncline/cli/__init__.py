@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
 
 from syncline._version import __version__
-from syncline.cli import bench, cluster, demo, plan, predict, probe, profile
+from syncline.cli import bench, cluster, demo, doctor, plan, predict, probe, profile, report, run
 
 app = typer.Typer(
     name="syncline",
@@ -34,13 +35,23 @@ def _syncline(
 
 
 app.command("demo")(demo.demo)
+app.command("doctor")(doctor.doctor)
 app.command("bench")(bench.bench)
 app.command("profile")(profile.profile)
 app.command("probe")(probe.probe_command)
 app.command("predict")(predict.predict_command)
 app.command("plan")(plan.plan_command)
+app.command("report")(report.report)
 app.add_typer(cluster.app, name="cluster")
 
 
+@app.command("run", context_settings={"ignore_unknown_options": True, "help_option_names": [], **run.SETTINGS})
+def _run(arguments: list[str]) -> None:
+    """Run a training script as it is, and have its DDP models exchange their gradients faster."""
+    run.main(arguments)
+
+
 def main() -> None:
+    if sys.argv[1:2] == ["run"]:
+        run.main(sys.argv[2:])  # outside of what catches exceptions for the other commands: they are the script's
     app()

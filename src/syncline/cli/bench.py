@@ -5,18 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 
 from syncline.bench.methods import METHODS, check_methods
 from syncline.bench.result import BenchResult
 from syncline.bench.run import PROBE_LEVELS_S, PROBE_S, Workload, run_bench
 from syncline.cli import options, screen
+from syncline.cli.report import ReportFile, typed, write_page
 from syncline.cluster import ClusterSpec
 from syncline.errors import UsageError
 from syncline.files import write_json
 from syncline.measure.network import Network
 from syncline.measure.profile import load_profile
 from syncline.models.zoo import MODELS, build_model
+from syncline.report.story import Story
 
 
 def bench(
@@ -28,7 +31,7 @@ def bench(
     rank_order: options.RankOrder = "host",
     device: options.Device = "cpu",
     model: Annotated[str | None, typer.Option(metavar="NAME", help=f"One of {', '.join(MODELS)}.")] = None,
-    replay: Annotated[str | None, typer.Option(metavar="PROFILE", help="A recorded profile: a file or a name.")] = None,
+    replay: Annotated[str | None, typer.Option(metavar="PROFILE", help="A recorded profile: file or name.")] = None,
     scale: Annotated[
         str, typer.Option(metavar="T,B", help="Of a replay: times by T, sizes by B. 10,0.05 fits slow links.")
     ] = "1,1",
@@ -37,7 +40,7 @@ def bench(
     ] = "nosync,ddp,dense",
     steps: Annotated[int, typer.Option(min=1, help="Rounds in which every method takes a step.")] = 30,
     batch: Annotated[int, typer.Option(min=1, help="Samples per rank and step.")] = 16,
-    bucket_mb: Annotated[float | None, typer.Option(help="DDP's bucket size, for every method.")] = None,
+    bucket_mb: Annotated[float | None, typer.Option(help="Of DDP's buckets, for every method.")] = None,
     network: Annotated[
         Path | None, typer.Option(metavar="FILE", help="For predictions: what syncline probe wrote.")
     ] = None,
@@ -54,6 +57,7 @@ def bench(
     ] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The longest that the run may take.")] = 1800,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result for machines.")] = None,
+    report: ReportFile = None,
 ) -> None:
     """Compare methods on an emulated cluster, in one run: they take turns in the same processes.
 
@@ -74,7 +78,8 @@ def bench(
         if probe is not None and not (probe == 0 or 1 <= probe <= 3600):
             raise UsageError(f"--probe {probe:g}: probing takes 1 to 3600 seconds; 0 for no predictions")
         known = None if network is None else Network.load(network)
-        screen.check_writable(json)
+        for path in (json, report):
+            screen.check_writable(path)
         screen.say_if_not_shaped()
         with screen.progress(f"{workload.name}, {spec.describe()}") as on_progress:
             result = run_bench(
@@ -89,11 +94,14 @@ def bench(
                 peak_memory=peak_memory,
                 on_progress=on_progress,
             )
+        result = msgspec.structs.replace(result, command=typed())
         try:
             if json is not None:
                 write_json(json, result)
         finally:  # a run that took minutes is shown, whatever became of its file
             _show(spec, result)
+        if report is not None:
+            write_page(report, Story(benches=(result,)), short=True)
 
 
 def _list_methods() -> None:

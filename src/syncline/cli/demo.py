@@ -5,13 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 
-from syncline.bench.demo import BATCH, TUNE_S, DemoResult, DemoRow, run_demo
+from syncline.bench.demo import BATCH, TUNE_S, run_demo
+from syncline.bench.result import DemoResult, DemoRow
 from syncline.cli import options, screen
+from syncline.cli.report import typed, write_page
 from syncline.cluster import format_rate, why_not_shaped
+from syncline.errors import UsageError
 from syncline.files import write_json
+from syncline.report import verdict
+from syncline.report.story import Story
+
+PAGE = Path("syncline-report.html")
+"""Where the page goes, in the current folder."""
 
 NAMES = {
     "nosync": "no communication",
@@ -28,6 +37,9 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each method.")] = 60,
     tune: Annotated[float, typer.Option(min=5, max=3600, metavar="SECONDS", help="For each tuning, about.")] = TUNE_S,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result for machines.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(metavar="FILE", help=f"Where the page to look at goes; default: {PAGE}.")
+    ] = None,
 ) -> None:
     """Train on real digits over an emulated slow cluster: plain DDP against what tune makes of it. Under two minutes.
 
@@ -35,17 +47,31 @@ def demo(
     """
     with options.one_line_errors("syncline demo"):
         spec = options.cluster_spec(hosts=hosts, per_host=per_host, rate=rate)
-        screen.check_writable(json)
+        for path in (json, report):
+            screen.check_writable(path)
         screen.say_if_not_shaped()
         what = f"Training a CNN on 4,000 real digits, {screen.links(spec, why_not_shaped() is None)}"
         screen.err.print(what)
         with screen.progress("Tuning, then every method takes turns") as on_progress:
             result = run_demo(spec, steps, tune_s=tune, on_progress=on_progress)
+        result = msgspec.structs.replace(result, command=typed())
         try:
             if json is not None:
                 write_json(json, result)
         finally:  # as in the bench: what was measured is shown in any case
             show(result, screen.out)
+        if (page := report or _usual_page()) is not None:
+            screen.out.print()
+            write_page(page, Story(demo=result), short=True)
+
+
+def _usual_page() -> Path | None:
+    """Nobody asked for it: where nothing may be written, there is none."""
+    try:
+        screen.check_writable(PAGE)
+    except UsageError:
+        return None
+    return PAGE
 
 
 def show(result: DemoResult, console: Console) -> None:
@@ -68,30 +94,7 @@ def show(result: DemoResult, console: Console) -> None:
         )
     console.print(table)
     console.print()
-    console.print(verdict(result))
-
-
-def verdict(result: DemoResult) -> str:
-    """What it means; each sentence follows from the figures above it."""
-    floor, plain, lossless, bf16 = (result.row(name) for name in ("nosync", "ddp", "tune", "tune-bf16"))
-    waiting = max(0.0, 1 - floor.step_ms / plain.step_ms)
-    same = "the same weights bit for bit" if lossless.difference == 0 else "the same weights to summation order"
-    gap = abs((bf16.held_out_accuracy or 0) - (plain.held_out_accuracy or 0))
-    parts = [
-        f"Plain DDP spends {waiting:.0%} of each step on communication that computation does not hide.",
-        f"tune, without loss: {_one_line(result, 'tune')} In training: {_pace(lossless.vs_ddp)}, {same}.",
-        f"tune, with 16 bits allowed: {_one_line(result, 'tune-bf16')} In training: {_pace(bf16.vs_ddp)}, and accuracy "
-        f"on 1,000 held-out digits differs by {gap * 100:.1f} points.",
-    ]
-    return "\n\n".join(parts)
-
-
-def _one_line(result: DemoResult, method: str) -> str:
-    return " ".join(result.said.get(method, "").splitlines())
-
-
-def _pace(ratio: float) -> str:
-    return "at the same speed" if abs(ratio - 1) <= 0.03 else screen.speed(ratio)
+    console.print("\n\n".join(verdict.of_demo(result)))
 
 
 def _weights(row: DemoRow) -> str:

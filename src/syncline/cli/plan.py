@@ -10,6 +10,7 @@ import typer
 
 from syncline.cli import options, screen
 from syncline.cli.predict import FASTEST_BPS, assumed, load_network, moved
+from syncline.cli.report import ReportFile, typed, write_page
 from syncline.cluster import parse_rate
 from syncline.errors import SynclineError, UsageError
 from syncline.files import write_json
@@ -19,6 +20,7 @@ from syncline.plan.memory import MemoryPlan, plan_memory
 from syncline.plan.plan import Plan
 from syncline.plan.search import ALLOWED
 from syncline.predict.schedule import ddp_caps
+from syncline.report.story import Story
 from syncline.units import format_bytes, parse_bytes
 
 _SHOWN = 8
@@ -51,6 +53,7 @@ def plan_command(
     json: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The same: the plan is a file for machines.")
     ] = None,
+    report: ReportFile = None,
 ) -> None:
     """Find the fastest way to exchange a model's gradients on a cluster: buckets, lanes and exchanges.
 
@@ -61,7 +64,7 @@ def plan_command(
     syncline plan --profile profile.json --memory-budget 8GiB --allow sparse
     """
     with options.one_line_errors("syncline plan"):
-        for path in (out, json):
+        for path in (out, json, report):
             screen.check_writable(path)
         time_scale, size_scale = options.scales(scale)
         model = load_profile(profile).scaled(time=time_scale, bytes=size_scale)
@@ -79,6 +82,8 @@ def plan_command(
         if memory_budget is not None:
             if out is not None:
                 raise UsageError("--out is for buckets: apply this with syncline.Layerwise(…, memory_budget=…)")
+            if report is not None:
+                raise UsageError("--report is of buckets: there is no page of a memory budget")
             answer = plan_memory(model, cluster, parse_bytes(memory_budget), allowed)
             if json is not None:
                 write_json(json, answer)
@@ -89,6 +94,11 @@ def plan_command(
             if path is not None:
                 plan.save(path)
         _show(plan, out or json, cluster.measured)
+        if report is not None:
+            plain = "ddp" if bucket_mb is None else f"ddp,bucket_mb={bucket_mb:g}"
+            story = Story(model, cluster, {"the plan": plan}, schedules=(plain,), command=typed())
+            screen.out.print()
+            write_page(report, story, short=True)
 
 
 def _show(plan: Plan, path: Path | None, measured: bool) -> None:

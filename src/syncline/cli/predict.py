@@ -9,6 +9,7 @@ import msgspec
 import typer
 
 from syncline.cli import options, screen
+from syncline.cli.report import ReportFile, typed, write_page
 from syncline.cluster import format_rate, parse_rate
 from syncline.errors import UsageError
 from syncline.files import write_json
@@ -16,6 +17,8 @@ from syncline.measure.network import Network, assumed_network
 from syncline.measure.profile import Profile, load_profile
 from syncline.predict import Losses, Prediction, Schedule, predict
 from syncline.predict.diagnosis import CAUSES, Diagnosis, Remedy, diagnose, lost_to
+from syncline.report import verdict
+from syncline.report.story import Story
 
 MAX_HOSTS = 65_536
 FASTEST_BPS = 10**13
@@ -74,6 +77,7 @@ def predict_command(
     ] = None,
     scale: Annotated[str, typer.Option(metavar="T,B", help="Of the profile: times by T, sizes by B.")] = "1,1",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result for machines.")] = None,
+    report: ReportFile = None,
 ) -> None:
     """Predict a step's time on hosts, links and plans that nobody has tried, and say what limits the scaling.
 
@@ -82,7 +86,8 @@ def predict_command(
     Without --network, links are assumed to be Ethernet at --rate, and the answer says so.
     """
     with options.one_line_errors("syncline predict"):
-        screen.check_writable(json)
+        for path in (json, report):
+            screen.check_writable(path)
         time_scale, size_scale = options.scales(scale)
         model = load_profile(profile).scaled(time=time_scale, bytes=size_scale)
         measured = None if network is None else load_network(network, trunk_rate)
@@ -106,6 +111,10 @@ def predict_command(
         if json is not None:
             write_json(json, _result(model, here, found, rows))
         _show(model, here, found, rows)
+        if report is not None:
+            plans, links = tuple(plan or ["ddp"]), tuple(rates)
+            story = Story(model, cluster, schedules=plans, hosts=tuple(counts), rates_bps=links, command=typed())
+            write_page(report, story, short=True)
 
 
 def _host_counts(text: str | None, network: Network | None) -> list[int]:
@@ -153,7 +162,7 @@ def _result(
     return PredictResult(
         model=model.model,
         measured_network=network.measured,
-        verdict=_verdict(found),
+        verdict=verdict.of_diagnosis(found),
         culprit=found.culprit,
         remedies={remedy.name: remedy.prediction.iteration_s * 1e3 for remedy in found.remedies},
         rows=[
@@ -175,20 +184,6 @@ def _result(
     )
 
 
-def _verdict(found: Diagnosis) -> str:
-    one = found.prediction
-    if one.ranks == 1:
-        return "One rank exchanges nothing: there is no scaling to look at."
-    lost_s = one.iteration_s - one.compute_s
-    if found.culprit is None:
-        return f"Scaling is {one.scaling:.0%}: {found.why}."
-    share = lost_to(one.losses)[found.culprit] / lost_s
-    return (
-        f"Scaling is {one.scaling:.0%}: of {screen.ms(one.iteration_s * 1e3)} per step, "
-        f"{screen.ms(lost_s * 1e3)} are lost, {min(share, 1.0):.0%} of that to {CAUSES[found.culprit]}: {found.why}."
-    )
-
-
 def _show(model: Profile, network: Network, found: Diagnosis, rows: list[tuple[int | None, Prediction]]) -> None:
     one = found.prediction
     link = network.link("host")
@@ -199,7 +194,7 @@ def _show(model: Profile, network: Network, found: Diagnosis, rows: list[tuple[i
     if not network.measured:
         screen.out.print(f"Links are not measured but {network.how}: syncline probe measures yours.", style="yellow")
     screen.out.print()
-    screen.out.print(_verdict(found))
+    screen.out.print(verdict.of_diagnosis(found))
     screen.out.print()
     _show_losses(one)
     _show_remedies("What you can change:", one, [remedy for remedy in found.remedies if not remedy.hardware])

@@ -17,12 +17,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from syncline.engine.lane import Phases
 from syncline.errors import UsageError
 from syncline.exchange import WORLD, Comm, Counter, Level, Topology, Work
 from syncline.exchange.wire import sent_bytes
 
 gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renamed it; 2.11 has only the old name."""
+
+
+@dataclass
+class Notes:
+    """Of one lane, which runs one bucket at a time."""
+
+    phases: Phases | None = None
+    """Where collectives are noted that are issued now; None while nobody traces them."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,7 @@ class GroupComm:
     topology: Topology
     counter: Counter
     siblings: Mapping[str, GroupComm] = field(default_factory=dict)
+    notes: Notes = field(default_factory=Notes)
 
     @property
     def rank(self) -> int:
@@ -46,37 +56,39 @@ class GroupComm:
         return self.siblings.get(name)
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        self._count("all_reduce", tensor)
-        return self._issued(dist.all_reduce(tensor, group=self.group, async_op=True))
+        noted = self._count("all_reduce", tensor)
+        return self._issued(dist.all_reduce(tensor, group=self.group, async_op=True), noted)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:
-        self._count("all_to_all", input)
-        return self._issued(dist.all_to_all_single(output, input, group=self.group, async_op=True))
+        noted = self._count("all_to_all", input)
+        return self._issued(dist.all_to_all_single(output, input, group=self.group, async_op=True), noted)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        self._count("all_gather", output)
-        return self._issued(gather_into(output.view(-1), input.reshape(-1), group=self.group, async_op=True))
+        noted = self._count("all_gather", output)
+        return self._issued(gather_into(output.view(-1), input.reshape(-1), group=self.group, async_op=True), noted)
 
     def reduce(self, tensor: Tensor, root: int) -> Work:
-        self._count("reduce", tensor)
-        return self._issued(
-            dist.reduce(tensor, dist.get_global_rank(self.group, root), group=self.group, async_op=True)
-        )
+        noted = self._count("reduce", tensor)
+        to = dist.get_global_rank(self.group, root)
+        return self._issued(dist.reduce(tensor, to, group=self.group, async_op=True), noted)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        self._count("broadcast", tensor)
-        return self._issued(
-            dist.broadcast(tensor, dist.get_global_rank(self.group, root), group=self.group, async_op=True)
-        )
+        noted = self._count("broadcast", tensor)
+        source = dist.get_global_rank(self.group, root)
+        return self._issued(dist.broadcast(tensor, source, group=self.group, async_op=True), noted)
 
-    def _count(self, kind: str, whole: Tensor) -> None:
+    def _count(self, kind: str, whole: Tensor) -> Callable[[Any], Work] | None:
+        """What to make of the work for its end to be noted, where it is."""
+        level = self.topology.whole.name
         sent = sent_bytes(kind, whole.numel(), whole.element_size(), self.size, self.topology.backend)
-        self.counter.add(self.topology.whole.name, sent)
+        self.counter.add(level, sent)
+        phases = self.notes.phases
+        return None if phases is None else phases.begin(kind, level, sent)
 
     @staticmethod
-    def _issued(work: Any) -> Work:
+    def _issued(work: Any, noted: Callable[[Any], Work] | None) -> Work:
         assert work is not None, "this process is not in the group"  # noqa: S101
-        return cast(Work, work)
+        return cast(Work, work) if noted is None else noted(work)
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,7 @@ class LaneGroups:
     comm: GroupComm
     counter: Counter
     siblings: dict[str, GroupComm]
+    notes: Notes
 
     @property
     def topology(self) -> Topology:
@@ -98,16 +111,17 @@ class LaneGroups:
         A group's first collective would open them lazily, and can hang past its timeout if a peer died meanwhile.
         """
         topology = topology or Topology.flat(parent.size(), str(dist.get_backend(parent)))
-        counter = Counter()
+        counter, notes = Counter(), Notes()
         siblings: dict[str, GroupComm] = {}
-        groups = cls(GroupComm(_new_group(parent, timeout), topology, counter, siblings), counter, siblings)
+        comm = GroupComm(_new_group(parent, timeout), topology, counter, siblings, notes)
+        groups = cls(comm, counter, siblings, notes)
         siblings[WORLD] = groups.comm
         try:
             _warm(groups.comm)
             for level in topology.levels:
                 group = _new_group(parent, timeout, level)
                 if group is not None:
-                    siblings[level.name] = GroupComm(group, topology.among(level), counter, siblings)
+                    siblings[level.name] = GroupComm(group, topology.among(level), counter, siblings, notes)
                     _warm(siblings[level.name])
         except BaseException:
             groups.destroy()

@@ -141,6 +141,7 @@ class Conveyor:
             flat=self.workspaces[bucket.lane].take("flat", (bucket.layout.numel,), bucket.layout.dtype),
             run=lambda: self._run(bucket, held, now, apply=on_lane),
             marks=lane.marks(now.jobs[0].marks if now.jobs else None),
+            exchange=bucket.exchange,
         )
         now.jobs.append(job)
         now.under_way.append(Flight(bucket, self._guarded(lambda: lane.submit(job), bucket), waiting))

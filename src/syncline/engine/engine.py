@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import statistics
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from syncline.engine.agreement import agree
 from syncline.engine.checkpoint import misfit_of
 from syncline.engine.comm import LaneGroups
-from syncline.engine.lane import Job, Lane, make_lane
+from syncline.engine.lane import Job, Lane, Phases, make_lane
 from syncline.engine.place import Place
 from syncline.engine.route import Route, tell
 from syncline.engine.stats import predicted_for, sent_over
@@ -63,6 +64,14 @@ class Step:
     """Whether its last bucket was submitted."""
     finite: list[Tensor] = field(default_factory=list)
     sent_bytes: dict[str, int] = field(default_factory=dict)
+    began_s: float | None = None
+    """When its first bucket came, on the host's clock."""
+    period_s: float | None = None
+    """Since the first bucket of the step before it came."""
+    counts: bool = False
+    """Whether somebody wants to know how much of what was exchanged is not zero."""
+    applied: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Where it counts: elements that are not zero, of how many, in each bucket of an exchange that keeps some back."""
 
 
 @dataclass
@@ -95,6 +104,11 @@ class Engine:
         self.route, self.place = route, place
         self.error: BaseException | None = None
         self.steps = 0
+        self.tracing = False
+        """Whether collectives are noted."""
+        self.listeners: list[Callable[[Engine, Step], None]] = []
+        """Called when a step begins, in the thread that runs backward: the one before is over, and is `last_step`. They
+        raise nothing, and hold no engine: that would be a circle."""
         self._since = 0
         """Steps since it was attached, whatever a checkpoint says of those before."""
         self.buckets: dict[tuple[int, ...], Bucket] = {}
@@ -136,17 +150,21 @@ class Engine:
         bucket = self._see(grad_bucket, flat)
         lane = self._lanes[bucket.lane]
         step = self._step
-        if not step.jobs and self.route.expected_s is not None:
-            self._watch(self.last_step)
+        if not step.jobs:
+            self._begin(step)
+        marks = lane.marks(step.jobs[0].marks if step.jobs else None)
+        phases = Phases(marks) if self.tracing else None
         job = Job(
             bucket=bucket.index,
             lane=bucket.lane,
             flat=flat,
-            run=lambda: self._run(bucket, flat),
+            run=lambda: self._run(bucket, flat, phases),
             # The first time, ranks meet to compare the bucket and prepare it; but for that, it is the exchange's word.
             waits=bucket.exchange.waits or bucket.state is None,
             on_done=lambda job: self._done(job, bucket, step),
-            marks=lane.marks(step.jobs[0].marks if step.jobs else None),
+            marks=marks,
+            exchange=bucket.exchange,
+            phases=phases,
         )
         with self._lock:
             step.jobs.append(job)
@@ -155,6 +173,15 @@ class Engine:
         if step.complete:
             self._step = Step()
         return lane.submit(job)
+
+    def _begin(self, step: Step) -> None:
+        step.began_s = time.monotonic()
+        if self.last_step.began_s is not None:
+            step.period_s = step.began_s - self.last_step.began_s
+        if self.route.expected_s is not None:
+            self._watch(self.last_step)
+        for listener in tuple(self.listeners):
+            listener(self, step)
 
     def _submit_regrouped(self, regrouping: Regrouping, grad_bucket: Any, flat: Tensor) -> Any:
         """A bucket of a step that goes in the buckets of a checkpoint: all of them together, when the last is here."""
@@ -244,17 +271,21 @@ class Engine:
 
     # --- on the lane --------------------------------------------------------------------------------------------
 
-    def _run(self, bucket: Bucket, flat: Tensor) -> Work | None:
+    def _run(self, bucket: Bucket, flat: Tensor, phases: Phases | None = None) -> Work | None:
         if self.error is not None:
             raise ExchangeError(f"an earlier bucket of this step failed: {self.error}")
-        comm = self._groups[bucket.lane].comm
+        groups = self._groups[bucket.lane]
         if bucket.state is None:
             bucket.state = self._prepare(bucket)
             bucket.averages = bucket.state.average(1 / self._ranks)
         bucket.state.begin(self.steps, self._scale())
         if not bucket.averages:
             flat.mul_(1 / self._ranks)  # not div_: the very operation with which plain DDP averages
-        return bucket.exchange.run(flat, bucket.state, comm)
+        groups.notes.phases = phases
+        try:
+            return bucket.exchange.run(flat, bucket.state, groups.comm)
+        finally:
+            groups.notes.phases = None
 
     def _prepare(self, bucket: Bucket) -> State:
         layout, comm = bucket.layout, self._groups[bucket.lane].comm
@@ -284,8 +315,10 @@ class Engine:
     def _succeed(self, job: Job, bucket: Bucket, step: Step) -> None:
         # The result is the same on all ranks, so they agree on whether it is finite without asking each other.
         finite = [bucket.state.finite(job.flat)] if bucket.state is not None and bucket.state.settles else []
+        counted = [(job.flat.count_nonzero(), job.flat.numel())] if step.counts and bucket.exchange.keeps else []
         with self._lock:
             step.finite += finite
+            step.applied += counted
             step.unfinished -= 1
             last = step.complete and step.unfinished == 0
         if last:
@@ -358,6 +391,14 @@ class Engine:
         return len(self._lanes)
 
     @property
+    def ranks(self) -> int:
+        return self._ranks
+
+    @property
+    def backend(self) -> str:
+        return self._groups[0].topology.backend
+
+    @property
     def keeps(self) -> bool:
         """Whether part of what comes in may wait for later steps."""
         return any(exchange.keeps for exchange in self.route.exchanges)
@@ -375,6 +416,14 @@ class Engine:
                 for name, kinds in bucket.state.tensors(bucket.layout).items():
                     tensors[name] = {kind: tensor.detach().clone() for kind, tensor in kinds.items()}
         return tensors
+
+    def resting(self) -> Iterator[Mapping[str, Tensor]]:
+        """What is kept between steps, by kind, parameter after parameter; not copied as `tensors` does, so not to be
+        held on to."""
+        yield from self._waiting.values()
+        for bucket in self.buckets.values():
+            if bucket.state is not None:
+                yield from bucket.state.tensors(bucket.layout).values()
 
     @property
     def bucket_names(self) -> list[list[str]]:
@@ -409,7 +458,7 @@ class Engine:
         for groups in self._groups:
             groups.destroy()
         # Jobs know their engine and it knows them: without this, threads and connections stay until Python looks.
-        self._groups, self._lanes, self.buckets = [], [], {}
+        self._groups, self._lanes, self.buckets, self.listeners = [], [], {}, []
         self.last_step = self._step = Step()
 
 

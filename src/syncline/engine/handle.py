@@ -16,6 +16,7 @@ from syncline.engine.engine import Engine
 from syncline.engine.hook import Switch, forget
 from syncline.engine.model import only_device, parameters_of
 from syncline.engine.route import Planned
+from syncline.engine.scalars import Log, Writer, scalars_of
 from syncline.engine.stats import Stats, timings_of
 from syncline.errors import ExchangeError, UsageError
 from syncline.exchange import Exchange, Tree
@@ -53,6 +54,44 @@ class Handle:
         engine = self._attached
         step = engine.last_step
         return Stats(engine.steps, dict(step.sent_bytes), engine.sent_bytes, timings_of(step.jobs))
+
+    def trace(self, on: bool = True) -> None:
+        """Has `stats().buckets` tell each bucket's collectives too, from the next step on, or not any more."""
+        self._attached.tracing = on
+
+    def scalars(self, *, deep: bool = False) -> dict[str, float]:
+        """The last step in numbers, by names for TensorBoard. This rank's own; what is not known is left out.
+
+        - `syncline/step_ms`: from when its first bucket was ready, or on CUDA was enqueued, back to when that of the
+          step before was: all that lies between, with the update, data and whatever else the script does;
+        - `syncline/exchange_ms`: from its first bucket's gradients to its last bucket's end;
+        - `syncline/exposed_ms`: of that, what came after the last bucket was ready, when backward has nothing left to
+          hide it behind;
+        - `syncline/sent_bytes`, and `syncline/sent_bytes/LEVEL` of each level, as in `stats`;
+        - `syncline/sent_share`: of the bytes that plain DDP would send for the same buckets.
+
+        `deep`: what takes a pass over memory, and on CUDA waits for the device. For exchanges that keep something back:
+
+        - `syncline/residual_norm`: the Euclidean norm of all that this rank keeps and was not applied yet;
+        - `syncline/density`: of the elements that went through such exchanges, those that came out as something else
+          than zero. Only of steps that a `log_to(…, deep=True)` was going to write.
+        """
+        engine = self._attached
+        return scalars_of(engine, engine.last_step, deep=deep)
+
+    def log_to(self, writer: Writer, every: int = 50, *, deep: bool = False) -> Log:
+        """Writes `scalars` of every so many steps with `writer.add_scalar(name, value, step)`, of this rank: call it on
+        rank 0, or wherever you want to know. `step` is how many were exchanged until then.
+
+        A `SummaryWriter` does, or the `experiment` of Lightning's TensorBoard logger. If it raises, a warning says so,
+        and it is not called again. `close()` what this returns to end it; detaching ends it too.
+        """
+        engine = self._attached
+        if isinstance(writer, type) or not callable(getattr(writer, "add_scalar", None)):
+            raise UsageError(f"writer is {writer!r}: pass an object with add_scalar, as TensorBoard's SummaryWriter")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise UsageError(f"every is {every!r}: it is a number of steps, at least 1")
+        return Log(engine, writer, every, deep)
 
     def describe(self) -> str:
         """What is attached, where ranks sit as far as the exchange asks, and which way buckets go."""

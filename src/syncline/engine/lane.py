@@ -6,7 +6,7 @@ last collective to be waited for. An exchange that only issues is spared the way
 milliseconds on busy cores: the thread that runs backward issues it, unless something before it is still queued.
 On CUDA a lane is a stream: everything is enqueued by the thread that runs backward, and nothing waits on the host.
 
-A lane notes when each bucket was ready, started and ended.
+A lane notes when each bucket was ready, started and ended, and, for those that are traced, its collectives.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from syncline.exchange import Work
+from syncline.exchange import Exchange, Work
 from syncline.measure.memory import followed
 
 
@@ -41,23 +41,34 @@ class Job:
     """Called once, before the future completes, with or without an error."""
     error: BaseException | None = None
     marks: Marks = field(default_factory=lambda: HostMarks())
+    exchange: Exchange | None = None
+    """Through which it goes, for those who ask later."""
+    phases: Phases | None = None
+    """Its collectives, where they are traced."""
 
 
 class Marks(Protocol):
     """When a bucket was ready, started and ended."""
 
-    def mark(self, what: str) -> None: ...
+    @property
+    def on_host(self) -> bool:
+        """Whether any thread may mark, whatever stream it is on."""
+
+    def mark(self, what: str) -> None:
+        """Now. Of several times the first counts."""
 
     def seconds(self) -> dict[str, float] | None:
         """Seconds on the host's monotonic clock; None while unfinished."""
 
 
 class HostMarks:
+    on_host = True
+
     def __init__(self) -> None:
         self._times: dict[str, float] = {"ready": time.monotonic()}
 
     def mark(self, what: str) -> None:
-        self._times[what] = time.monotonic()
+        self._times.setdefault(what, time.monotonic())
 
     def seconds(self) -> dict[str, float] | None:
         return dict(self._times) if "end" in self._times else None
@@ -70,6 +81,8 @@ class CudaMarks:
     milliseconds in fp32: counted from the start of a job, they would get coarser by the hour.)
     """
 
+    on_host = False
+
     def __init__(self, first: CudaMarks | None) -> None:
         self._events: dict[str, torch.cuda.Event] = {}
         self._enqueued_s = time.monotonic()
@@ -77,15 +90,64 @@ class CudaMarks:
         self._first = first or self
 
     def mark(self, what: str) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._events[what] = event
+        if what not in self._events:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events[what] = event
 
     def seconds(self) -> dict[str, float] | None:
         if "end" not in self._events or not self._events["end"].query():
             return None
         base, base_s = self._first._events["ready"], self._first._enqueued_s
         return {what: base_s + base.elapsed_time(event) / 1000 for what, event in self._events.items()}
+
+
+class Phases:
+    """The collectives of a bucket that is traced, in the order in which they were issued. When is in the bucket's
+    marks, so they have its clock. Several may be under way at once.
+
+    On the host's clock a collective begins when it is issued and ends when its future says so, on the backend's thread;
+    where it has no future, when somebody has waited for it. On a CUDA stream it begins when the stream gets to it and
+    ends when the stream goes on after waiting for it: later than it really ended, where the exchange had the stream do
+    something else first. Nothing waits on the host for being noted, and one that nobody waits for has no end.
+    """
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self._issued: list[tuple[str, str, int]] = []
+
+    def begin(self, name: str, level: str, sent_bytes: int) -> Callable[[Any], Work]:
+        """One is about to be issued → what to make of its work, for its end to be noted."""
+        number = len(self._issued)
+        self._issued.append((name, level, sent_bytes))
+        self._marks.mark(f"start {number}")
+        return lambda work: _Noted(work, self._marks, f"end {number}")
+
+    def ended(self, seconds: Mapping[str, float]) -> Iterator[tuple[str, str, int, float, float]]:
+        """Name, level, sent bytes, start and end of those whose end is in the `seconds` of the bucket's marks."""
+        for number, (name, level, sent_bytes) in enumerate(self._issued):
+            end_s = seconds.get(f"end {number}")
+            if end_s is not None:
+                yield name, level, sent_bytes, seconds[f"start {number}"], end_s
+
+
+class _Noted:
+    """A collective whose end is marked."""
+
+    def __init__(self, work: Any, marks: Marks, what: str) -> None:
+        self._work, self._marks, self._what = work, marks, what
+        if marks.on_host:
+            # Without a future, in some backends, waiting has to do. The callback knows the marks, and not this work,
+            # which knows the callback.
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                work.get_future().add_done_callback(lambda _: marks.mark(what))
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._marks.mark(self._what)
+
+    def get_future(self) -> Any:
+        return self._work.get_future()
 
 
 class Lane(Protocol):

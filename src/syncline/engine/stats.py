@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -9,7 +11,23 @@ from typing import Protocol
 
 from syncline.engine.comm import LaneGroups
 from syncline.engine.lane import Job
-from syncline.exchange import Exchange, Layout
+from syncline.exchange import EXCHANGES, Dense, Exchange, Hierarchical, Layout
+
+
+@dataclass(frozen=True)
+class PhaseTiming:
+    """One collective of a bucket, on the bucket's clock. Several may be under way at once."""
+
+    name: str
+    """As `all_reduce`."""
+    level: str
+    """Among which ranks."""
+    sent_bytes: int
+    """By the busiest of them."""
+    start_s: float
+    """When it was issued; on CUDA, when the lane's stream got to it."""
+    end_s: float
+    """When it had ended; on CUDA, when the lane's stream went on after waiting for it, which may be later."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +37,14 @@ class BucketTiming:
     bucket: int
     lane: int
     bytes: int
+    exchange: str
+    """Through which it went, in short."""
     ready_s: float
     start_s: float
     end_s: float
+    phases: tuple[PhaseTiming, ...] = ()
+    """In the order in which they were issued, while `handle.trace()` is on. What lies between them is the exchange's
+    own work."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +78,48 @@ def timings_of(jobs: Iterable[Job]) -> tuple[BucketTiming, ...]:
     for job in jobs:
         seconds = job.marks.seconds()
         if seconds is not None:
-            size = job.flat.numel() * job.flat.element_size()
-            timings.append(BucketTiming(job.bucket, job.lane, size, seconds["ready"], seconds["start"], seconds["end"]))
+            timing = BucketTiming(
+                bucket=job.bucket,
+                lane=job.lane,
+                bytes=job.flat.numel() * job.flat.element_size(),
+                exchange="" if job.exchange is None else name_of(job.exchange),
+                ready_s=seconds["ready"],
+                start_s=seconds["start"],
+                end_s=seconds["end"],
+                phases=() if job.phases is None else tuple(PhaseTiming(*one) for one in job.phases.ended(seconds)),
+            )
+            timings.append(timing)
     return tuple(timings)
+
+
+def name_of(exchange: Exchange) -> str:
+    """As in `EXCHANGES`, with the settings that are not as there: `oktopk(density=0.05)`. Others by their type."""
+    known = _known()
+    for name, other in known.items():
+        if exchange == other:
+            return name
+    if isinstance(exchange, Hierarchical) and exchange.across != Dense():
+        name, other = f"hierarchical+{name_of(exchange.across)}", Hierarchical(across=exchange.across)
+    else:
+        alike = (name for name, other in known.items() if type(other) is type(exchange))
+        name = next(alike, type(exchange).__name__)
+        other = known.get(name, exchange)
+    changed = _changed(exchange, other)
+    return f"{name}({changed})" if changed else name
+
+
+@functools.cache
+def _known() -> dict[str, Exchange]:
+    return {name: make() for name, make in EXCHANGES.items()}
+
+
+def _changed(exchange: object, other: object) -> str:
+    texts = []
+    for field in dataclasses.fields(exchange) if dataclasses.is_dataclass(exchange) else ():
+        value = getattr(exchange, field.name)
+        if value != getattr(other, field.name):
+            texts.append(f"{field.name}={name_of(value) if isinstance(value, Exchange) else repr(value)}")
+    return ", ".join(texts)
 
 
 def sent_over(lanes: Iterable[LaneGroups]) -> dict[str, int]:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -30,23 +29,18 @@ from syncline.engine.agreement import current_device
 from syncline.engine.attach import check_scaler
 from syncline.engine.comm import gather_bytes, group_device
 from syncline.engine.handle import Handle
-from syncline.engine.hook import attached_to, forget, other_hooks
+from syncline.engine.hook import attached_to, other_hooks
 from syncline.engine.model import ddp_of, only_device, parameters_of
 from syncline.engine.place import check_network, hosts_of, mark_of, read_network
-from syncline.engine.wrapping import apply
+from syncline.engine.replan import make_plain, make_planned, plan_for_live, probe_for
 from syncline.errors import SynclineError, UsageError
-from syncline.exchange import EXCHANGES, wire
 from syncline.measure.network import Network
-from syncline.measure.overhead import measure_overheads
-from syncline.measure.probe import probe
 from syncline.measure.profile import Profile
 from syncline.measure.steps import together
 from syncline.measure.untouched import as_it_was
 from syncline.measure.watch import watch_backward
-from syncline.plan.make import make_plan
 from syncline.plan.plan import Plan
-from syncline.plan.search import check_allowed, options
-from syncline.predict.price import topology_of
+from syncline.plan.search import check_allowed
 
 Step = Callable[[nn.Module], object]
 
@@ -77,6 +71,10 @@ class Trial:
     def won(self) -> bool:
         return self.plan_s < _WORTH * self.plain_s
 
+    def describe(self, what: str = "forward and backward") -> str:
+        stays = "the plan stays" if self.won else "plain DDP stays"
+        return f"Tried: plain DDP {self.plain_s * 1e3:.1f} ms, the plan {self.plan_s * 1e3:.1f} ms per {what}: {stays}."
+
 
 @dataclass(frozen=True)
 class Tuned:
@@ -96,13 +94,7 @@ class Tuned:
     """With which it was called."""
 
     def describe(self) -> str:
-        lines = [self.plan.reason]
-        if self.trial is not None:
-            lines.append(
-                f"Tried: plain DDP {self.trial.plain_s * 1e3:.1f} ms, the plan {self.trial.plan_s * 1e3:.1f} ms per "
-                f"forward and backward: {'the plan stays' if self.trial.won else 'plain DDP stays'}."
-            )
-        return "\n".join(lines)
+        return "\n".join([self.plan.reason, *([] if self.trial is None else [self.trial.describe()])])
 
     def drift(self) -> str | None:
         """Whether exchanging takes much longer than expected by now, and retuning may pay."""
@@ -149,14 +141,8 @@ def tune(
             trial: Trial | None = None
             try:
                 profile = _profile(ddp, step, group, _PROFILE_SHARE * budget_s, device)
-                if links is None:
-                    several = group.size() > len(set(hosts_of(group)))
-                    kinds = wire.KINDS if allowed or several else ("all_reduce", "broadcast")
-                    links = probe(budget_s=_PROBE_SHARE * budget_s, kinds=kinds)
-                makers = {name: EXCHANGES[name] for name in options(links, allowed)}
-                overheads = measure_overheads(device, makers, topology=topology_of(links), group=group)
-                profile = msgspec.structs.replace(profile, overheads=overheads)
-                plan = _planned(profile, links, allowed, buckets.own_caps(ddp), group)
+                links = links or probe_for(group, allowed, _PROBE_SHARE * budget_s)
+                profile, plan = plan_for_live(ddp, profile, links, allowed, device)
                 rebuilt = rebuilt or not plan.nothing
                 if not plan.nothing:
                     left_s = _least(group, max(_LEAST_BUDGET_S, budget_s - (time.monotonic() - began)))
@@ -166,7 +152,9 @@ def tune(
                 raise
             if rebuilt:
                 _plain(ddp)
-            handle = _applied(ddp, plan, links, scaler) if trial is not None and trial.won else None
+            handle = None
+            if trial is not None and trial.won:
+                handle = make_planned(ddp, plan, network=links, scaler=scaler)
             if hasattr(ddp.module, "_orig_mod"):  # compiled: DDP splits its graph where its buckets end
                 torch.compiler.reset()
     arguments = {"allow": allowed, "budget_s": budget_s, "scaler": scaler, "quiet": quiet}
@@ -174,16 +162,6 @@ def tune(
     if not quiet and group.rank() == 0:
         print(f"syncline: {tuned.describe()}", file=sys.stderr)
     return tuned
-
-
-def _applied(ddp: DDP, plan: Plan, network: Network, scaler: GradScaler | None) -> Handle:
-    _drop_gradients(ddp)
-    try:
-        buckets.change(ddp, plan.caps)
-        return apply(ddp, plan, network=network, scaler=scaler)
-    except BaseException:
-        _plain(ddp)
-        raise
 
 
 def _agreed(
@@ -278,18 +256,6 @@ def _count(group: dist.ProcessGroup, bounds: tuple[int, int], budget_s: float, s
     return max(bounds[0], min(bounds[1], int(budget_s / max(float(slowest), 1e-6))))
 
 
-def _planned(
-    profile: Profile, network: Network, allowed: tuple[str, ...], caps: Sequence[int], group: dist.ProcessGroup
-) -> Plan:
-    """Collective: rank 0's plan, because other machines may round differently."""
-
-    def made() -> bytes:
-        return msgspec.json.encode(make_plan(profile, network, allowed, caps=caps)) if group.rank() == 0 else b""
-
-    answers = together(group, made)
-    return msgspec.json.decode(answers[0], type=Plan)
-
-
 def _try(
     ddp: DDP,
     plan: Plan,
@@ -312,9 +278,7 @@ def _try(
     for turn in turns:
         _drop_gradients(ddp)
         if turn == "plan":
-            forget(ddp)
-            buckets.change(ddp, plan.caps)
-            apply(ddp, plan, network=network)
+            make_planned(ddp, plan, network=network)
         else:
             _plain(ddp)
         for number in range(settling + count):
@@ -333,10 +297,9 @@ def _try(
 
 
 def _plain(ddp: DDP) -> None:
-    """As it is without us: its own buckets, without a hook."""
+    """Its gradients go: they may be views of the buckets that it has now."""
     _drop_gradients(ddp)
-    forget(ddp)
-    buckets.put_back(ddp)
+    make_plain(ddp)
 
 
 def _drop_gradients(ddp: DDP) -> None:

@@ -22,6 +22,23 @@ def as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
         for name, buffer in part._buffers.items()
         if buffer is not None
     ]
+    with same_random_numbers(device):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for part, name, buffer, value in held:
+                    buffer.copy_(value)
+                    part._buffers[name] = buffer  # forward may have put another in its place
+                for parameter, gradient, was in gradients:
+                    if gradient is not None and was is not None:
+                        gradient.copy_(was)
+                    parameter.grad = gradient
+
+
+@contextlib.contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """Afterwards, those that would have come next come next."""
     states: list[tuple[Callable[[Any], None], Any]] = [
         (torch.set_rng_state, torch.get_rng_state()),
         (random.setstate, random.getstate()),
@@ -32,13 +49,5 @@ def as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for part, name, buffer, value in held:
-                buffer.copy_(value)
-                part._buffers[name] = buffer  # forward may have put another in its place
-            for parameter, gradient, was in gradients:
-                if gradient is not None and was is not None:
-                    gradient.copy_(was)
-                parameter.grad = gradient
         for put, state in states:
             put(state)

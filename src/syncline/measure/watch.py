@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from syncline.errors import UsageError
+from syncline.measure.hooks import Unseen
 from syncline.measure.profile import Profile
 from syncline.measure.steps import (
     Measured,
@@ -118,8 +119,6 @@ class BackwardWatch:
     def __enter__(self) -> BackwardWatch:
         if self._hooks:
             raise UsageError("this model is being watched already: enter the context once")
-        # Functions instead of methods: a copy of the model that is made meanwhile (an average of its weights, say)
-        # copies its hooks, and would copy the watch with them.
         model = self._subject.model
         if getattr(model, "_compiled_call_impl", None) is not None:
             raise UsageError(
@@ -127,8 +126,8 @@ class BackwardWatch:
                 "model = torch.compile(model), or measure_backward"
             )
         self._hooks = [
-            model.register_forward_pre_hook(lambda *_: self._forward_began()),
-            model.register_forward_hook(lambda _module, _inputs, output: self._forward_ended(output)),
+            model.register_forward_pre_hook(Unseen(lambda *_: self._forward_began())),
+            model.register_forward_hook(Unseen(lambda _module, _inputs, output: self._forward_ended(output))),
         ]
         for name, p in self._subject.parameters.items():
             self._hooks.append(p.register_post_accumulate_grad_hook(lambda p, name=name: self._gradient(name, p)))
@@ -182,7 +181,7 @@ class BackwardWatch:
     def _forward_began(self) -> None:
         if not torch.is_grad_enabled() or not self._hooks:
             return
-        if self._now is not None and _in_backward():
+        if self._now is not None and in_backward():
             return  # checkpointing computes it again
         self._now = None  # of a backward that failed
         if self._waiting and not self._waiting[-1].is_kept():
@@ -198,7 +197,7 @@ class BackwardWatch:
         forward = _Forward(self._forwards, self._start, sync)
         self._forwards += 1
         self._start = None
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(lambda _, forward=forward: self._backward_reached(forward))
 
@@ -268,21 +267,21 @@ class BackwardWatch:
         self._versions = None
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     current = getattr(torch._C, "_current_graph_task_id", None)  # private: without it nothing is computed again
     return current is not None and int(current()) != -1
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: Any) -> Iterator[Tensor]:
     """Those in a model's output, however it is nested."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
         for value in output.values():
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif isinstance(output, list | tuple):
         for value in output:
-            yield from _tensors(value)
+            yield from tensors_in(value)
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         for entry in dataclasses.fields(output):
-            yield from _tensors(getattr(output, entry.name))
+            yield from tensors_in(getattr(output, entry.name))

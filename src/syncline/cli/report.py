@@ -1,0 +1,90 @@
+"""`syncline report`: one page of what Syncline's files tell together."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from syncline.cli import options, screen
+from syncline.errors import UsageError
+from syncline.files import write_json, write_text
+from syncline.report.gather import gather
+from syncline.report.page import render
+from syncline.report.story import Story
+from syncline.report.tell import tell
+
+ReportFile = Annotated[
+    Path | None, typer.Option("--report", metavar="FILE", help="Also write a page to look at, in HTML.")
+]
+
+
+def report(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE|FOLDER…", help="What profile, probe, plan, bench, demo or run wrote, in any order."
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the page goes, in HTML.")
+    ] = Path("report.html"),
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also a run's steps for Perfetto or chrome://tracing.")
+    ] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what it says for machines.")] = None,
+) -> None:
+    """Make one self-contained page of Syncline's files: what limits a training, and what would help.
+
+    syncline report profile.json network.json plan.json
+
+    syncline report FOLDER, where FOLDER is what syncline run wrote: a page of that run.
+    """
+    with options.one_line_errors("syncline report"):
+        for path in (output, trace, json):
+            screen.check_writable(path)
+        story = gather(files)
+        if trace is not None and not story.runs:
+            raise UsageError("--trace is of a run: name the folder that syncline run wrote")
+        write_page(output, story, json)
+        if trace is not None:
+            from syncline.report.trace import write_trace
+
+            write_trace(trace, story.runs)
+            screen.out.print(f"Steps, for https://ui.perfetto.dev: {trace}", soft_wrap=True)
+
+
+def write_page(path: Path, story: Story, json: Path | None = None, *, short: bool = False) -> None:
+    """And says where it is; what it says, too, unless the command has said as much (`short`)."""
+    page = tell(story)
+    write_text(path, render(page))
+    if json is not None:
+        said = {
+            "schema": 1,
+            "verdict": page.verdict,
+            "more": list(page.more),
+            "warning": page.warning,
+            "facts": [{"name": fact.name, "value": fact.value, "note": fact.note} for fact in page.facts],
+            "sections": {section.name: section.title for section in page.sections},
+        }
+        write_json(json, said)
+    if not short:
+        if page.about:
+            screen.out.print(page.about)
+        if page.warning:
+            screen.out.print(page.warning, style="yellow")
+        screen.out.print()
+        for sentence in (page.verdict, *page.more):
+            screen.out.print(sentence)
+            screen.out.print()
+    screen.out.print(f"A page to look at: {path}", soft_wrap=True)
+
+
+def typed() -> str:
+    """The command that runs, as it was typed; nothing where something else called."""
+    program = Path(sys.argv[0])
+    ours = program.name == "syncline" or program.parts[-2:] == ("syncline", "__main__.py")
+    return shlex.join(["syncline", *sys.argv[1:]]) if ours else ""

@@ -1,0 +1,223 @@
+"""What a model's steps took and how their gradients went, kept small however long a script runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from syncline.engine.handle import Handle
+from syncline.engine.model import parameters_of
+from syncline.measure.network import Network
+from syncline.measure.pace import Moments, Pacer
+from syncline.measure.profile import Profile
+from syncline.plan.plan import Plan
+from syncline.report.record import (
+    MOST_STEPS,
+    BucketSpan,
+    Loss,
+    ModelRecord,
+    Pace,
+    PhaseSpan,
+    StepSpan,
+)
+
+PLAIN = "plain DDP"
+_UNSETTLED = 2
+"""Steps after a change that count for nothing."""
+_IN_DETAIL = 3
+"""Steps of each way of which buckets are kept: the first that count."""
+
+T = TypeVar("T")
+
+
+class Thinned(Generic[T]):
+    """Of an endless series every so many-th, so that there are never more than a bound."""
+
+    def __init__(self, most: int = MOST_STEPS) -> None:
+        self._most, self._every, self._seen = most, 1, 0
+        self.kept: list[T] = []
+
+    def append(self, item: T) -> None:
+        if self._seen % self._every == 0:
+            self.kept.append(item)
+            if len(self.kept) >= self._most:
+                self.kept = self.kept[::2]
+                self._every *= 2
+        self._seen += 1
+
+
+@dataclass
+class _Way:
+    """How gradients went for a while, perhaps several times."""
+
+    name: str
+    steps: int = 0
+    settled: Thinned[tuple[Moments, float | None]] = field(default_factory=Thinned)
+    """And the time since the step before."""
+    in_detail: dict[int, tuple[BucketSpan, ...]] = field(default_factory=dict)
+    """By step."""
+    looked_at: deque[Moments] = field(default_factory=lambda: deque(maxlen=_IN_DETAIL))
+    """Those of them, whatever else is thinned out."""
+    sent_bytes: int | None = None
+
+
+class Diary:
+    def __init__(self, ddp: DDP, pacer: Pacer, device: torch.device) -> None:
+        self._pacer, self._device = pacer, device
+        # Now, because the model and its process group may be gone when somebody asks.
+        self._name, self._backend = type(ddp.module).__name__, str(dist.get_backend(ddp.process_group))
+        trained = [parameter for parameter in parameters_of(ddp).values() if parameter.requires_grad]
+        self._parameters = sum(parameter.numel() for parameter in trained)
+        self._bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        self._now = _Way(PLAIN)
+        self._ways = {PLAIN: self._now}
+        self._changed = 0
+        """The step since which gradients go as they do now."""
+        self._begun: dict[int, tuple[_Way, int]] = {}
+        """By number: the way of steps that are not read yet, and since when it is gone."""
+        self._recent: deque[Moments] = deque(maxlen=256)
+        self._spans: Thinned[tuple[Moments, str]] = Thinned()
+        self._losses: Thinned[tuple[int, Tensor]] = Thinned()
+        self._loss: Tensor | None = None
+        self._last_end_s: float | None = None
+
+    def goes(self, way: str) -> None:
+        """From the next step on."""
+        self._now = self._ways.setdefault(way, _Way(way))
+        self._changed = self._pacer.steps
+        self._now.in_detail.clear()
+
+    def note_loss(self, loss: Tensor) -> None:
+        self._loss = loss.detach()
+
+    def step_ended(self) -> None:
+        """Inside backward: notes only."""
+        number = self._pacer.steps - 1
+        self._begun[number] = (self._now, self._changed)
+        loss, self._loss = self._loss, None
+        if loss is not None:
+            self._losses.append((number, loss))
+
+    def step_begins(self, handle: Handle | None, *, decided: bool) -> None:
+        """Between steps: reads what has ended. When it is `decided` how gradients go, an exchange's phases are noted in
+        the few steps that are kept in detail; while ways are compared, that would cost one of them some time."""
+        steps = self._pacer.steps - self._changed
+        looks = _UNSETTLED < steps <= _UNSETTLED + _IN_DETAIL
+        if handle is not None:
+            if looks:
+                self._look_at_buckets(handle)
+            if decided and steps in (_UNSETTLED, _UNSETTLED + _IN_DETAIL):
+                handle.trace(steps == _UNSETTLED)
+        self._read(wait=looks)
+
+    def step_times_s(self, first: int, end: int) -> list[float]:
+        """Of steps that were made a moment ago."""
+        self._read(wait=True)
+        found = {moments.number: moments.step_s for moments in self._recent}
+        return [found[number] for number in range(first, end)]
+
+    def record(
+        self,
+        *,
+        outcome: str,
+        profile: Profile | None,
+        network: Network | None,
+        plan: Plan | None,
+        host_of_rank: tuple[int, ...],
+    ) -> ModelRecord:
+        self._read(wait=True)
+        details = {number: spans for way in self._ways.values() for number, spans in way.in_detail.items()}
+        spans = {moments.number: (moments, way) for moments, way in self._spans.kept}
+        spans |= {m.number: (m, way.name) for way in self._ways.values() for m in way.looked_at}
+        return ModelRecord(
+            name=self._name,
+            parameters=self._parameters,
+            gradient_bytes=self._bytes,
+            host_of_rank=host_of_rank,
+            backend=self._backend,
+            device=self._device.type,
+            steps=self._pacer.steps,
+            outcome=outcome,
+            way=self._now.name,
+            paces=tuple(_pace(way) for way in self._ways.values() if way.settled.kept),
+            spans=tuple(
+                StepSpan(
+                    step=number,
+                    way=way,
+                    start_s=moments.start_s,
+                    backward_s=moments.backward_s,
+                    backward_end_s=moments.backward_end_s,
+                    end_s=moments.end_s,
+                    buckets=details.get(number, ()),
+                )
+                for number, (moments, way) in sorted(spans.items())
+            ),
+            losses=tuple(
+                Loss(step=number, value=value)
+                for number, loss in self._losses.kept
+                if math.isfinite(value := float(loss))
+            ),
+            profile=profile,
+            network=network,
+            plan=plan,
+        )
+
+    def _read(self, *, wait: bool) -> None:
+        for moments in self._pacer.read(wait=wait):
+            way, since = self._begun.pop(moments.number)
+            between_s = None if self._last_end_s is None else max(0.0, moments.start_s - self._last_end_s)
+            self._last_end_s = moments.end_s
+            way.steps += 1
+            self._recent.append(moments)
+            self._spans.append((moments, way.name))
+            if moments.number in way.in_detail:
+                way.looked_at.append(moments)
+            if moments.number - since >= _UNSETTLED:
+                way.settled.append((moments, between_s))
+
+    def _look_at_buckets(self, handle: Handle) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # a few times in all
+        stats = handle.stats()
+        self._now.sent_bytes = sum(stats.sent_bytes.values())
+        self._now.in_detail[self._pacer.steps - 1] = tuple(
+            BucketSpan(
+                bucket=one.bucket,
+                lane=one.lane,
+                bytes=one.bytes,
+                exchange=one.exchange,
+                ready_s=one.ready_s,
+                start_s=one.start_s,
+                end_s=one.end_s,
+                phases=tuple(PhaseSpan(**dataclasses.asdict(phase)) for phase in one.phases),
+            )
+            for one in stats.buckets
+        )
+
+
+def _pace(way: _Way) -> Pace:
+    moments = [one for one, _ in way.settled.kept]
+    between = [seconds for _, seconds in way.settled.kept if seconds is not None]
+    times = [one.step_s for one in moments]
+    low_s, _, high_s = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times * 3)
+    return Pace(
+        way=way.name,
+        steps=way.steps,
+        step_s=statistics.median(times),
+        low_s=low_s,
+        high_s=high_s,
+        forward_s=statistics.median(one.backward_s - one.start_s for one in moments),
+        backward_s=statistics.median(one.backward_end_s - one.backward_s for one in moments),
+        exposed_s=statistics.median(one.end_s - one.backward_end_s for one in moments),
+        between_s=statistics.median(between) if between else 0.0,
+        sent_bytes=way.sent_bytes,
+    )

@@ -1,0 +1,1 @@
+"""An unmodified training script, with every DistributedDataParallel model that it builds followed."""

@@ -1,0 +1,120 @@
+"""What the tests of frameworks share: ranks as torchrun starts them, real digits, a small net, a plan for it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # DDP imports it, and that takes seconds: once here, not in every rank
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from syncline.cluster import ClusterSpec, Rank, launch
+from syncline.models.data import digits
+from syncline.plan.plan import Plan, PlannedBucket, PlannedGradient, Where
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+TIMEOUT_S = 30.0
+
+
+def on_torchrun_ranks(main: Callable[[Rank], Any], ranks: int = 2, *, group: bool = True) -> list[Any]:
+    """What `main` returns on each rank of one host; any rank's error is raised. `group`: whether ranks have a process
+    group already, which frameworks use then."""
+
+    def started(rank: Rank) -> Any:
+        os.environ["GROUP_RANK"] = "0"  # by which Lightning knows that torchrun started it
+        if group:
+            rank.init_process_group(TIMEOUT_S)
+        return main(rank)
+
+    return launch(ClusterSpec(hosts=1, per_host=(ranks,)), started, shaped=False, deadline_s=90.0)
+
+
+def images(count: int) -> TensorDataset:
+    data = digits()
+    return TensorDataset(data.train_images[:count], data.train_labels[:count])
+
+
+def small_net() -> nn.Sequential:
+    """Twice as many parameters as it takes for anything of it to be sent sparsely."""
+    torch.manual_seed(7)
+    return nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.Tanh(), nn.Linear(16, 10))
+
+
+def sparse_plan(net: nn.Module) -> Plan:
+    """All in one bucket, on two ranks of one host; as tuning might have found it."""
+    trained = list(net.named_parameters())[::-1]
+    gradients = tuple(PlannedGradient(name=name, shape=tuple(p.shape), dtype="float32") for name, p in trained)
+    exchange = {"type": "OkTopk", "density": 0.05, "values": "bf16", "warmup": 0, "momentum": 0.0}
+    return Plan(
+        model="small net",
+        gradients=gradients,
+        where=Where(host_of_rank=(0, 0), backend="gloo", device="cpu"),
+        buckets=(PlannedBucket(parameters=tuple(name for name, _ in trained), lane=0, exchange=exchange),),
+        lanes=1,
+        iteration_s=0.01,
+        low_s=0.01,
+        high_s=0.01,
+        compute_s=0.01,
+        plain_s=0.02,
+        exchange_s=10.0,
+        reason="It is a test's.",
+        alternatives=(),
+        how="by hand",
+    )
+
+
+def fingerprint(model: nn.Module) -> str:
+    """Of the weights, to the bit."""
+    whole = hashlib.sha256()
+    for parameter in model.parameters():
+        whole.update(parameter.detach().numpy().tobytes())
+    return whole.hexdigest()
+
+
+def distance(one: nn.Module, other: nn.Module) -> float:
+    def flat(model: nn.Module) -> Tensor:
+        return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
+
+    return float((flat(one) - flat(other)).abs().max())
+
+
+@contextlib.contextmanager
+def said() -> Any:
+    """What Syncline tells the person who started the run."""
+    text = io.StringIO()
+    with contextlib.redirect_stderr(text):
+        yield text
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """The last line that it prints. Forked with torchrun's variables: frameworks take seconds to import."""
+
+    def main(rank: Rank) -> str:
+        sys.argv = [name, *arguments]
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text):
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return text.getvalue()
+
+    first, *others = on_torchrun_ranks(main, group=False)
+    assert not any(others), "only one rank speaks"
+    return str(first).splitlines()[-1]
+
+
+def type_example(name: str, *arguments: str) -> str:
+    """The last line that it prints when a user types its command."""
+    torchrun = Path(sys.executable).parent / "torchrun"
+    command = [str(torchrun), "--standalone", "--nproc-per-node", "2", str(EXAMPLES / name), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]

@@ -1,0 +1,225 @@
+"""`follow`: a model in training, changed between its own steps or left alone, and never disturbed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import random
+import weakref
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import syncline
+from syncline.cluster import ClusterSpec, Rank, launch
+from syncline.engine.diary import Thinned
+from syncline.measure.network import Network, assumed_links
+
+TWO = ClusterSpec(hosts=1, per_host=(2,))
+
+
+def slow_starts() -> Network:
+    links = assumed_links((0, 0), backend="gloo")
+    return msgspec.structs.replace(links, collectives=tuple(one.scaled(50.0, 50.0, 50.0) for one in links.collectives))
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.ReLU())], nn.Linear(32, 4))
+
+
+def train(model: nn.Module, steps: int, *, keep_gradients: bool = False) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        if not keep_gradients:
+            model.zero_grad()
+        loss = model(torch.randn(8, 32)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+def state() -> list[Any]:
+    return [torch.get_rng_state().tolist(), repr(random.getstate()), repr(np.random.get_state())]
+
+
+def test_tuning_by_the_way_disturbs_nothing_and_ends_with_the_faster() -> None:
+    def main(rank: Rank) -> None:
+        rank.init_process_group()
+        torch.set_num_threads(1)
+        outcomes = []
+        for kind in ("followed", "alone"):
+            torch.manual_seed(rank.rank)
+            random.seed(rank.rank)
+            np.random.seed(rank.rank)
+            model = DDP(net(), bucket_cap_mb=0.002, gradient_as_bucket_view=True)
+            following = syncline.follow(model, network=slow_starts(), quiet=True) if kind == "followed" else None
+            # Gradients add up over all steps, so that one that is lost on the way is lost for good.
+            losses = train(model, 64, keep_gradients=True)
+            weights = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+            outcomes.append((losses, weights, state()))
+            if following is not None:
+                assert following.done
+                assert following.trial is not None
+                assert (following.handle is not None) == following.trial.won
+                assert following.trial.steps == 16
+                record = following.record()
+                assert record.steps == 64
+                assert record.way == ("the plan" if following.trial.won else "plain DDP")
+                following.close()
+        (ours, gradients, numbers), (theirs, plain, expected) = outcomes
+        assert ours == pytest.approx(theirs, rel=1e-5)
+        torch.testing.assert_close(gradients, plain, rtol=1e-5, atol=1e-6)
+        assert numbers == expected
+
+    launch(TWO, main, shaped=False)
+
+
+def test_models_that_cannot_be_changed_are_left_alone_with_the_reason() -> None:
+    def main(rank: Rank) -> dict[str, str]:
+        rank.init_process_group()
+        torch.set_num_threads(1)
+        told = {}
+
+        def left(name: str, model: DDP, act: Any = None, steps: int = 20) -> None:
+            following = syncline.follow(model, network=slow_starts(), quiet=True)
+            if act is not None:
+                act(model)
+            train(model, steps)
+            told[name] = following.describe()
+            assert following.record().steps == steps
+            following.close()
+
+        left("hook", DDP(net()), lambda model: model.register_comm_hook(None, fp16_compress_hook))
+        left("attached", DDP(net()), lambda model: syncline.attach(model))
+        left("short", DDP(net()), steps=5)
+        left("compiled", DDP(torch.compile(net(), backend="eager")))
+        model = DDP(net())
+        following = syncline.follow(model, network=slow_starts(), quiet=True)
+        with model.join():
+            train(model, 3 + rank.rank)
+        train(model, 3)
+        told["join"] = following.describe()
+
+        half = [dist.new_group([one]) for one in range(2)][rank.rank]
+        left("alone", DDP(net(), process_group=half))
+        late = DDP(net(), bucket_cap_mb=0.002)
+        following = syncline.follow(late, network=slow_starts(), quiet=True)
+        train(late, 16)  # in the middle of the trial the script takes over
+        handle = syncline.attach(late, syncline.Dense(wire="bf16"))
+        train(late, 40)
+        told["taken over"] = following.describe()
+        assert handle.stats().steps == 40
+        return told
+
+    told = launch(TWO, main, shaped=False, deadline_s=100)
+    assert told[0] == told[1]
+    for name, reason in {
+        "hook": "communication hook (fp16_compress_hook)",
+        "attached": "the script attaches to this model itself",
+        "short": "the script ended too early",
+        "compiled": "compiled anew",
+        "join": "under join()",
+        "alone": "one rank",
+        "taken over": "the script attaches to this model itself",
+    }.items():
+        assert reason in told[0][name]
+
+
+def test_an_exchange_is_attached_when_training_begins() -> None:
+    def main(rank: Rank) -> list[Any]:
+        rank.init_process_group()
+        model = DDP(net())
+        following = syncline.follow(model, exchange=syncline.OkTopk(density=0.5), quiet=True)
+        with torch.no_grad():
+            model(torch.randn(8, 32))
+        model.eval()
+        if rank.rank == 0:
+            model.module(torch.randn(8, 32))
+        model.train()
+        assert following.handle is None  # nobody trained yet
+        train(model, 4)
+        assert following.handle is not None
+        following.handle.detach()
+        assert following.handle is None
+
+        # What does not fit is an error in the first training forward, on all ranks.
+        other = DDP(net())
+        refused = syncline.follow(other, plan="nowhere.json", quiet=True)
+        with pytest.raises(syncline.SynclineError, match=r"nowhere\.json"):
+            train(other, 1)
+        assert refused.error is not None
+        return train(other, 2)  # and the model still trains
+
+    launch(TWO, main, shaped=False)
+
+
+def test_copies_and_pickles_of_a_followed_model_know_nothing_of_it_and_it_dies_with_its_last_reference() -> None:
+    def main(rank: Rank) -> None:
+        rank.init_process_group()
+        model = DDP(net())
+        following = syncline.follow(model, network=slow_starts(), quiet=True)
+        train(model, 5)  # amid watching, where there are the most hooks
+        steps = following.record().steps
+        train(copy.deepcopy(model.module), 2)
+        file = io.BytesIO()
+        torch.save(model.module, file)
+        file.seek(0)
+        train(torch.load(file, weights_only=False), 2)
+        torch.save(model, io.BytesIO())
+        assert following.record().steps == steps
+        train(model, 1)
+
+        gone = weakref.ref(model)
+        gc.disable()  # not even until Python looks for circles
+        try:
+            following.close()
+            del model
+            assert gone() is None
+        finally:
+            gc.enable()
+
+    launch(TWO, main, shaped=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"exchange": syncline.Dense(), "plan": "plan.json"}, "exclude each other"),
+        ({"exchange": "dense"}, "exchange"),
+        ({"plan": 3}, "plan is a int"),
+        ({"allow": ("everything",)}, "everything"),
+        ({"exchange": syncline.Dense(), "change": False}, "are for tuning"),
+        ({"probe_s": 0}, "probe_s is 0"),
+        ({"scaler": 3}, "scaler is a int"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], told: str) -> None:
+    with one_rank(), pytest.raises(syncline.UsageError, match=told):
+        syncline.follow(DDP(net()), **arguments)
+
+
+def test_a_series_without_end_is_kept_in_bounds_evenly() -> None:
+    series: Thinned[int] = Thinned(most=100)
+    for number in range(12345):
+        series.append(number)
+    assert 50 <= len(series.kept) < 100
+    steps = {after - before for before, after in zip(series.kept, series.kept[1:], strict=False)}
+    assert len(steps) == 1
+    assert series.kept[0] == 0
+
+
+class one_rank:  # noqa: N801 - a context
+    def __enter__(self) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def __exit__(self, *_: object) -> None:
+        dist.destroy_process_group()

@@ -1,0 +1,209 @@
+"""`syncline run`: scripts that know nothing of it train as they would without, and their models are followed."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from syncline.cli import run as run_cli
+from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
+from syncline.measure.network import Network, assumed_links
+from syncline.report.record import RunRecord
+
+SCRIPT = Path(__file__).parent / "scripts" / "train.py"
+TWO = ClusterSpec(hosts=2)
+pytestmark = pytest.mark.skipif(why_not_shaped() is not None, reason=f"no namespaces: {why_not_shaped()}")
+
+
+def network(folder: Path) -> Path:
+    """A file of links on which every collective takes long to start: nothing need be probed, and the script's many
+    small buckets are worth a change."""
+    path = folder / "network.json"
+    links = assumed_links((0, 1), backend="gloo")
+    slow = tuple(one.scaled(50.0, 50.0, 50.0) for one in links.collectives)
+    msgspec.structs.replace(links, collectives=slow).save(path)
+    return path
+
+
+def as_a_script(rank: Rank, arguments: list[str]) -> dict[str, Any]:
+    """Ends as the interpreter would see it."""
+    rank.init_process_group()
+    torch.set_num_threads(1)
+    init, backward = DDP.__init__, torch.Tensor.backward
+    sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - what is said is not looked at here
+    ended: dict[str, Any] = {}
+    try:
+        run_cli.main(arguments)
+    except SystemExit as exit_:
+        ended["status"] = exit_.code
+    except BaseException as error:  # noqa: BLE001 - what the script raised
+        ended["error"] = f"{type(error).__name__}: {error}"
+    assert DDP.__init__ is init
+    assert torch.Tensor.backward is backward
+    return ended
+
+
+def plainly(rank: Rank, arguments: list[str]) -> None:
+    rank.init_process_group()
+    torch.set_num_threads(1)
+    sys.argv = [str(SCRIPT), *arguments]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def losses(folder: Path) -> list[list[float]]:
+    return [json.loads((folder / f"losses-{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [[], ["--accumulate", "2"], ["--models", "2"]],
+    ids=["plain", "gradient accumulation", "two models"],
+)
+def test_a_script_trains_as_without(flags: list[str], tmp_path: Path) -> None:
+    with_us, without = tmp_path / "with", tmp_path / "without"
+    with_us.mkdir(), without.mkdir()
+    launch(TWO, lambda rank: plainly(rank, [*flags, "--losses", str(without)]))
+    command = ["--network", str(network(tmp_path)), "--out", str(tmp_path / "out"), str(SCRIPT), *flags]
+    ended = launch(TWO, lambda rank: as_a_script(rank, [*command, "--losses", str(with_us)]))
+    assert ended == [{"status": 0}] * 2
+    for ours, theirs in zip(losses(with_us), losses(without), strict=True):
+        assert len(ours) == len(theirs)
+        assert ours == pytest.approx(theirs, rel=1e-5)
+    for rank in range(2):
+        record = RunRecord.load(tmp_path / "out" / f"rank-{rank:04d}.json")
+        assert record.ended == "finished"
+        assert len(record.models) == len(losses(with_us)[0]) // 64
+        for model in record.models:
+            assert model.steps == 64
+            assert model.host_of_rank == (0, 1)
+            assert sum(pace.steps for pace in model.paces) == 64
+            assert {"plain DDP", "the plan"} == {pace.way for pace in model.paces}, model.outcome
+            assert "Tried: plain DDP" in model.outcome
+            planned = [span for span in model.spans if span.way == "the plan" and span.buckets]
+            assert planned
+            for span in planned:
+                assert all(bucket.ready_s <= bucket.start_s <= bucket.end_s for bucket in span.buckets)
+                assert all(span.start_s <= bucket.ready_s <= span.end_s for bucket in span.buckets)
+        assert (record.models[0].plan is not None) == (rank == 0)  # what all ranks know alike is written once
+    recorded = RunRecord.load(tmp_path / "out" / "rank-0000.json").models[0].losses
+    assert len(recorded) == 64
+    if not flags:
+        assert [loss.value for loss in recorded] == pytest.approx(losses(with_us)[0])
+    assert (tmp_path / "out" / "report.html").read_text().startswith("<!")
+
+
+def test_a_script_that_crashes_half_way_crashes_as_without_and_leaves_a_report(tmp_path: Path) -> None:
+    command = ["--network", str(network(tmp_path)), "--out", str(tmp_path / "out"), str(SCRIPT)]
+    crash = ["--losses", str(tmp_path), "--crash-at", "30"]
+    ended = launch(TWO, lambda rank: as_a_script(rank, [*command, *crash]))
+    assert ended == [{"error": "RuntimeError: half-way"}] * 2
+    record = RunRecord.load(tmp_path / "out" / "rank-0000.json")
+    assert record.ended == "ended by RuntimeError: half-way"
+    assert record.models[0].steps == 31
+    assert (tmp_path / "out" / "report.html").exists()
+
+
+def test_an_exchange_that_is_asked_for_is_attached(tmp_path: Path) -> None:
+    command = ["--exchange", "bf16", "--out", str(tmp_path / "out"), str(SCRIPT), "--steps", "6"]
+    launch(TWO, lambda rank: as_a_script(rank, [*command, "--losses", str(tmp_path)]))
+    model = RunRecord.load(tmp_path / "out" / "rank-0000.json").models[0]
+    assert model.way == "bf16"
+    assert model.paces[0].sent_bytes == model.gradient_bytes // 2
+    detailed = [span for span in model.spans if span.buckets]
+    assert [span.step for span in detailed] == [2, 3, 4]
+    assert all(bucket.phases for span in detailed for bucket in span.buckets)  # what the trace shows
+
+
+def test_observing_changes_nothing_and_says_what_would(tmp_path: Path) -> None:
+    command = ["--observe-only", "--network", str(network(tmp_path)), "--out", str(tmp_path / "out"), str(SCRIPT)]
+    flags = ["--steps", "16", "--losses", str(tmp_path)]
+    launch(TWO, lambda rank: as_a_script(rank, [*command, *flags]))
+    model = RunRecord.load(tmp_path / "out" / "rank-0000.json").models[0]
+    assert model.way == "plain DDP"
+    assert model.outcome.startswith("Only observed. ")
+    assert model.plan is not None
+    assert model.profile is not None
+
+
+def test_a_plan_for_another_model_is_one_line_and_status_2(tmp_path: Path) -> None:
+    from syncline.measure.profile import load_profile
+    from syncline.plan.make import make_plan
+
+    links = Network.load(network(tmp_path))
+    make_plan(load_profile("cnn-cpu"), links).save(tmp_path / "plan.json")
+    command = ["--plan", str(tmp_path / "plan.json"), "--out", str(tmp_path / "out"), str(SCRIPT)]
+    ended = launch(TWO, lambda rank: as_a_script(rank, [*command, "--losses", str(tmp_path)]))
+    assert ended == [{"status": 2}] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["nowhere.py"], "nowhere.py: there is no such script"),
+        (["--exchange", "quick", str(SCRIPT)], "no such exchange; known: dense"),
+        (["--exchange", "bf16", "--plan", "p.json", "x.py"], "exclude each other"),
+        (["--exchange", "bf16", "--observe-only", "x.py"], "leave nothing to find"),
+        (["--allow", "everything", str(SCRIPT)], "everything"),
+        (["--plan", "nowhere.json", str(SCRIPT)], "nowhere.json: cannot be read"),
+        (["--probe", "0", str(SCRIPT)], "1 to 3600 seconds"),
+        (["--out", str(SCRIPT), str(SCRIPT)], "is a file; name a folder"),
+        (["-m", "not a module"], "is no module's name"),
+        ([], "Missing argument"),
+        (["--no-such-option", str(SCRIPT)], "No such option"),
+    ],
+)
+def test_wrong_use_is_told_before_the_script_starts(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run_cli.main(arguments)
+    assert exit_.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        run_cli.main(["--help"])
+    assert exit_.value.code == 0
+    assert "--observe-only" in (told := capsys.readouterr().out)
+    assert len(told.splitlines()) <= 50
+
+
+def test_torchrun_starts_it_and_ctrl_c_ends_it_as_without(tmp_path: Path) -> None:
+    script = tmp_path / "wait.py"
+    script.write_text(
+        "import os, sys, time\nassert sys.argv[1:] == ['--epochs', '3']\nassert __name__ == '__main__'\n"
+        "print('argv and rank', os.environ['RANK'], flush=True)\ntime.sleep(100)\n"
+    )
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    with subprocess.Popen(
+        [*command, "-m", "syncline.run", "--out", str(tmp_path / "out"), str(script), "--epochs", "3"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "argv and rank 0\n"
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to all of them
+            _, told = process.communicate(timeout=60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode != 0
+    assert "KeyboardInterrupt" in told
+    assert "the script built no DistributedDataParallel model" in told

@@ -1,0 +1,159 @@
+"""Syncline in Accelerate: the same training, `save_state` and `load_state` included."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+import syncline
+from frameworks import distance, fingerprint, on_torchrun_ranks, run_example, said, small_net, type_example
+from syncline.cluster import Rank
+
+SPARSE = syncline.OkTopk(density=0.05)
+
+
+@pytest.fixture(scope="module")
+def runs() -> Any:
+    """Imported when the first of these tests runs, and these run last: the larger a process, the longer every rank
+    takes to fork."""
+    return importlib.import_module("accelerate_runs")
+
+
+def test_dense_trains_as_accelerates_own_ddp_does(runs: Any) -> None:
+    def main(rank: Rank) -> None:
+        for accumulated in (1, 3):
+            plain = runs.Run(accumulated=accumulated)
+            kwargs = runs.SynclineKwargs(syncline.Dense(), bucket_cap_mb=1, gradient_as_bucket_view=True)
+            synced = runs.Run(kwargs, accumulated=accumulated)
+            assert kwargs.to_kwargs() == {"bucket_cap_mb": 1, "gradient_as_bucket_view": True}
+            assert synced.model.gradient_as_bucket_view
+            assert distance(synced.train(), plain.train()) < 1e-6
+            assert synced.losses == pytest.approx(plain.losses, abs=1e-5)
+            assert kwargs.handle is not None
+            assert kwargs.handle.stats().steps == 6 // accumulated
+            assert kwargs.figures()["syncline/sent_bytes"] > 0
+
+    on_torchrun_ranks(main)
+
+
+def test_a_run_resumed_from_save_state_equals_the_uninterrupted_one(runs: Any, tmp_path: Path) -> None:
+    def whole(rank: Rank) -> list[str]:
+        run = runs.Run(runs.SynclineKwargs(SPARSE))
+        run.train(0, 3)
+        run.accelerator.save_state(tmp_path / "three")
+        final = fingerprint(run.train(3, 6))
+        run.accelerator.load_state(tmp_path / "three")  # back in the run that went on
+        return [final, fingerprint(run.train(3, 6))]
+
+    def resumed(rank: Rank) -> list[str]:
+        run = runs.Run(runs.SynclineKwargs(SPARSE))
+        run.accelerator.load_state(tmp_path / "three")
+        run.accelerator.save_state(tmp_path / "again")  # before anything is attached
+        final = fingerprint(run.train(3, 6))
+
+        again = runs.Run(runs.SynclineKwargs(SPARSE))
+        again.accelerator.load_state(tmp_path / "again")
+        return [final, fingerprint(again.train(3, 6))]
+
+    def without(rank: Rank) -> list[str]:
+        run = runs.Run(runs.SynclineKwargs(SPARSE))
+        with said() as text:
+            run.accelerator.load_state(tmp_path / "three")
+        assert ("nothing was kept there" in text.getvalue()) is (rank.rank == 0)
+        return [fingerprint(run.train(3, 6))]
+
+    def more(rank: Rank) -> None:
+        run = runs.Run(runs.SynclineKwargs(SPARSE))
+        run.accelerator.load_state(tmp_path / "three")
+        with pytest.raises(syncline.UsageError, match="2 ranks saved it, and 3 are here: pass on_world_size='redis"):
+            run.train(3, 4)
+        run = runs.Run(runs.SynclineKwargs(SPARSE, on_world_size="redistribute"))
+        run.accelerator.load_state(tmp_path / "three")
+        run.train(3, 4)
+
+    results = on_torchrun_ranks(whole)
+    expected = results[0][0]
+    assert results == [[expected, expected]] * 2
+    assert len(list((tmp_path / "three/syncline").iterdir())) == 2
+    assert on_torchrun_ranks(resumed) == [[expected, expected]] * 2
+    on_torchrun_ranks(more, ranks=3)
+    (tmp_path / "three/syncline").rename(tmp_path / "three/elsewhere")
+    assert [expected] not in on_torchrun_ranks(without), "so what was kept made no difference"
+
+
+def test_what_is_kept_follows_the_loss_scale(runs: Any) -> None:
+    def main(rank: Rank) -> None:
+        doubling = GradScaler("cpu", init_scale=64.0, growth_interval=1)
+        scaled = runs.Run(runs.SynclineKwargs(SPARSE), scaler=doubling).train()
+        assert doubling.get_scale() == 64 * 2**6
+        assert fingerprint(scaled) == fingerprint(runs.Run(runs.SynclineKwargs(SPARSE)).train())
+
+    on_torchrun_ranks(main)
+
+
+def test_each_of_several_models_is_followed_and_saved(runs: Any, tmp_path: Path) -> None:
+    def main(rank: Rank) -> None:
+        accelerator = runs.Accelerator(cpu=True, kwargs_handlers=[runs.DistributedDataParallelKwargs(bucket_cap_mb=2)])
+        kwargs = runs.SynclineKwargs(SPARSE, quiet=True).join(accelerator)
+        models = accelerator.prepare(small_net(), small_net())
+        assert kwargs.handle is None
+        for model in models:
+            assert model.bucket_bytes_cap == 2 * 2**20
+            model(torch.ones(2, 784)).square().mean().backward()
+        assert len(kwargs.handles) == 2
+        accelerator.save_state(tmp_path)
+        accelerator.free_memory()
+        accelerator.prepare(small_net())
+        assert kwargs.handles == []
+
+    on_torchrun_ranks(main)
+    assert {len(list((tmp_path / name).iterdir())) for name in ("syncline", "syncline_1")} == {2}
+
+
+def test_it_tunes_by_itself_while_training_goes_on(runs: Any) -> None:
+    def main(rank: Rank) -> None:
+        kwargs = runs.SynclineKwargs(quiet=True)
+        synced = runs.Run(kwargs, joins=False)
+        assert distance(synced.train(), runs.Run().train()) < 1e-6
+        assert kwargs.handle is None
+        assert not kwargs._synced[0].following.done
+
+    on_torchrun_ranks(main)
+
+
+def test_what_cannot_work_is_refused_and_one_process_has_nothing_to_do(runs: Any, tmp_path: Path) -> None:
+    def main(rank: Rank) -> None:
+        with pytest.raises(syncline.UsageError, match=r"call SynclineKwargs\.join\(accelerator\) before"):
+            runs.Run(runs.SynclineKwargs(SPARSE), joins=False)
+        with pytest.raises(syncline.UsageError, match="join before prepare"):
+            runs.SynclineKwargs().join(runs.Run().accelerator)
+        with pytest.raises(syncline.UsageError, match="comm_hook: DDP takes one hook"):
+            runs.SynclineKwargs().join(
+                runs.Accelerator(kwargs_handlers=[runs.DistributedDataParallelKwargs(comm_hook="fp16")])
+            )
+
+    def alone(rank: Rank) -> None:
+        kwargs = runs.SynclineKwargs(SPARSE)
+        with said() as text:
+            run = runs.Run(kwargs)
+            run.model.module = run.model  # as it is not wrapped
+            run.accelerator.save_state(tmp_path)
+        assert text.getvalue().count("nothing to do") == 1
+        assert kwargs.handle is None
+
+    on_torchrun_ranks(main)
+    on_torchrun_ranks(alone, ranks=1)
+    assert not (tmp_path / "syncline").exists()
+
+
+def test_the_example_runs_as_a_user_types_it_and_goes_on(runs: Any, tmp_path: Path) -> None:
+    arguments = ("--steps", "4", "--batch", "8", "--accumulate", "2", "--density", "0.02", "--folder", str(tmp_path))
+    said = r"4 steps: \d+\.\d% of held-out digits right"
+    assert re.fullmatch(said, type_example("accelerate_digits.py", *arguments))
+    assert re.fullmatch(said, run_example("accelerate_digits.py", *arguments, "--resume"))

@@ -1,0 +1,68 @@
+"""What Syncline's modules for frameworks have in common: they are imported on demand, and refuse what cannot work."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import syncline
+from ddp_helpers import refusal
+
+WAYS = {"lightning": "SynclineStrategy", "accelerate": "SynclineKwargs", "transformers": "SynclineTrainer"}
+
+
+def maker(framework: str) -> Callable[..., Any]:
+    """Imported when it is asked for: these tests come last, and make no rank of the others larger."""
+    return getattr(importlib.import_module(f"syncline.integrations.{framework}"), WAYS[framework])
+
+
+def test_importing_syncline_imports_no_framework() -> None:
+    program = "import sys, syncline.cli, syncline.integrations; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert not {"lightning", "pytorch_lightning", "accelerate", "transformers"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("framework", WAYS)
+def test_a_framework_that_is_not_there_is_named_with_what_to_install(
+    framework: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [*sys.modules]:
+        if name.partition(".")[0] in (framework, f"pytorch_{framework}"):
+            monkeypatch.delitem(sys.modules, name)
+    for name in (framework, f"pytorch_{framework}"):
+        monkeypatch.setitem(sys.modules, name, None)  # which Python takes for one that is not installed
+    monkeypatch.delitem(sys.modules, f"syncline.integrations.{framework}", raising=False)
+    with pytest.raises(ImportError, match=rf"pip install 'syncline\[{framework}\]'$") as raised:
+        importlib.import_module(f"syncline.integrations.{framework}")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("framework", WAYS)
+def test_what_cannot_work_is_refused_at_construction(framework: str, tmp_path: Path) -> None:
+    make = maker(framework)
+    nowhere = tmp_path / "plan.json"
+    for expected, wanted in {
+        "exchange and plan exclude each other": {"exchange": syncline.Dense(), "plan": nowhere},
+        "<class 'syncline.exchange.dense.Dense'> is not an exchange": {"exchange": syncline.Dense},
+        "'sparse' is not an exchange": {"exchange": "sparse"},
+        "allow is for tuning": {"exchange": syncline.Dense(), "allow": ("bf16",)},
+        "allow names 'topk'": {"allow": ("topk",)},
+        "plan is a int": {"plan": 3},
+        "network is a list: pass a Network": {"network": []},
+        f"{nowhere}: cannot be read": {"plan": nowhere},
+        f"{tmp_path / 'net'}: cannot be read": {"network": tmp_path / "net"},
+        "on_world_size is 'shrink': it is one of": {"on_world_size": "shrink"},
+    }.items():
+        assert refusal(lambda wanted=wanted: make(**wanted)).startswith(expected)
+
+
+def test_a_hook_of_ones_own_is_refused_at_construction() -> None:
+    hook = "DDP takes one hook, and that is Syncline's: leave yours out"
+    assert refusal(lambda: maker("lightning")(ddp_comm_hook=print)) == f"ddp_comm_hook: {hook}"
+    assert refusal(lambda: maker("accelerate")(comm_hook="bf16")) == f"comm_hook: {hook}"

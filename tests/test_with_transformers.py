@@ -1,0 +1,123 @@
+"""Syncline in Hugging Face's Trainer: the same training, its checkpoints included."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import syncline
+from frameworks import distance, fingerprint, on_torchrun_ranks, run_example, said
+from syncline.cluster import Rank
+
+SPARSE = syncline.OkTopk(density=0.05)
+
+
+@pytest.fixture(scope="module")
+def runs() -> Any:
+    """Imported when the first of these tests runs, and these run last: the larger a process, the longer every rank
+    takes to fork."""
+    return importlib.import_module("transformers_runs")
+
+
+def test_dense_trains_as_trainers_own_ddp_does(runs: Any, tmp_path: Path) -> None:
+    def main(rank: Rank) -> None:
+        for options in ({}, {"gradient_accumulation_steps": 3, "ddp_find_unused_parameters": False}):
+            plain = runs.trainer(runs.Trainer, tmp_path, **options)
+            plain.train()
+            synced = runs.trainer(runs.SynclineTrainer, tmp_path, wanted={"exchange": syncline.Dense()}, **options)
+            synced.train()
+            assert synced.model_wrapped.find_unused_parameters is plain.model_wrapped.find_unused_parameters
+            assert runs.losses(synced) == pytest.approx(runs.losses(plain), abs=1e-4)
+            assert distance(synced.model, plain.model) < 1e-4
+            assert synced.handle is not None
+            assert synced.handle.stats().steps == 6
+            assert synced.state.log_history[0]["syncline/sent_share"] == 1
+
+    on_torchrun_ranks(main)
+
+
+def test_a_run_resumed_from_a_checkpoint_equals_the_uninterrupted_one(runs: Any, tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 3}
+
+    def whole(rank: Rank) -> str:
+        run = runs.trainer(runs.SynclineTrainer, tmp_path, wanted={"exchange": SPARSE}, save_total_limit=2, **options)
+        run.train()
+        return fingerprint(run.model)
+
+    def resumed(rank: Rank) -> str:
+        run = runs.trainer(
+            runs.SynclineTrainer, tmp_path / "more", wanted={"exchange": SPARSE}, save_total_limit=1, **options
+        )
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+        assert run.handle is not None
+        assert run.handle.stats().steps == 6
+        return fingerprint(run.model)
+
+    def without(rank: Rank) -> str:
+        run = runs.trainer(runs.SynclineTrainer, tmp_path, wanted={"exchange": SPARSE}, save_only_model=True, **options)
+        with said() as text:
+            run.train(resume_from_checkpoint=True)
+        assert ("nothing was kept there" in text.getvalue()) is (rank.rank == 0)
+        return fingerprint(run.model)
+
+    (expected,) = set(on_torchrun_ranks(whole))
+    assert len(list((tmp_path / "checkpoint-3/syncline").iterdir())) == 2
+    assert on_torchrun_ranks(resumed) == [expected, expected]
+    assert [path.name for path in (tmp_path / "more").iterdir()] == ["checkpoint-6"]
+    (tmp_path / "checkpoint-3/syncline").rename(tmp_path / "elsewhere")
+    (tmp_path / "checkpoint-6").rename(tmp_path / "six")
+    assert expected not in on_torchrun_ranks(without), "so what was kept made no difference"
+    assert runs.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-6")
+    assert not (tmp_path / "checkpoint-6/syncline").exists()
+
+
+def test_it_tunes_by_itself_around_a_trainer_of_ones_own(runs: Any, tmp_path: Path) -> None:
+    class Own(runs.Trainer):
+        batches = 0
+
+        def compute_loss(self, *args: Any, **options: Any) -> Any:
+            self.batches += 1
+            return super().compute_loss(*args, **options)
+
+    class Mine(runs.SynclineTrainer, Own):
+        pass
+
+    def main(rank: Rank) -> None:
+        plain = runs.trainer(runs.Trainer, tmp_path)
+        plain.train()
+        synced = runs.trainer(Mine, tmp_path, wanted={"quiet": True})
+        synced.train()
+        assert synced.batches == 6
+        assert distance(synced.model, plain.model) < 1e-4
+        assert synced.handle is None
+        assert not synced.syncline._synced[0].following.done
+        synced.train()
+        assert synced.batches == 12
+
+    on_torchrun_ranks(main)
+
+
+def test_one_process_has_nothing_to_do_and_is_told_so_once(runs: Any, tmp_path: Path) -> None:
+    def main(rank: Rank) -> None:
+        with said() as text:
+            run = runs.trainer(
+                runs.SynclineTrainer, tmp_path, wanted={"exchange": SPARSE}, save_strategy="steps", save_steps=6
+            )
+            run.train()
+        assert text.getvalue().count("nothing to do") == 1
+        assert run.handle is None
+
+    on_torchrun_ranks(main, ranks=1)
+    assert not (tmp_path / "checkpoint-6/syncline").exists()
+
+
+def test_the_example_runs_and_goes_on(runs: Any, tmp_path: Path) -> None:
+    arguments = ("--batch", "2", "--density", "0.05", "--folder", str(tmp_path))
+    assert re.fullmatch(
+        r"4 steps: \d\.\d\d bits per held-out byte", run_example("trainer_text.py", "--steps", "4", *arguments)
+    )
+    assert run_example("trainer_text.py", "--steps", "6", "--resume", *arguments).startswith("6 steps: ")

@@ -1,0 +1,53 @@
+"""Trainings with Hugging Face's Trainer, for its tests: small, on the text of a module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from syncline.integrations.transformers import SynclineTrainer
+
+__all__ = ["SynclineTrainer", "Trainer", "get_last_checkpoint", "losses", "trainer"]
+CONTEXT = 16
+TEXT = Path(torch.__file__).read_bytes()[: 256 * CONTEXT]
+
+
+class Windows(Dataset[dict[str, Tensor]]):
+    """Of Python's bytes."""
+
+    def __len__(self) -> int:
+        return len(TEXT) // CONTEXT
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = torch.tensor(list(TEXT[index * CONTEXT : (index + 1) * CONTEXT]))
+        return {"input_ids": row, "labels": row}
+
+
+def small_gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(7)
+    sizes = {"n_positions": CONTEXT, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes))
+
+
+def trainer(kind: type[Trainer], folder: Path, *, wanted: dict[str, Any] | None = None, **options: Any) -> Trainer:
+    """Of six steps, with dropout and a learning rate that falls: a resumed run must know where it is."""
+    arguments = TrainingArguments(
+        str(folder),
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        use_cpu=True,
+        disable_tqdm=True,
+        report_to="none",
+        **{"max_steps": 6, "logging_steps": 1, "save_strategy": "no", **options},
+    )
+    return kind(model=small_gpt2(), args=arguments, train_dataset=Windows(), **(wanted or {}))
+
+
+def losses(of: Trainer) -> list[float]:
+    return [entry["loss"] for entry in of.state.log_history if "loss" in entry]
