@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from syncline.bench.demo import DemoResult
+from syncline.bench.result import DemoResult
 from syncline.cli import demo, predict, screen
 from syncline.files import read_json, write_text
 

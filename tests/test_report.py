@@ -20,7 +20,7 @@ from typer.testing import CliRunner, Result
 
 import made_up
 from syncline.bench.result import BenchResult, DemoResult, Tuning
-from syncline.cli import app, screen
+from syncline.cli import app
 from syncline.errors import UsageError
 from syncline.files import read_json, write_json
 from syncline.measure.network import Network, assumed_network
@@ -289,6 +289,12 @@ def test_measured_timelines_are_a_steps_own_buckets() -> None:
         assert mark.value("start-s") == pytest.approx(bucket.start_s - span.start_s, abs=1e-6)
         assert mark.value("end-s") == pytest.approx(bucket.end_s - span.start_s, abs=1e-6)
         assert mark.value("bytes") == bucket.bytes
+    marks = [mark for mark in seen.of("timeline", "data-end-s") if "data-bucket" not in mark.attributes]
+    per_second = [
+        float(mark.attributes["width"].rstrip("%")) / (mark.value("end-s") - mark.value("start-s")) for mark in marks
+    ]
+    assert len(marks) >= 6  # of the step that was seen, and of those that are predicted: all on one scale
+    assert per_second == [pytest.approx(per_second[0], rel=1e-2)] * len(marks)
     own = seen.of("timeline", "data-own-s")
     assert own and all(mark.value("own-s") == pytest.approx(0.003, rel=1e-3) for mark in own[:4])
 
@@ -438,15 +444,6 @@ def test_the_page_asks_nothing_of_any_network() -> None:
         digest = base64.b64encode(hashlib.sha256(inside[1].encode()).digest()).decode()
         assert f"sha256-{digest.replace('+', '&#43;')}" in policy[1] or f"sha256-{digest}" in policy[1]
     assert " style=" not in text and " onclick=" not in text
-
-
-def test_figures_are_rounded_as_on_the_screen() -> None:
-    for value in (0.0, 0.04, 9.96, 99.94, 99.96, 100.0, 12_345.6):
-        assert figures.ms(value) == screen.ms(value)
-    for nbytes in (None, 0, 999, 1000, 123_456, 5e6, 7.5e9):
-        assert figures.size(nbytes) == screen.size(nbytes)
-    for ratio in (None, 0.5, 0.99, 1.0, 2.0):
-        assert figures.speed(ratio) == screen.speed(ratio)
 
 
 # Odd models, clusters and runs.

@@ -19,6 +19,7 @@ from syncline.files import write_json
 from syncline.measure.network import Network
 from syncline.measure.profile import load_profile
 from syncline.models.zoo import MODELS, build_model
+from syncline.report import figures
 from syncline.report.story import Story
 
 
@@ -126,7 +127,7 @@ def _workload(model: str | None, replay: str | None, scale: str, batch: int) -> 
 
 def _show(spec: ClusterSpec, result: BenchResult) -> None:
     model = result.model
-    what = f"{model.name} ({model.parameters:,} parameters, {screen.size(model.gradient_bytes)} of gradients)"
+    what = f"{model.name} ({model.parameters:,} parameters, {figures.size(model.gradient_bytes)} of gradients)"
     screen.out.print(f"{what}, {screen.links(spec, result.cluster.emulated)}, {result.rounds} rounds")
     if result.tree:
         screen.out.print(result.tree, highlight=False)
@@ -142,14 +143,14 @@ def _show(spec: ClusterSpec, result: BenchResult) -> None:
     for row in result.rows:
         table.add_row(
             row.method,
-            screen.ms(row.step_ms, unit=""),
-            f"{screen.ms(row.step_ms_low, unit='')}–{screen.ms(row.step_ms_high, unit='')}",
-            "–" if row.predicted_ms is None else screen.ms(row.predicted_ms, unit=""),
+            figures.ms(row.step_ms, unit=""),
+            f"{figures.ms(row.step_ms_low, unit='')}–{figures.ms(row.step_ms_high, unit='')}",
+            "–" if row.predicted_ms is None else figures.ms(row.predicted_ms, unit=""),
             "" if row.vs_ddp is None else f"{row.vs_ddp:.2f}",
-            screen.size(row.sent_bytes),
-            *([screen.size(row.predicted_sent_bytes)] if surprising else []),
-            screen.size(row.wire_bytes),
-            *([screen.size(row.peak_bytes)] if memory else []),
+            figures.size(row.sent_bytes),
+            *([figures.size(row.predicted_sent_bytes)] if surprising else []),
+            figures.size(row.wire_bytes),
+            *([figures.size(row.peak_bytes)] if memory else []),
         )
     screen.out.print(table)
     for row in result.rows:

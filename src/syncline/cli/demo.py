@@ -16,7 +16,7 @@ from syncline.cli.report import typed, write_page
 from syncline.cluster import format_rate, why_not_shaped
 from syncline.errors import UsageError
 from syncline.files import write_json
-from syncline.report import verdict
+from syncline.report import figures, verdict
 from syncline.report.story import Story
 
 PAGE = Path("syncline-report.html")
@@ -86,9 +86,9 @@ def show(result: DemoResult, console: Console) -> None:
     for row in result.rows:
         table.add_row(
             NAMES[row.method],
-            screen.ms(row.step_ms),
+            figures.ms(row.step_ms),
             "" if row.method in ("ddp", "nosync") else f"{1 / row.vs_ddp:.2f}×",
-            "" if row.method == "nosync" else screen.size(row.wire_bytes),
+            "" if row.method == "nosync" else figures.size(row.wire_bytes),
             "" if row.held_out_accuracy is None else f"{row.held_out_accuracy:.1%}",
             _weights(row),
         )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -20,6 +19,7 @@ from syncline.plan.memory import MemoryPlan, plan_memory
 from syncline.plan.plan import Plan
 from syncline.plan.search import ALLOWED
 from syncline.predict.schedule import ddp_caps
+from syncline.report import figures
 from syncline.report.story import Story
 from syncline.units import format_bytes, parse_bytes
 
@@ -127,8 +127,9 @@ def _show(plan: Plan, path: Path | None, measured: bool) -> None:
             size = sum(gradient.bytes for gradient in plan.gradients if gradient.name in set(bucket.parameters))
             lane = f", lane {bucket.lane}" if plan.lanes > 1 else ""
             count = f"{len(bucket.parameters)} gradient{'s' if len(bucket.parameters) > 1 else ''}"
-            line = f"bucket {index}: {count}, {screen.size(size)}, {_short(plan.exchanges[index])}{lane}, from "
-            screen.out.print(line + bucket.parameters[0], style="dim", no_wrap=True, overflow="ellipsis")
+            way = figures.exchange(plan.exchanges[index])
+            line = f"bucket {index}: {count}, {figures.size(size)}, {way}{lane}, from {bucket.parameters[0]}"
+            screen.out.print(line, style="dim", no_wrap=True, overflow="ellipsis")
         if len(plan.buckets) > _SHOWN:
             screen.out.print(f"and {len(plan.buckets) - _SHOWN} buckets more", style="dim")
     if path is not None:
@@ -156,8 +157,8 @@ def _show_memory(answer: MemoryPlan, measured: bool) -> None:
         if not row.batch:
             table.add_row(name, "–", "", "", "", f"one sample needs {format_bytes(row.least_bytes)}")
             continue
-        figures = (format_bytes(row.peak_bytes), screen.ms(row.step_s * 1e3), screen.ms(row.sample_s * 1e3))
-        table.add_row(name, str(row.batch), *figures, row.about)
+        shown = (format_bytes(row.peak_bytes), figures.ms(row.step_s * 1e3), figures.ms(row.sample_s * 1e3))
+        table.add_row(name, str(row.batch), *shown, row.about)
     screen.out.print(table)
     screen.out.print(
         "batch: samples per rank and step; beyond the measured ones, sizes and times are a straight line. peak: "
@@ -171,20 +172,7 @@ def _show_memory(answer: MemoryPlan, measured: bool) -> None:
         screen.out.print("Everything fits with DDP as it is, and nothing here is faster.")
 
 
-def _short(exchange: Any) -> str:
-    """Its type, and what is not as it is by default."""
-    usual = type(exchange)()
-    others = [
-        field.name
-        for field in dataclasses.fields(exchange)
-        if getattr(exchange, field.name) != getattr(usual, field.name)
-    ]
-    values = [getattr(exchange, name) for name in others]
-    shown = [_short(value) if dataclasses.is_dataclass(value) else repr(value) for value in values]
-    return f"{type(exchange).__name__}({', '.join(f'{n}={v}' for n, v in zip(others, shown, strict=True))})"
-
-
 def _figures(plan: Plan, seconds: float, lossless: bool) -> tuple[str, str, str, str]:
     times = plan.plain_s / seconds if seconds else 1.0
     scaling = f"{plan.compute_s / seconds:.0%}" if seconds else "–"
-    return screen.ms(seconds * 1e3), f"{times:.2f}×", scaling, "" if lossless else "lossy"
+    return figures.ms(seconds * 1e3), f"{times:.2f}×", scaling, "" if lossless else "lossy"

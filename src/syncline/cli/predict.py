@@ -17,7 +17,7 @@ from syncline.measure.network import Network, assumed_network
 from syncline.measure.profile import Profile, load_profile
 from syncline.predict import Losses, Prediction, Schedule, predict
 from syncline.predict.diagnosis import CAUSES, Diagnosis, Remedy, diagnose, lost_to
-from syncline.report import verdict
+from syncline.report import figures, verdict
 from syncline.report.story import Story
 
 MAX_HOSTS = 65_536
@@ -210,8 +210,8 @@ def _show_remedies(title: str, before: Prediction, remedies: list[Remedy]) -> No
     for remedy in remedies[:4]:
         after = remedy.prediction
         note = " (lossy)" if remedy.lossy else ""
-        ratio = screen.speed(after.iteration_s / before.iteration_s)
-        table.add_row(f"{remedy.what}{note}", screen.ms(after.iteration_s * 1e3), ratio, f"{after.scaling:.0%}")
+        ratio = figures.speed(after.iteration_s / before.iteration_s)
+        table.add_row(f"{remedy.what}{note}", figures.ms(after.iteration_s * 1e3), ratio, f"{after.scaling:.0%}")
     screen.out.print(table)
     screen.out.print()
 
@@ -228,17 +228,17 @@ def _show_rows(rows: list[tuple[int | None, Prediction]], measured: bool) -> Non
             *([row.schedule.describe()] if plans else []),
             *([links] if rates else []),
             str(row.hosts),
-            screen.ms(row.iteration_s * 1e3),
+            figures.ms(row.iteration_s * 1e3),
             f"{row.low_s * 1e3:.0f}–{row.high_s * 1e3:.0f}",
             f"{row.scaling:.0%}",
-            screen.size(row.sent_bytes),
+            figures.size(row.sent_bytes),
         )
     screen.out.print(table)
-    figures = "with the network's figures at the ends of their 90 % intervals"
+    taken = "with the network's figures at the ends of their 90 % intervals"
     if not measured:
-        figures = "start-ups a third to three times, and links 80 to 100 %, of what is assumed"
+        taken = "start-ups a third to three times, and links 80 to 100 %, of what is assumed"
     screen.out.print(
-        f"scaling: the step on one rank alone, over this step; range: {figures}, and on more hosts than those with "
+        f"scaling: the step on one rank alone, over this step; range: {taken}, and on more hosts than those with "
         "start-ups that grow as a tree's or as a ring's; sent: by the busiest rank",
         style="dim",
     )
@@ -246,8 +246,8 @@ def _show_rows(rows: list[tuple[int | None, Prediction]], measured: bool) -> Non
 
 def _show_losses(one: Prediction) -> None:
     table = screen.table("lost to", "per step", "of the step")
-    table.add_row("(computation)", screen.ms(one.compute_s * 1e3), f"{one.scaling:.0%}")
+    table.add_row("(computation)", figures.ms(one.compute_s * 1e3), f"{one.scaling:.0%}")
     for name, seconds in lost_to(one.losses).items():
-        table.add_row(CAUSES[name], screen.ms(seconds * 1e3), f"{seconds / one.iteration_s:.0%}")
+        table.add_row(CAUSES[name], figures.ms(seconds * 1e3), f"{seconds / one.iteration_s:.0%}")
     screen.out.print(table)
     screen.out.print()

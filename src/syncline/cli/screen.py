@@ -70,23 +70,3 @@ def table(*columns: str, words: str = "") -> Table:
         name = index == 0 or (column and column == words)
         made.add_column(column, justify="left" if name else "right", no_wrap=not name)
     return made
-
-
-def ms(value: float, unit: str = " ms") -> str:
-    return f"{value:.0f}{unit}" if value >= 100 else f"{value:.1f}{unit}"
-
-
-def size(nbytes: float | None) -> str:
-    if nbytes is None:
-        return "–"
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-def speed(ratio: float | None) -> str:
-    """A ratio of times, as people say it."""
-    if ratio is None:
-        return "–"
-    return f"{1 / ratio:.2f}× faster" if ratio < 1 else f"{ratio:.2f}× slower"

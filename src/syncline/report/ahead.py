@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from syncline.bench.result import BenchResult
 from syncline.plan.plan import Plan
 from syncline.predict import Prediction
 from syncline.predict.diagnosis import Remedy
-from syncline.report import commands, figures, scales, verdict
-from syncline.report.blocks import KINDS, Block, Cell, Dot, Lines, Section, Segment, Series, Table, Track, Tracks
+from syncline.report import commands, figures, scales
+from syncline.report.blocks import (
+    KINDS,
+    Block,
+    Cell,
+    Dot,
+    Lines,
+    Section,
+    Segment,
+    Series,
+    Table,
+    Track,
+    Tracks,
+    present,
+)
 from syncline.report.outlook import Curve, Outlook
 from syncline.report.story import Story, Subject
 
@@ -45,18 +57,13 @@ def remedies_section(outlook: Outlook, story: Story) -> Section | None:
                 rows=tuple(rows),
                 end=now_s,
                 columns=("per step", "saves", "scaling", ""),
-                source="predicted" if outlook.network.measured else "predicted, links assumed",
+                source=outlook.source,
                 line=(found.prediction.compute_s, "computation alone"),
-                legend=_present(rows, ("plain", "change", "lossy", "hardware")),
+                legend=present(rows, ("plain", "change", "lossy", "hardware")),
             ),
         ),
         how=commands.of_prediction(story),
     )
-
-
-def _present(rows: Sequence[Track], kinds: Sequence[str]) -> tuple[str, ...]:
-    """Of these, what is drawn."""
-    return tuple(kind for kind in kinds if any(mark.kind == kind for row in rows for mark in row.segments))
 
 
 def _remedy(one: Remedy, now_s: float) -> Track:
@@ -116,7 +123,7 @@ def _alternatives(plan: Plan) -> Tracks:
         columns=("per step", "faster", "scaling", ""),
         source="predicted",
         line=(plan.compute_s, "computation alone"),
-        legend=_present(rows, ("chosen", "plain", "other")),
+        legend=present(rows, ("chosen", "plain", "other")),
         note=f"{figures.count(left, 'slower one')} not drawn." if left > 0 else "",
     )
 
@@ -137,7 +144,7 @@ def _buckets(plan: Plan) -> Table:
             Cell(str(index)),
             Cell(str(bucket.lane)),
             Cell(figures.size(sum(sizes[name] for name in bucket.parameters))),
-            Cell(_short(exchange)),
+            Cell(figures.exchange(exchange)),
             Cell(_first_and_last(bucket.parameters)),
         )
         for index, (bucket, exchange) in enumerate(zip(plan.buckets, plan.exchanges, strict=True))
@@ -153,17 +160,6 @@ def _buckets(plan: Plan) -> Table:
 
 def _first_and_last(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
-
-
-def _short(exchange: object) -> str:
-    """Its type, and what is not as it is by default."""
-    usual = type(exchange)()
-    parts = []
-    for one in dataclasses.fields(exchange):  # type: ignore[arg-type]
-        value = getattr(exchange, one.name)
-        if value != getattr(usual, one.name):
-            parts.append(f"{one.name}={_short(value) if dataclasses.is_dataclass(value) else repr(value)}")
-    return f"{type(exchange).__name__}({', '.join(parts)})"
 
 
 def scaling_section(outlook: Outlook, story: Story, subject: Subject) -> Section | None:
@@ -197,7 +193,7 @@ def scaling_section(outlook: Outlook, story: Story, subject: Subject) -> Section
                 x,
                 y,
                 tuple(series),
-                "predicted" if outlook.network.measured else "predicted, links assumed",
+                outlook.source,
                 note="Bands: the network’s figures at the ends of their intervals, and on more hosts than were "
                 "measured start-ups that grow as a tree’s or as a ring’s.",
             ),
@@ -284,47 +280,3 @@ def _ran(subject: Subject) -> Iterator[Dot]:
                 "per step, without the optimizer’s"
             )
             yield Dot(float(hosts), pace.step_s, says, pace.low_s, pace.high_s)
-
-
-def model_section(subject: Subject, story: Story) -> Section | None:
-    """When its gradients are ready."""
-    profile = subject.profile
-    if profile is None:
-        return None
-    total, line, ready = 0, [(0.0, 0.0)], []
-    for gradient in profile.gradients:
-        line.append((gradient.ready_s, float(total)))
-        total += gradient.bytes
-        line.append((gradient.ready_s, float(total)))
-        ready.append((gradient, total))
-    largest = sorted(ready, key=lambda one: -one[0].bytes)[:_MOST_BUCKETS]
-    every = max(1, len(line) // 600)
-    dots = tuple(
-        Dot(
-            gradient.ready_s,
-            float(so_far),
-            f"{gradient.name}: {figures.size(gradient.bytes)}, ready {figures.fine(gradient.ready_s)} after backward "
-            f"began; {figures.size(so_far)} by then",
-        )
-        for gradient, so_far in sorted(largest, key=lambda one: one[0].ready_s)
-    )
-    x = scales.duration("since backward began", [profile.backward_s], ceiling=1.0)
-    left = len(ready) - len(largest)
-    return Section(
-        "model",
-        "When gradients are ready",
-        verdict.of_profile(profile),
-        (
-            Lines(
-                f"{figures.count(len(ready), 'gradient')}, {figures.size(total)}, as backward makes them",
-                x,
-                scales.linear("ready so far", [float(total)], figures.short_size),
-                (Series("gradients", line=(*line[::every], line[-1]), dots=dots),),
-                "measured",
-                note=f"Points are the {len(largest)} largest; {left:,} smaller ones are in the line only."
-                if left
-                else "",
-            ),
-        ),
-        how=commands.of_profile(story),
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 KINDS = {
@@ -20,6 +20,8 @@ KINDS = {
     "hardware": "needs other hardware",
 }
 """What colours mean, on every chart alike."""
+STEP = ("compute", "hidden", "exposed", "waiting", "own")
+"""Those that a step is made of."""
 
 Value = str | float | int
 
@@ -65,6 +67,11 @@ class Track:
     @property
     def rows(self) -> int:
         return 1 + max((segment.row for segment in self.segments), default=0)
+
+
+def present(rows: Sequence[Track], kinds: Sequence[str]) -> tuple[str, ...]:
+    """Of these kinds, what is drawn."""
+    return tuple(kind for kind in kinds if any(mark.kind == kind for row in rows for mark in row.segments))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 
 def ms(value: float, unit: str = " ms") -> str:
     return f"{value:.0f}{unit}" if value >= 100 else f"{value:.1f}{unit}"
@@ -74,3 +76,14 @@ def capital(text: str) -> str:
 def listed(words: list[str]) -> str:
     """`a`, `a and b`, `a, b and c`."""
     return " and ".join([*([", ".join(words[:-1])] if words[1:] else []), *words[-1:]])
+
+
+def exchange(one: object) -> str:
+    """Its type, and what is not as it is by default."""
+    usual = type(one)()
+    parts = []
+    for field in dataclasses.fields(one):  # type: ignore[arg-type]
+        value = getattr(one, field.name)
+        if value != getattr(usual, field.name):
+            parts.append(f"{field.name}={exchange(value) if dataclasses.is_dataclass(value) else repr(value)}")
+    return f"{type(one).__name__}({', '.join(parts)})"

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from syncline.bench.result import BenchResult, Cluster, DemoResult
 from syncline.report import commands, figures, scales, verdict
-from syncline.report.blocks import Dot, Lines, Marker, Section, Segment, Series, Track, Tracks, Value
+from syncline.report.blocks import Dot, Lines, Marker, Section, Segment, Series, Track, Tracks, Value, present
 from syncline.report.record import ModelRecord
 from syncline.report.story import Story, Subject
 
-_MOST_VERTICES, _MOST_DOTS = 400, 40
+_MOST_VERTICES, _MOST_DOTS, _MOST_GRADIENTS = 400, 40, 40
 _METHODS = {
     "nosync": "no communication",
     "ddp": "plain DDP",
@@ -117,9 +117,7 @@ def _methods(caption: str, rows: Sequence[_Method], columns: tuple[str, ...]) ->
         columns=columns,
         source="measured",
         line=None if floor is None else (floor / 1e3, "computation alone"),
-        legend=tuple(
-            kind for kind in ("compute", "exposed", "other") if any(m.kind == kind for t in tracks for m in t.segments)
-        ),
+        legend=present(tracks, ("compute", "exposed", "other")),
         marked="predicted before the first step" if any(row.predicted_ms for row in rows) else "",
         note="Medians of rounds in which all methods take turns, with quartiles as whiskers; × DDP: the median of the "
         "rounds’ ratios.",
@@ -278,6 +276,50 @@ def _steps_in_time(rank: int, model: ModelRecord) -> Lines | None:
             for hue, (way, points) in enumerate(ways.items())
         ),
         "measured",
+    )
+
+
+def model_section(subject: Subject, story: Story) -> Section | None:
+    """When its gradients are ready."""
+    profile = subject.profile
+    if profile is None:
+        return None
+    total, line, ready = 0, [(0.0, 0.0)], []
+    for gradient in profile.gradients:
+        line.append((gradient.ready_s, float(total)))
+        total += gradient.bytes
+        line.append((gradient.ready_s, float(total)))
+        ready.append((gradient, total))
+    largest = sorted(ready, key=lambda one: -one[0].bytes)[:_MOST_GRADIENTS]
+    every = max(1, len(line) // 600)
+    dots = tuple(
+        Dot(
+            gradient.ready_s,
+            float(so_far),
+            f"{gradient.name}: {figures.size(gradient.bytes)}, ready {figures.fine(gradient.ready_s)} after backward "
+            f"began; {figures.size(so_far)} by then",
+        )
+        for gradient, so_far in sorted(largest, key=lambda one: one[0].ready_s)
+    )
+    x = scales.duration("since backward began", [profile.backward_s], ceiling=1.0)
+    left = len(ready) - len(largest)
+    return Section(
+        "model",
+        "When gradients are ready",
+        verdict.of_profile(profile),
+        (
+            Lines(
+                f"{figures.count(len(ready), 'gradient')}, {figures.size(total)}, as backward makes them",
+                x,
+                scales.linear("ready so far", [float(total)], figures.short_size),
+                (Series("gradients", line=(*line[::every], line[-1]), dots=dots),),
+                "measured",
+                note=f"Points are the {len(largest)} largest; {left:,} smaller ones are in the line only."
+                if left
+                else "",
+            ),
+        ),
+        how=commands.of_profile(story),
     )
 
 

@@ -48,6 +48,11 @@ class Outlook:
     hosts: tuple[int, ...] = ()
     rates_bps: tuple[int | None, ...] = (None,)
 
+    @property
+    def source(self) -> str:
+        """What its figures are."""
+        return "predicted" if self.network.measured else "predicted, links assumed"
+
     @functools.cached_property
     def diagnosis(self) -> Diagnosis:
         return diagnose(self.profile, self.network, self.first[1])

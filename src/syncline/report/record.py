@@ -52,7 +52,7 @@ class StepSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     step: int
     """Counted from 0: steps that were exchanged."""
     way: str
-    """How gradients went: `plain DDP`, `plan`, or an exchange's name."""
+    """How gradients went: `plain DDP`, `the plan`, or an exchange's name."""
     start_s: float
     """Of forward."""
     backward_s: float

@@ -52,13 +52,13 @@ def between(name: str, values: Iterable[float], text: Callable[[float], str]) ->
 
 
 def logarithmic(name: str, values: Iterable[float], text: Callable[[float], str]) -> Axis:
-    """Over all that are positive, with a little to each side; powers of ten are named."""
+    """Over all that are positive, with a little to each side; powers of ten are named, or a few between them."""
     known = [value for value in values if math.isfinite(value) and value > _LEAST]
     least, most = (min(known), max(known)) if known else (1.0, 10.0)
     low, high = least / 1.3, most * 1.3
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks = [10.0**power for power in powers if low <= 10.0**power <= high]
-    if len(ticks) < 2:
+    if len(ticks) < 3:
         ticks = [times * 10.0**power for power in powers for times in (1, 2, 5) if low <= times * 10.0**power <= high]
     if len(ticks) < 2:
         ticks = sorted({least, most})

@@ -89,7 +89,7 @@ def _of_files(story: Story) -> Subject:
     profile, network, plans = story.profile, story.network, dict(story.plans)
     for result in story.benches:
         profile, network = profile or result.profile, network or result.network
-        plans = plans or {name: plan for name, plan in result.plans.items() if name in ("plan", "plan-lossy")}
+        plans = plans or {_PLANNED[name]: plan for name, plan in result.plans.items() if name in _PLANNED}
     if story.demo is not None:
         network = network or story.demo.network
         profile = profile or next((found.profile for found in reversed(story.demo.tunings.values())), None)
@@ -100,6 +100,7 @@ def _of_files(story: Story) -> Subject:
     return Subject(next((name for name in names if name), ""), profile, network, plans)
 
 
+_PLANNED = {"plan": "the plan, lossless", "plan-lossy": "the plan, lossy allowed"}
 _TUNED = {"tune": "the plan, lossless", "tune-bf16": "the plan, 16 bits allowed"}
 
 

@@ -67,7 +67,7 @@ def _of_subject(story: Story, subject: Subject, outlook: Outlook | None) -> Iter
         yield found
     if (found := measured.training_section(story, subject)) is not None:
         yield found
-    if (found := ahead.model_section(subject, story)) is not None:
+    if (found := measured.model_section(subject, story)) is not None:
         yield found
 
 
