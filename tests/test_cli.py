@@ -92,7 +92,20 @@ def test_a_corrupt_profile_gets_one_line_and_exit_2(tmp_path: Path) -> None:
 
 def test_bench_shows_a_table_and_writes_the_file(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    arguments = ["bench", "--hosts", "2", "--rate", "1gbit", "--model", "mlp", "--methods", "ddp,dense", "--steps", "2"]
+    arguments = [
+        "bench",
+        "--hosts",
+        "2",
+        "--rate",
+        "1gbit",
+        "--model",
+        "mlp",
+        "--methods",
+        "ddp,dense",
+        "--steps",
+        "2",
+        "--probe=2",
+    ]
     page = tmp_path / "page.html"
     answer = runner.invoke(app, [*arguments, "--json", str(path), "--report", str(page)])
     assert answer.exit_code == 0, answer.stderr

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_helpers import on_ranks
+from syncline.cluster import Rank
 from syncline.errors import UsageError
 from syncline.measure.backward import measure_backward
 from syncline.measure.profile import BUFFER_ITEM_BYTES, ITEM_BYTES, Buffers, Gradient, Profile, RankTimes
@@ -219,17 +218,15 @@ def test_a_straggler_is_replayed_at_its_own_pace_and_unknown_ranks_at_the_median
     assert ReplayModel(profile, rank=0)._profile == ReplayModel(profile)._profile == profile
 
 
-def rank_main(rank: int, rendezvous: str) -> None:
+def rank_main(rank: Rank) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
     for as_bucket_view in (False, True):
-        averages_over_ranks(rank, as_bucket_view)
+        averages_over_ranks(rank.rank, as_bucket_view)
     measured = measure_backward(
         DistributedDataParallel(ReplayModel(recorded())), lambda model: model(), steps=1, warmup=0
     )
     assert [g.name for g in measured.gradients] == NAMES
-    broadcasts_buffers(rank)
-    dist.destroy_process_group()
+    broadcasts_buffers(rank.rank)
 
 
 def broadcasts_buffers(rank: int) -> None:
@@ -267,5 +264,5 @@ def averages_over_ranks(rank: int, as_bucket_view: bool) -> None:
     torch.testing.assert_close(gradients_of(ddp), average(*local, *map(step, alone)))
 
 
-def test_ddp_averages_replayed_gradients_through_rebuild_and_no_sync(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(rank_main, args=(str(tmp_path / "rendezvous"),), nprocs=2)
+def test_ddp_averages_replayed_gradients_through_rebuild_and_no_sync() -> None:
+    on_ranks(2, rank_main)

@@ -51,7 +51,7 @@ def test_what_cannot_work_is_refused_at_construction(framework: str, tmp_path: P
         "exchange and plan exclude each other": {"exchange": syncline.Dense(), "plan": nowhere},
         "<class 'syncline.exchange.dense.Dense'> is not an exchange": {"exchange": syncline.Dense},
         "'sparse' is not an exchange": {"exchange": "sparse"},
-        "allow is for tuning": {"exchange": syncline.Dense(), "allow": ("bf16",)},
+        "allow and change=False are for tuning": {"exchange": syncline.Dense(), "allow": ("bf16",)},
         "allow names 'topk'": {"allow": ("topk",)},
         "plan is a int": {"plan": 3},
         "network is a list: pass a Network": {"network": []},
