@@ -6,7 +6,9 @@ import copy
 import gc
 import io
 import random
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -179,15 +181,87 @@ def test_copies_and_pickles_of_a_followed_model_know_nothing_of_it_and_it_dies_w
         train(model, 1)
 
         gone = weakref.ref(model)
+        del model
+        gc.collect()  # while it is watched there is a circle
+        assert gone() is None
+        assert following.record().steps == 6  # what was seen of it stays
+
+        attached = DDP(net())
+        other = syncline.follow(attached, exchange=syncline.OkTopk(density=0.5), quiet=True)
+        train(attached, 3)
+        lanes = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        assert lanes
+        gone, weight = weakref.ref(attached), weakref.ref(attached.module[0].weight)
+        gc.collect()
         gc.disable()  # not even until Python looks for circles
         try:
-            following.close()
-            del model
-            assert gone() is None
+            del attached
+            assert gone() is None and weight() is None
         finally:
             gc.enable()
+        for thread in lanes:
+            thread.join(timeout=20)
+            assert not thread.is_alive()
+        assert other.record().steps == 3
 
     launch(TWO, main, shaped=False)
+
+
+class Odd(nn.Module):
+    """Hands out one of its parameters, and has a part that is frozen now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = net(), nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": self.head(self.body(inputs)), "bias": self.head.bias}
+
+
+def frozen_in_turns(model: DDP, step: int) -> torch.Tensor:
+    for parameter in (*model.module.body[0].parameters(), *model.module.body[2].parameters()):
+        parameter.requires_grad_(step % 5 != 4)
+    return model(torch.randn(8, 32, dtype=torch.float64))["out"].square().mean()
+
+
+def twice_and_with_slopes(model: DDP, step: int) -> torch.Tensor:
+    inputs = torch.randn(8, 32, dtype=torch.float64, requires_grad=True)
+    out = model(inputs)["out"]
+    (slope,) = torch.autograd.grad(out.sum(), inputs, create_graph=True)
+    loss = out.square().mean() + slope.square().mean()
+    if step % 2:
+        loss.backward(retain_graph=True)
+    return loss
+
+
+@pytest.mark.parametrize("script", [frozen_in_turns, twice_and_with_slopes])
+def test_odd_scripts_train_as_without(script: Callable[[DDP, int], torch.Tensor]) -> None:
+    """In double precision, and with a process group that has a backend for each kind of device."""
+
+    def main(rank: Rank) -> str:
+        dist.init_process_group()
+        torch.set_num_threads(1)
+        trained = {}
+        for kind in ("alone", "followed"):
+            torch.manual_seed(0)
+            unused = script is frozen_in_turns
+            model = DDP(Odd().double(), find_unused_parameters=unused, bucket_cap_mb=0.002)
+            following = syncline.follow(model, network=slow_starts(), quiet=True) if kind == "followed" else None
+            torch.manual_seed(rank.rank)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            for step in range(80):
+                optimizer.zero_grad()
+                script(model, step).backward()
+                optimizer.step()
+            trained[kind] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        assert following is not None
+        assert following.record().steps == 80
+        assert not model.module.head.bias._backward_hooks
+        torch.testing.assert_close(trained["followed"], trained["alone"], rtol=1e-9, atol=1e-9)
+        return following.describe()
+
+    told = launch(TWO, main, shaped=False, deadline_s=100)
+    assert "Tried: plain DDP" in told[0], told[0]
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,28 @@ def test_a_script_trains_as_without(flags: list[str], tmp_path: Path) -> None:
     assert (tmp_path / "out" / "report.html").read_text().startswith("<!")
 
 
+def test_a_script_finds_what_python_would_give_it_and_an_earlier_run_is_not_mixed_in(tmp_path: Path) -> None:
+    script = tmp_path / "folder" / "look.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import json, sys\nfrom pathlib import Path\n"
+        "Path(sys.argv[1]).write_text(json.dumps([__file__, sys.path[0], __name__, len(sys.argv), sys.path.count('')]))"
+    )
+    out, told = tmp_path / "out", tmp_path / "told.json"
+    out.mkdir()
+    for name in ("rank-0000.json", "rank-0007.json"):
+        (out / name).write_text("of another run")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "syncline.run", "--out", str(out), "folder/look.py", str(told)]
+    ran = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(told.read_text()) == [str(script), str(script.parent), "__main__", 2, 0]
+    assert [path.name for path in out.iterdir()] == ["rank-0000.json"]
+    assert RunRecord.load(out / "rank-0000.json").models == ()
+
+
 def test_a_script_that_crashes_half_way_crashes_as_without_and_leaves_a_report(tmp_path: Path) -> None:
     command = ["--network", str(network(tmp_path)), "--out", str(tmp_path / "out"), str(SCRIPT)]
     crash = ["--losses", str(tmp_path), "--crash-at", "30"]

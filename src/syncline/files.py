@@ -112,6 +112,11 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_finite(tree: object, field: str = "") -> None:
     if isinstance(tree, float) and not math.isfinite(tree):
         raise _FieldError(field, f"must be a finite number, not {tree}")
+    if isinstance(tree, str) and not tree.isascii():
+        try:
+            tree.encode()
+        except UnicodeEncodeError:  # one half of a pair, which JSON can say and nobody can print
+            raise _FieldError(field, "holds half a character; write it again") from None
     if isinstance(tree, dict):
         for key, value in tree.items():
             _check_finite(value, f"{field}.{key}" if field else str(key))

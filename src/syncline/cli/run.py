@@ -25,7 +25,7 @@ from syncline.exchange import EXCHANGES, Exchange
 from syncline.measure.network import Network
 from syncline.plan.plan import Plan
 from syncline.report.record import RunRecord
-from syncline.run.runner import Job, Runner
+from syncline.run.runner import RUNNING, Job, Runner
 from syncline.run.script import check_script
 
 FOLDER = Path("syncline-run")
@@ -95,7 +95,9 @@ def run_command(
     given = [*(["-m"] if module else []), script, *(arguments or [])]
     words = [part for name, value in _chosen(locals()) for part in (name, value) if part is not None]
     ranks = nproc_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    command = shlex.join(["torchrun", "--nproc-per-node", str(ranks), "-m", "syncline.run", *words, *given])
+    nodes = int(os.environ.get("WORLD_SIZE", ranks)) // ranks
+    several = ["--nnodes", str(nodes)] if nodes > 1 else []
+    command = shlex.join(["torchrun", *several, "--nproc-per-node", str(ranks), "-m", "syncline.run", *words, *given])
     return _Started(Job(script, tuple(arguments or ()), module, wishes, out, command), nproc_per_node, [*words, *given])
 
 
@@ -137,7 +139,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
         sys.exit(2)
     finally:
         if runner.rank == 0:
-            _tell(runner, whole=sys.exc_info()[0] is None)
+            _tell(runner)
     sys.exit(0)
 
 
@@ -165,7 +167,7 @@ SETTINGS = {"allow_interspersed_args": False}
 """What follows the script is the script's."""
 
 
-def _tell(runner: Runner, *, whole: bool) -> None:
+def _tell(runner: Runner) -> None:
     """The page, and a line that says where it is. It must not be what a training fails by."""
     if not runner.found:
         print("syncline run: the script built no DistributedDataParallel model, so nothing was done", file=sys.stderr)
@@ -174,7 +176,7 @@ def _tell(runner: Runner, *, whole: bool) -> None:
         from syncline.report.page import write_report
         from syncline.report.story import Story
 
-        records = _records(runner, _WAIT_S if whole else _WAIT_S / 10)
+        records = _records(runner, _WAIT_S if runner.ended == "finished" else _WAIT_S / 10)
         page = runner.job.folder / "report.html"
         write_report(page, Story(runs=records))
         print(f"syncline run: {page} tells what became of it", file=sys.stderr)
@@ -184,15 +186,12 @@ def _tell(runner: Runner, *, whole: bool) -> None:
 
 
 def _records(runner: Runner, wait_s: float) -> tuple[RunRecord, ...]:
-    """Of the ranks that are on this host, as far as they are written soon; what other hosts wrote is theirs."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    """Of all ranks whose records can be seen here, when those of this host are complete, or after a while."""
+    local = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), runner.ranks)
     until = time.monotonic() + wait_s
-    found: dict[int, RunRecord] = {}
     while True:
-        for rank in range(runner.ranks):
-            path = runner.path(rank)
-            if rank not in found and path.exists() and path.stat().st_mtime >= runner.started - 1:
-                found[rank] = RunRecord.load(path)
-        if len(found) >= min(local, runner.ranks) or time.monotonic() > until:
-            return tuple(found[rank] for rank in sorted(found))
+        paths = [path for rank in range(runner.ranks) if (path := runner.path(rank)).exists()]
+        found = [RunRecord.load(path) for path in paths]
+        if sum(one.ended != RUNNING for one in found) >= local or time.monotonic() > until:
+            return tuple(found)
         time.sleep(0.05)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.engine.agreement import current_device, flatten, meet, versions_here
-from syncline.engine.comm import group_timeout
+from syncline.engine.comm import backend_of, group_timeout
 from syncline.engine.engine import Engine
 from syncline.engine.given import check_lanes, checked_exchange
 from syncline.engine.handle import Handle
@@ -49,7 +49,7 @@ def attach(
     ddp = ddp_of(model)
     exchange = checked_exchange(exchange)
     if lanes is None:
-        lanes = default_lanes(exchange, str(dist.get_backend(ddp.process_group)))
+        lanes = default_lanes(exchange, backend_of(ddp.process_group))
     check_lanes(lanes)
     if timeout_s is not None and not timeout_s > 0:
         raise UsageError(f"timeout_s is {timeout_s!r}: a collective needs some time")
@@ -76,7 +76,7 @@ def attach_route(
         if isinstance(known, SynclineError):
             raise known
         place = find_place(group, route.exchanges, known)
-        engine = Engine(group, parameters, route, timeout, place, _scale_of(scaler))
+        engine = Engine(group, parameters, route, timeout, place, lambda: scale_of(scaler))
     try:
         switch = switch_of(ddp)
     except BaseException:
@@ -94,17 +94,13 @@ def check_scaler(scaler: object) -> None:
         )
 
 
-def _scale_of(scaler: GradScaler | None) -> Callable[[], Tensor | None]:
+def scale_of(scaler: GradScaler | None) -> Tensor | None:
     """What its losses are multiplied with, where it is now."""
-
-    def scale() -> Tensor | None:
-        if scaler is None or not scaler.is_enabled():
-            return None
-        on_device = getattr(scaler, "_get_scale_async", None)  # private: without it, asking waits for the device
-        found: Tensor | None = on_device() if on_device is not None else None
-        return torch.tensor(scaler.get_scale()) if found is None else found
-
-    return scale
+    if scaler is None or not scaler.is_enabled():
+        return None
+    on_device = getattr(scaler, "_get_scale_async", None)  # private: without it, asking waits for the device
+    found: Tensor | None = on_device() if on_device is not None else None
+    return torch.tensor(scaler.get_scale()) if found is None else found
 
 
 def _fingerprint(
@@ -122,7 +118,7 @@ def _fingerprint(
         "bucket_bytes_cap": ddp.bucket_bytes_cap,
         "other hooks": other_hooks(ddp),
     }
-    versions = {**versions_here(), "backend": str(dist.get_backend(group))}
+    versions = {**versions_here(), "backend": backend_of(group)}
     model = {name: described_fully(parameter) for name, parameter in parameters.items()}
     fields = flatten({**route.fingerprint(), "ddp": flags, "version": versions, "parameter": model})
     return {**fields, "network": mark_of(network)}

@@ -68,13 +68,16 @@ def why_not_change(ddp: DDP) -> str | None:
     logged = ddp._get_ddp_logging_data()
     if str(logged.get("comm_hook", "")).startswith("BuiltinCommHookType"):
         return f"this model has a communication hook already ({logged['comm_hook']}), and DDP takes only one"
-    parameters, _ = ddp._build_params_for_reducer()
-    if logged.get("num_parameter_tensors") not in (None, len(parameters)):
-        return (
-            f"DDP was built for {logged['num_parameter_tensors']} parameters, and {len(parameters)} are trained now: "
-            "freeze and thaw before DDP is built"
-        )
-    return None
+    return _why_others(ddp)
+
+
+def _why_others(ddp: DDP) -> str | None:
+    """Whether other parameters are trained at the moment than DDP was built for."""
+    built = ddp._get_ddp_logging_data().get("num_parameter_tensors")
+    now = len(ddp._build_params_for_reducer()[0])
+    if built in (None, now):
+        return None
+    return f"DDP was built for {built} parameters, and {now} are trained now: freeze and thaw before DDP is built"
 
 
 def own(ddp: DDP) -> Any:
@@ -124,6 +127,8 @@ def _config() -> Any:
 def _build(ddp: DDP, config: Any) -> None:
     """The reducer, anew."""
     inside: Any = ddp
+    if (frozen := _why_others(ddp)) is not None:  # what is left out now would never be exchanged again
+        raise UsageError(frozen)
     inside._bucket_config = config
     inside.bucket_bytes_cap = config.bucket_bytes_cap
     inside.bucket_bytes_cap_list = list(config.per_bucket_bytes_caps)

@@ -110,7 +110,7 @@ class LaneGroups:
 
         A group's first collective would open them lazily, and can hang past its timeout if a peer died meanwhile.
         """
-        topology = topology or Topology.flat(parent.size(), str(dist.get_backend(parent)))
+        topology = topology or Topology.flat(parent.size(), backend_of(parent))
         counter, notes = Counter(), Notes()
         siblings: dict[str, GroupComm] = {}
         comm = GroupComm(_new_group(parent, timeout), topology, counter, siblings, notes)
@@ -187,9 +187,19 @@ def _fresh_group_name(parent: dist.ProcessGroup, which: str) -> Iterator[None]:
         c10d._process_group_name = original
 
 
+def backend_of(group: dist.ProcessGroup, device_type: str | None = None) -> str:
+    """What carries this group's tensors: of a group with one for each kind of device, as `init_process_group()` without
+    an argument makes it, the one for `device_type`; by default a GPU's where there is one."""
+    name = str(dist.get_backend(group))
+    if name != "undefined" and ":" not in name:
+        return name
+    each = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
+    return each.get(device_type or ("cuda" if torch.cuda.is_available() else "cpu"), name)
+
+
 def group_device(group: dist.ProcessGroup) -> torch.device:
     """Where a tensor must be for this group to carry it."""
-    if str(dist.get_backend(group)) == "nccl":
+    if backend_of(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 

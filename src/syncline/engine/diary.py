@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from syncline.engine.comm import backend_of
 from syncline.engine.handle import Handle
 from syncline.engine.model import parameters_of
 from syncline.measure.network import Network
@@ -61,8 +61,7 @@ class _Way:
 
     name: str
     steps: int = 0
-    settled: Thinned[tuple[Moments, float | None]] = field(default_factory=Thinned)
-    """And the time since the step before."""
+    settled: Thinned[Moments] = field(default_factory=Thinned)
     in_detail: dict[int, tuple[BucketSpan, ...]] = field(default_factory=dict)
     """By step."""
     looked_at: deque[Moments] = field(default_factory=lambda: deque(maxlen=_IN_DETAIL))
@@ -74,7 +73,7 @@ class Diary:
     def __init__(self, ddp: DDP, pacer: Pacer, device: torch.device) -> None:
         self._pacer, self._device = pacer, device
         # Now, because the model and its process group may be gone when somebody asks.
-        self._name, self._backend = type(ddp.module).__name__, str(dist.get_backend(ddp.process_group))
+        self._name, self._backend = type(ddp.module).__name__, backend_of(ddp.process_group)
         trained = [parameter for parameter in parameters_of(ddp).values() if parameter.requires_grad]
         self._parameters = sum(parameter.numel() for parameter in trained)
         self._bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
@@ -88,7 +87,6 @@ class Diary:
         self._spans: Thinned[tuple[Moments, str]] = Thinned()
         self._losses: Thinned[tuple[int, Tensor]] = Thinned()
         self._loss: Tensor | None = None
-        self._last_end_s: float | None = None
 
     def goes(self, way: str) -> None:
         """From the next step on."""
@@ -97,7 +95,7 @@ class Diary:
         self._now.in_detail.clear()
 
     def note_loss(self, loss: Tensor) -> None:
-        self._loss = loss.detach()
+        self._loss = loss
 
     def step_ended(self) -> None:
         """Inside backward: notes only."""
@@ -129,6 +127,7 @@ class Diary:
         self,
         *,
         outcome: str,
+        caps: tuple[int, ...],
         profile: Profile | None,
         network: Network | None,
         plan: Plan | None,
@@ -148,6 +147,7 @@ class Diary:
             steps=self._pacer.steps,
             outcome=outcome,
             way=self._now.name,
+            caps=caps,
             paces=tuple(_pace(way) for way in self._ways.values() if way.settled.kept),
             spans=tuple(
                 StepSpan(
@@ -174,15 +174,13 @@ class Diary:
     def _read(self, *, wait: bool) -> None:
         for moments in self._pacer.read(wait=wait):
             way, since = self._begun.pop(moments.number)
-            between_s = None if self._last_end_s is None else max(0.0, moments.start_s - self._last_end_s)
-            self._last_end_s = moments.end_s
             way.steps += 1
             self._recent.append(moments)
             self._spans.append((moments, way.name))
             if moments.number in way.in_detail:
                 way.looked_at.append(moments)
             if moments.number - since >= _UNSETTLED:
-                way.settled.append((moments, between_s))
+                way.settled.append(moments)
 
     def _look_at_buckets(self, handle: Handle) -> None:
         if self._device.type == "cuda":
@@ -205,8 +203,8 @@ class Diary:
 
 
 def _pace(way: _Way) -> Pace:
-    moments = [one for one, _ in way.settled.kept]
-    between = [seconds for _, seconds in way.settled.kept if seconds is not None]
+    moments = way.settled.kept
+    between = [one.between_s for one in moments if one.between_s is not None]
     times = [one.step_s for one in moments]
     low_s, _, high_s = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times * 3)
     return Pace(

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from syncline.engine import agreement, buckets
 from syncline.engine.agreement import current_device
 from syncline.engine.attach import attach, check_scaler
-from syncline.engine.comm import group_device
+from syncline.engine.comm import backend_of, group_device
 from syncline.engine.diary import PLAIN, Diary
 from syncline.engine.given import checked_exchange
 from syncline.engine.handle import Handle
@@ -40,15 +40,15 @@ from syncline.engine.replan import make_plain, make_planned, plan_for_live, prob
 from syncline.engine.route import difference_of, read_plan
 from syncline.engine.stats import name_of
 from syncline.engine.tuning import Trial
-from syncline.engine.wrapping import handle_of
 from syncline.errors import SynclineError, UsageError
 from syncline.exchange import Exchange
 from syncline.measure.hooks import Unseen
 from syncline.measure.network import Network
 from syncline.measure.pace import Pacer
 from syncline.measure.profile import Profile
+from syncline.measure.steps import Subject
 from syncline.measure.untouched import same_random_numbers
-from syncline.measure.watch import in_backward, watch_backward
+from syncline.measure.watch import BackwardWatch, in_backward
 from syncline.plan.plan import Plan
 from syncline.plan.search import check_allowed
 from syncline.report.record import ModelRecord
@@ -165,16 +165,20 @@ class Following:
         self._outcome = "Nothing was decided yet: the script ended too early."
         self._in_eval = False
         self._fresh = True
-        self._closed = False
+        self._closed = self._decided = False
         # Registered first, so that a step's clock starts when this is through.
-        self._hook = ddp.register_forward_pre_hook(Unseen(lambda *_: self._before_forward()))
+        given = wishes.exchange is not None or wishes.plan is not None
+        course = self._given() if given else self._unharmed(self._tuning())
+        # The model's hook holds the course, which holds the model while it is watched: a circle that goes with it.
+        self._hook = ddp.register_forward_pre_hook(Unseen(lambda *_: self._before_forward(course)))
         self._pacer = Pacer(ddp, self._device, self._after_step)
         self._diary = Diary(ddp, self._pacer, self._device)
         self._hosts: tuple[int, ...] = ()
-        self._attached: Switch | None = None
+        self._caps = buckets.own_caps(ddp) if buckets.can_change() else ()
+        self._attached: weakref.ref[Switch] | None = None
         """By this object: what somebody else attaches is theirs."""
-        given = wishes.exchange is not None or wishes.plan is not None
-        self._course: Course | None = self._given() if given else self._unharmed(self._tuning())
+        self._course = weakref.ref(course)
+        self._trained = frozenset(id(p) for p in parameters_of(ddp).values() if p.requires_grad)
 
     @property
     def model(self) -> DDP:
@@ -186,21 +190,27 @@ class Following:
     def handle(self) -> Handle | None:
         """What is attached now, if anything."""
         found = attached_to(self.model)
-        return None if found is None or found.engine is None else handle_of(self.model)
+        return None if found is None or found.engine is None else Handle(self.model, found, found.engine)
 
     @property
     def done(self) -> bool:
         """Whether it is decided how gradients go."""
-        return self._course is None
+        return self._decided
 
     def describe(self) -> str:
         """What was done and why."""
+        if not self._decided and not self._pacer.steps and self._pacer.forwards:
+            return (
+                "Nothing was decided: no backward from the model's output was seen. Its output must hold tensors that "
+                "backward starts from, and the model be called, not its forward."
+            )
         return self._outcome
 
     def record(self) -> ModelRecord:
         """What is known by now, as it goes into a file; also when the model is gone."""
         return self._diary.record(
             outcome=self.describe(),
+            caps=self._caps,
             host_of_rank=self._hosts,
             profile=self.profile,
             network=self.network,
@@ -208,15 +218,15 @@ class Following:
         )
 
     def note_loss(self, loss: Tensor) -> None:
-        """What backward is about to be called on, for the record."""
-        self._diary.note_loss(loss)
+        """What the next step is of, for the record: one number that nobody changes any more."""
+        if self._ddp() is not None:
+            self._diary.note_loss(loss)
 
     def close(self) -> None:
         """Ends the following; what is attached stays."""
         self._closed = True
-        if self._course is not None:
-            self._course.close()
-            self._course = None
+        if (course := self._course()) is not None:
+            course.close()
         self._hook.remove()
         self._pacer.close()
 
@@ -227,7 +237,7 @@ class Following:
         self._in_eval = not self.model.training
         self._diary.step_ended()
 
-    def _before_forward(self) -> None:
+    def _before_forward(self, course: Course) -> None:
         """All ranks come here for the same forward: one that is trained, the first after a step."""
         ddp = self.model
         if self._closed or not self._fresh or not torch.is_grad_enabled() or in_backward():
@@ -236,33 +246,51 @@ class Following:
         if not ddp.require_backward_grad_sync or not in_training:
             return
         self._fresh = False
-        self._diary.step_begins(self.handle, decided=self.done)
-        if self._course is None:
-            return
+        with current_device(self._device):
+            self._diary.step_begins(self.handle, decided=self._decided and self._is_ours)
+            if not self._decided and not self._is_frozen:
+                self._go_on(course)
+
+    def _go_on(self, course: Course) -> None:
         self.working = True
         try:
-            next(self._course)
+            next(course)
         except SynclineError as error:
-            self.error, self._course = error, None
+            self.error, self._decided = error, True
             raise
         except StopIteration:
-            self._course = None
+            self._decided = True
             self._diary.goes(self._way)  # from here on for good
             if not self._wishes.quiet and self._group.rank() == 0:
-                print(f"syncline: {type(ddp.module).__name__}: {self.describe()}", file=sys.stderr)
+                print(f"syncline: {type(self.model.module).__name__}: {self.describe()}", file=sys.stderr)
         finally:
             self.working = False
+
+    @property
+    def _is_frozen(self) -> bool:
+        """Whether other parameters are trained in this forward than DDP was built for, as in turns of two models."""
+        parameters = parameters_of(self.model).values()
+        return frozenset(id(p) for p in parameters if p.requires_grad) != self._trained
+
+    @property
+    def _is_ours(self) -> bool:
+        """Whether what is attached now was attached here."""
+        found = attached_to(self.model)
+        return found is not None and self._attached is not None and self._attached() is found
 
     def _unharmed(self, course: Course) -> Course:
         """What is refused is refused on all ranks: they go on with plain DDP."""
         try:
             yield from course
         except _LeftAloneError as reason:
-            self._outcome = f"Left alone: {reason}."
-        except SynclineError as error:
-            if self._attached is not None and attached_to(self.model) is self._attached:
+            self._outcome = f"{'The plan stays, half tried' if self._is_ours else 'Left alone'}: {reason}."
+        except (SynclineError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
+            # Whatever fails while something is measured or planned is told to the other ranks, which go on; a broken
+            # connection (a RuntimeError) is everybody's.
+            if self._is_ours:
                 self._turn_plain()
-            self._outcome = f"Left as plain DDP, because it could not be changed: {str(error).rstrip('.')}."
+            told = str(error).rstrip(".") or type(error).__name__
+            self._outcome = f"Left as plain DDP, because it could not be changed: {told}."
 
     def _steps(self, count: int) -> Course:
         until = self._pacer.steps + count
@@ -301,7 +329,7 @@ class Following:
         yield from self._steps(_SETTLING)
         if hasattr(self.model.module, "_orig_mod"):
             raise _LeftAloneError("a compiled model is compiled anew for other buckets: use syncline.tune, or a plan")
-        with watch_backward(self.model, steps=_WATCHED, skip=0) as watch:
+        with BackwardWatch(Subject.of(self.model), None, _WATCHED, 0, last_pass_only=True) as watch:
             yield from self._steps(_WATCHED)
             with self._timed(), same_random_numbers(self._device), current_device(self._device):
                 known = self._known_network()
@@ -320,7 +348,7 @@ class Following:
 
     def _probed(self) -> Network:
         """Collective: once for all models of a script that exchange over the same links."""
-        where = (tuple(dist.get_process_group_ranks(self._group)), dist.get_backend(self._group), self._wishes.allow)
+        where = (tuple(dist.get_process_group_ranks(self._group)), backend_of(self._group), self._wishes.allow)
         if where not in _links:
             _links[where] = probe_for(self._group, self._wishes.allow, self._wishes.probe_s)
         return _links[where]
@@ -380,7 +408,8 @@ class Following:
         self._changed()
 
     def _changed(self) -> None:
-        self._attached = attached_to(self.model)
+        found = attached_to(self.model)
+        self._attached = None if found is None else weakref.ref(found)
         self._diary.goes(self._way)
 
     def _own_gradients(self) -> None:
@@ -395,7 +424,7 @@ class Following:
         self._hosts = hosts_of(self._group)
 
     def _refuse_others(self) -> None:
-        if attached_to(self.model) is not self._attached:
+        if attached_to(self.model) is not None and not self._is_ours:
             raise _LeftAloneError("the script attaches to this model itself")
         if other_hooks(self.model):
             raise _LeftAloneError(f"the script registered a communication hook ({other_hooks(self.model)[0]})")
@@ -415,7 +444,7 @@ class Following:
                 raise known
             fields |= {"allow": list(self._wishes.allow), "change": self._wishes.change, "network": mark_of(known)}
         if known is not None:
-            check_network(known, self._hosts, str(dist.get_backend(self._group)))
+            check_network(known, self._hosts, backend_of(self._group))
         return known
 
     def _timed(self) -> _Timed:

@@ -34,7 +34,7 @@ from torch.optim import Optimizer
 from syncline.engine.activations import Managed
 from syncline.engine.agreement import current_device, flatten, meet, together, versions_here
 from syncline.engine.checkpoint import Checkpoints, misfit_of
-from syncline.engine.comm import group_timeout
+from syncline.engine.comm import backend_of, group_timeout
 from syncline.engine.conveyor import Conveyor
 from syncline.engine.given import (
     OptimizerOf,
@@ -152,7 +152,7 @@ class Layerwise:
         total = sum(p.numel() * p.element_size() for p in self._parameters.values())
         self._cap_bytes = bucket_bytes(total) if bucket_mb is None else int(bucket_mb * MIB)
         self._backlog_bytes = BACKLOG_BUCKETS * self._cap_bytes if backlog_mb is None else int(backlog_mb * MIB)
-        self._route: Route = Uniform(self.exchange, lanes or layerwise_lanes(str(dist.get_backend(self._group))))
+        self._route: Route = Uniform(self.exchange, lanes or layerwise_lanes(backend_of(self._group)))
         if planned is not None:
             self._route = Planned(planned, settled_after=0)
         self._broadcasts, self._synced = broadcast_buffers, True

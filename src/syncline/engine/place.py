@@ -10,7 +10,7 @@ import msgspec
 import torch.distributed as dist
 
 from syncline.engine.agreement import agree, digest
-from syncline.engine.comm import gather_bytes
+from syncline.engine.comm import backend_of, gather_bytes
 from syncline.errors import SynclineError, UsageError
 from syncline.exchange import Climbing, Exchange, Topology, Tree
 from syncline.measure.network import Network, assumed_links
@@ -36,10 +36,10 @@ def find_place(group: dist.ProcessGroup, exchanges: Sequence[Exchange], network:
         return None
     host_of_rank = hosts_of(group)
     if network is not None:
-        check_network(network, host_of_rank, str(dist.get_backend(group)))
+        check_network(network, host_of_rank, backend_of(group))
     if climbing is None:
         return None
-    links = network or assumed_links(host_of_rank, backend=str(dist.get_backend(group)))
+    links = network or assumed_links(host_of_rank, backend=backend_of(group))
     tree = climbing.tree(links.tree, group.size())
     agree(group, {"tree": repr(tree.root)}, "where ranks sit")
     known = links.how if links.measured else f"{links.how}; attach(…, network=…) chooses by measured ones"

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.engine.agreement import digest, meet, together
+from syncline.engine.comm import backend_of
 from syncline.engine.place import hosts_of
 from syncline.errors import UsageError
 from syncline.exchange import Dense, Exchange, settings
@@ -157,7 +158,7 @@ def difference_of(
 ) -> str | None:
     """Collective: how a model with these parameters, and its cluster, are others than the plan's, if they are. What is
     different for one rank is for all of them."""
-    where = Where(host_of_rank=hosts_of(group), backend=str(dist.get_backend(group)), device=device)
+    where = Where(host_of_rank=hosts_of(group), backend=backend_of(group), device=device)
     different = plan.difference(shapes, where)
     meet(group, {"difference": different}, "what the plan does not fit", call)
     return different

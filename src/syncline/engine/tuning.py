@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from syncline.engine import agreement, buckets
 from syncline.engine.agreement import current_device
 from syncline.engine.attach import check_scaler
-from syncline.engine.comm import gather_bytes, group_device
+from syncline.engine.comm import backend_of, gather_bytes, group_device
 from syncline.engine.handle import Handle
 from syncline.engine.hook import attached_to, other_hooks
 from syncline.engine.model import ddp_of, only_device, parameters_of
@@ -194,7 +194,7 @@ def _agreed(
         fields |= {"allow": list(allowed), "budget_s": budget_s, "scaler": scaler is not None}
         fields["network"] = mark_of(known)
     if known is not None:
-        check_network(known, hosts_of(group), str(dist.get_backend(group)))
+        check_network(known, hosts_of(group), backend_of(group))
     return known, allowed
 
 

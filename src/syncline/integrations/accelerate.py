@@ -105,18 +105,27 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # of 
             )
         if accelerator._models:
             raise UsageError("this accelerator has prepared a model already: join before prepare")
-        other = accelerator.ddp_handler
-        if other is not None and other is not self:
-            _refuse_hooks(vars(other))
-            for name, value in other.to_kwargs().items():
-                setattr(self, name, value)
-        accelerator.ddp_handler = self
+        self.take_over(accelerator)
         accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.save(folder))
         accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder))
         self._accelerator = accelerator
         if accelerator.num_processes == 1:
             self._asked.say_alone()
         return self
+
+    def take_over(self, accelerator: Accelerator) -> None:
+        """Stands in the place of whatever handler is there, with its arguments for DDP."""
+        other = accelerator.ddp_handler
+        if other is not None and other is not self:
+            _refuse_hooks(vars(other))
+            for name, value in other.to_kwargs().items():
+                setattr(self, name, value)
+        accelerator.ddp_handler = self
+
+    @property
+    def followed(self) -> int:
+        """How many models."""
+        return len(self._synced)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Writes what ranks keep into a checkpoint's folder. All ranks call it, between steps."""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from syncline.engine import Handle
+from syncline.errors import UsageError
 from syncline.exchange import Exchange
 from syncline.integrations.accelerate import SynclineKwargs
 from syncline.integrations.synced import Asked, missing
@@ -63,6 +64,11 @@ class SynclineTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         self.syncline = SynclineKwargs.of(self._asked).join(self.accelerator)
 
+    def _wrap_model(self, model: Any, *arguments: Any, **options: Any) -> Any:
+        wrapped = super()._wrap_model(model, *arguments, **options)
+        self.syncline.take_over(self.accelerator)  # which older releases have given a handler of their own by now
+        return wrapped
+
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
         found: Any = resume_from_checkpoint
         if found is True:
@@ -83,6 +89,8 @@ class _Checkpoints(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **about: Any
     ) -> None:
+        if args.world_size > 1 and not self._trainer.syncline.followed:
+            raise UsageError("Trainer did not wrap its model in DDP through Accelerate: use syncline.follow(model)")
         if self._trainer._resumed is not None:
             self._trainer.syncline.load(self._trainer._resumed)
 

@@ -141,7 +141,7 @@ def _measure_work(exchange: Exchange, place: Topology, device: torch.device) -> 
 def _work_s(clock: Clock[Any], exchange: Exchange, place: Topology, numel: int, device: torch.device) -> float:
     layout = Layout.flat(numel, device=device)
     # Large ones everywhere, as in gradients: what an exchange selects must not all lie in one place.
-    start = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
+    start = torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(device)
     flat = start.clone()
     echoing, silent = SilentComm(place, echo=True), SilentComm(place)
     state = exchange.prepare(layout, echoing)

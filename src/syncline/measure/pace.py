@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
@@ -35,6 +36,8 @@ class Moments:
     backward_s: float
     backward_end_s: float
     end_s: float
+    between_s: float | None
+    """Since the end of the step before."""
 
     @property
     def step_s(self) -> float:
@@ -50,12 +53,15 @@ class _Marks:
     backward_end: Any = None
     end: Any = None
 
-    def read(self, clock: Clock[Any]) -> Moments:
-        """Events of several streams may differ by less than nothing."""
-        offsets = [0.0]
+    def read(self, clock: Clock[Any], before: tuple[Any, float] | None) -> Moments:
+        """`before`: the end of the last step, as it was marked and in seconds. A host runs ahead of its device, so a
+        step begins so long after it as the device says. Events of several streams may differ by less than nothing."""
+        between_s = None if before is None else max(0.0, clock.seconds(before[0], self.start))
+        start_s = self.started_s if before is None or between_s is None else before[1] + between_s
+        times = [start_s]
         for mark in (self.backward, self.backward_end, self.end):
-            offsets.append(max(offsets[-1], clock.seconds(self.start, mark)))
-        return Moments(self.number, *(self.started_s + offset for offset in offsets))
+            times.append(max(times[-1], start_s + clock.seconds(self.start, mark)))
+        return Moments(self.number, times[0], times[1], times[2], times[3], between_s)
 
 
 class Pacer:
@@ -65,10 +71,15 @@ class Pacer:
         """`on_step` is called at the end of each step, inside backward: it may make notes, and nothing else."""
         self.steps = 0
         """That have been exchanged so far: the same on all ranks, because an exchange takes all of them."""
+        self.forwards = 0
+        """With gradients."""
         self._clock = clock_for(device)
         self._on_step = on_step
+        self._before: tuple[Any, float] | None = None
         self._forward: _Marks | None = None
         self._now: _Marks | None = None
+        self._forwards: list[_Marks] = []
+        """That this backward goes through."""
         self._unread: deque[_Marks] = deque()
         self._hooks: list[RemovableHandle] = [
             ddp.register_forward_pre_hook(Unseen(lambda *_: self._forward_began())),
@@ -86,7 +97,9 @@ class Pacer:
             self._clock.settle()
         done = []
         while self._unread and (wait or _passed(self._unread[0].end)):
-            done.append(self._unread.popleft().read(self._clock))
+            marks = self._unread.popleft()
+            done.append(marks.read(self._clock, self._before))
+            self._before = (marks.end, done[-1].end_s)
         return done
 
     def _forward_began(self) -> None:
@@ -99,22 +112,27 @@ class Pacer:
         if self._forward is None or not torch.is_grad_enabled() or in_backward():
             return
         marks, self._forward = self._forward, None
-        if not ddp.require_backward_grad_sync:
+        self.forwards += 1
+        trained = next((parameter for parameter in ddp.parameters() if parameter.requires_grad), None)
+        if not ddp.require_backward_grad_sync or trained is None:
             return
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(lambda _, marks=marks: self._backward_reached(marks))
+            if tensor.grad_fn is not None:  # a hook on a parameter that is handed out would stay for good
+                tensor.register_hook(lambda _, marks=marks: self._backward_reached(marks, trained))
 
-    def _backward_reached(self, marks: _Marks) -> None:
-        if not self._hooks:
+    def _backward_reached(self, marks: _Marks, trained: Tensor) -> None:
+        """DDP exchanges once per forward, in the first backward that accumulates gradients in parameters."""
+        if not self._hooks or marks.end is not None or not _accumulates(trained):
             return
         if self._now is None:
+            self._forwards = []
             marks.backward = self._clock.mark()
             self._now = marks
             # Before DDP's own, which waits for communication: callbacks run in the order in which they were queued.
             _queue(self._backward_ended)
         elif marks.started_s < self._now.started_s:  # one backward through several forwards began with the first
             marks.backward, self._now = self._now.backward, marks
+        self._forwards.append(marks)
 
     def _backward_ended(self) -> None:
         if self._now is not None:
@@ -125,11 +143,24 @@ class Pacer:
         marks, self._now = self._now, None
         if marks is None or not self._hooks:
             return
-        marks.end, marks.number = self._clock.mark(), self.steps
+        marks.number, end = self.steps, self._clock.mark()
+        for one in self._forwards:
+            one.end = end
+        self._forwards = []
         self.steps += 1
         self._unread.append(marks)
         if self._on_step is not None:
             self._on_step()
+
+
+def _accumulates(parameter: Tensor) -> bool:
+    """Whether the backward that runs now leaves something in `.grad`, as `autograd.grad` does not."""
+    will_run = getattr(torch._C, "_will_engine_execute_node", None)  # private: without it, every backward does
+    if will_run is None or not parameter.requires_grad:
+        return parameter.requires_grad
+    with torch.enable_grad():
+        node: Any = parameter.expand_as(parameter).grad_fn
+    return bool(will_run(node.next_functions[0][0]))
 
 
 def _queue(callback: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline.engine.agreement import agree
-from syncline.engine.comm import GroupComm, gather_bytes, group_device
+from syncline.engine.comm import GroupComm, backend_of, gather_bytes, group_device
 from syncline.errors import SynclineError, UsageError
 from syncline.exchange import WORLD, Counter, Topology, Work, wire
 from syncline.measure import topology
@@ -107,9 +107,9 @@ class _Prober:
         self._control, self._budget_s, self._kinds = control, budget_s, kinds
         self._on_progress = on_progress if dist.get_rank() == 0 else None
         self._start_s = time.monotonic()
-        self._backend = str(dist.get_backend())
         world = dist.group.WORLD
         assert world is not None  # noqa: S101 - probe has checked
+        self._backend = backend_of(world)
         self._device = group_device(world)
         identities = [data.decode() for data in gather_bytes(control, topology.host_identity().encode())]
         self._boots = {identity.split()[0] for identity in identities}

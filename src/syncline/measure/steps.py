@@ -106,20 +106,23 @@ class HostClock:
 
 
 class CudaClock:
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))  # which need not be the current device's
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         return float(start.elapsed_time(end)) / 1e3
 
     def settle(self) -> None:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
 
 
 def clock_for(device: torch.device) -> Clock[Any]:
-    return CudaClock() if device.type == "cuda" else HostClock()
+    return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
 @dataclass

@@ -19,6 +19,7 @@ whose gradients were thrown away, by a GradScaler for one, are left out.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -99,9 +100,13 @@ class BackwardWatch:
         optimizer: torch.optim.Optimizer | None,
         steps: int,
         skip: int,
-        model_name: str | None,
-        batch: int | None,
+        model_name: str | None = None,
+        batch: int | None = None,
+        *,
+        last_pass_only: bool = False,
     ) -> None:
+        """`last_pass_only`: without the passes that only accumulate gradients, which are then no part of a step."""
+        self._last_pass_only = last_pass_only
         self._subject, self._optimizer, self._skip = subject, optimizer, skip
         self._model_name, self._batch = model_name, batch
         self._clock = clock_for(subject.device)
@@ -129,8 +134,15 @@ class BackwardWatch:
             model.register_forward_pre_hook(Unseen(lambda *_: self._forward_began())),
             model.register_forward_hook(Unseen(lambda _module, _inputs, output: self._forward_ended(output))),
         ]
+        # What a parameter's hook holds Python cannot see: a watch that knows its model would keep it for good.
+        watch = weakref.ref(self)
+
+        def ready(parameter: Tensor, name: str) -> None:
+            if (watching := watch()) is not None:
+                watching._gradient(name, parameter)
+
         for name, p in self._subject.parameters.items():
-            self._hooks.append(p.register_post_accumulate_grad_hook(lambda p, name=name: self._gradient(name, p)))
+            self._hooks.append(p.register_post_accumulate_grad_hook(lambda p, name=name: ready(p, name)))
         if self._optimizer is not None:
             self._hooks.append(self._optimizer.register_step_pre_hook(lambda *_: self._update_began()))
             self._hooks.append(self._optimizer.register_step_post_hook(lambda *_: self._update_ended()))
@@ -198,7 +210,7 @@ class BackwardWatch:
         self._forwards += 1
         self._start = None
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
+            if tensor.grad_fn is not None:  # a hook on a parameter that is handed out would stay for good
                 tensor.register_hook(lambda _, forward=forward: self._backward_reached(forward))
 
     def _backward_reached(self, forward: _Forward) -> None:
@@ -250,6 +262,7 @@ class BackwardWatch:
         self._seen += 1
         if self._seen > self._skip:
             spans = [(one.forward.start, one.backward_end) for one in earlier if one.forward is not last.forward]
+            spans = [] if self._last_pass_only else spans
             self._steps.append(
                 StepMarks(last.forward.start, last.backward_start, last.backward_end, last.ready, update, spans)
             )

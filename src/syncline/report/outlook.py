@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from syncline.errors import UsageError
@@ -13,6 +14,7 @@ from syncline.measure.profile import Profile
 from syncline.plan.plan import Plan
 from syncline.predict import Prediction, Schedule, predict
 from syncline.predict.diagnosis import Diagnosis, diagnose
+from syncline.predict.schedule import filled
 from syncline.report import figures
 from syncline.report.story import Story, Subject
 
@@ -93,7 +95,7 @@ def outlook_of(story: Story, subject: Subject) -> Outlook | None:
     profile, network = subject.profile, subject.network
     if profile is None or network is None:
         return None
-    schedules = {label(text): Schedule.parse(profile, text, network.backend) for text in story.schedules}
+    schedules = {label(text): _schedule(profile, text, network, subject.caps) for text in story.schedules}
     (name, first), *others = schedules.items()
     others += _planned(profile, subject.plans)
     try:
@@ -105,6 +107,14 @@ def outlook_of(story: Story, subject: Subject) -> Outlook | None:
     except UsageError:
         return None
     return found
+
+
+def _schedule(profile: Profile, text: str, network: Network, caps: Sequence[int]) -> Schedule:
+    """Plain DDP is the script's, with its own buckets, where they are known."""
+    schedule = Schedule.parse(profile, text, network.backend)
+    if text == "ddp" and caps:
+        return dataclasses.replace(schedule, buckets=filled(profile.gradients, caps))
+    return schedule
 
 
 def _moved(network: Network, hosts: int, rate_bps: int | None) -> Network:

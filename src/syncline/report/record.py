@@ -62,7 +62,7 @@ class StepSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     end_s: float
     """When all of them had been exchanged: what lies between is communication that nothing hid."""
     buckets: tuple[BucketSpan, ...] = ()
-    """Where they were noted: for the last few steps of each way."""
+    """Where they were noted: for the first few steps of each way that count."""
 
 
 class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -105,6 +105,8 @@ class ModelRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """What was done with it and why, in a sentence or two."""
     way: str
     """How gradients went in the end."""
+    caps: tuple[int, ...] = ()
+    """Bytes at which DDP closes its own buckets, the last for all further ones; empty where it does not tell."""
     paces: tuple[Pace, ...] = ()
     """In the order in which ways were first gone."""
     spans: tuple[StepSpan, ...] = ()

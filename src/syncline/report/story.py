@@ -72,6 +72,11 @@ class Subject:
     """By rank."""
 
     @property
+    def caps(self) -> tuple[int, ...]:
+        """Bytes at which a script's DDP closes its own buckets, where that is known."""
+        return self.records[0][1].caps if self.records else ()
+
+    @property
     def parameters(self) -> int | None:
         return self.records[0][1].parameters if self.records else None
 

@@ -21,18 +21,22 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline._version import __version__
+from syncline.engine.attach import scale_of
 from syncline.engine.follow import Following, Wishes
 from syncline.errors import SynclineError
 from syncline.report.record import ModelRecord, RunRecord
 from syncline.run.script import run_script
 
+RUNNING = "still running"
 SAVED_EVERY_S = 60.0
 """Also while the script runs: a job that is killed leaves what was known a minute before."""
+SAVED_FIRST_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -55,27 +59,30 @@ class Runner:
     ranks: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
 
     def __post_init__(self) -> None:
-        self.started = time.time()
-        """On the clock that files have."""
-        self._began_s = self._saved_s = time.monotonic()
+        self.ended = RUNNING
+        self._began_s = time.monotonic()
+        self._save_at_s = self._began_s + SAVED_FIRST_S
         self._followings: list[Following] = []
-        self._scalers: weakref.WeakSet[GradScaler] = weakref.WeakSet()
+        self._scalers: list[weakref.ref[GradScaler]] = []
+        """In the order in which they were built, which is the same on all ranks."""
         self._warned = False
 
     def run(self) -> None:
         """The script. What it raises is raised; records are written in any case."""
-        ended = "finished"
+        self._remove_old()
         try:
             with self._looking():
                 self._left = run_script(self.job.script, self.job.arguments, module=self.job.module)
+            self.ended = "finished"
         except SystemExit as exit_:
-            ended = "finished" if exit_.code in (None, 0) else f"ended with exit status {exit_.code}"
+            self.ended = "finished" if exit_.code in (None, 0) else f"ended with exit status {exit_.code}"
             raise
         except BaseException as error:
-            ended = f"ended by {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}".rstrip(": ")
+            line = str(error).splitlines()[0] if str(error) else ""
+            self.ended = f"ended by {type(error).__name__}: {line}".rstrip(": ")
             raise
         finally:
-            self.save(ended)
+            self.save()
             for following in self._followings:
                 following.close()
 
@@ -89,13 +96,13 @@ class Runner:
         """How many models the script built."""
         return len(self._followings)
 
-    def record(self, ended: str) -> RunRecord:
+    def record(self) -> RunRecord:
         now_s = time.monotonic()
         return RunRecord(
             rank=self.rank,
             ranks=self.ranks,
             command=self.job.command,
-            ended=ended,
+            ended=self.ended,
             seconds=now_s - self._began_s,
             tuning_s=sum(one.seconds for one in self._followings),
             date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -105,12 +112,12 @@ class Runner:
             models=tuple(map(self._record, self._followings)),
         )
 
-    def save(self, ended: str) -> None:
+    def save(self) -> None:
         """Never the reason for which a training fails."""
-        self._saved_s = time.monotonic()
+        self._save_at_s = time.monotonic() + SAVED_EVERY_S
         try:
             self.job.folder.mkdir(parents=True, exist_ok=True)
-            self.record(ended).save(self.path(self.rank))
+            self.record().save(self.path(self.rank))
         except Exception as error:  # noqa: BLE001 - the training is worth more than its record
             if not self._warned:
                 self._warned = True
@@ -122,6 +129,15 @@ class Runner:
         record = following.record()
         return record if self.rank == 0 else msgspec.structs.replace(record, profile=None, network=None, plan=None)
 
+    def _remove_old(self) -> None:
+        """What an earlier run has left in the folder must not be taken for a part of this one."""
+        for path in self.job.folder.glob("rank-*.json"):
+            rank = path.stem.removeprefix("rank-")
+            others = self.rank == 0 and rank.isdigit() and int(rank) >= self.ranks
+            if others or path == self.path(self.rank):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
     def path(self, rank: int) -> Path:
         return self.job.folder / f"rank-{rank:04d}.json"
 
@@ -131,7 +147,7 @@ class Runner:
     def _looking(self) -> Iterator[None]:
         with (
             _wrapped(DDP, "__init__", self._after_ddp),
-            _wrapped(GradScaler, "__init__", lambda scaler, *_: self._scalers.add(scaler)),
+            _wrapped(GradScaler, "__init__", lambda scaler, *_: self._scalers.append(weakref.ref(scaler))),
             _wrapped(Tensor, "backward", None, self._before_backward),
         ):
             yield
@@ -139,6 +155,7 @@ class Runner:
     def _after_ddp(self, ddp: DDP, *_: Any) -> None:
         if any(one.working for one in self._followings):
             return
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()  # not every launcher says so beforehand
         try:
             following = Following(ddp, self.job.wishes, self._scaler)
         except SynclineError as error:
@@ -148,14 +165,17 @@ class Runner:
         self._followings.append(following)
 
     def _scaler(self) -> GradScaler | None:
-        return next((one for one in self._scalers if one.is_enabled()), None)
+        built = (scaler() for scaler in self._scalers)
+        return next((one for one in built if one is not None and one.is_enabled()), None)
 
     def _before_backward(self, loss: Tensor, *_: Any) -> None:
-        if loss.numel() == 1:
+        if loss.numel() == 1 and self._followings:
+            scale = scale_of(self._scaler())
+            unscaled = loss.detach().clone() if scale is None else loss.detach() / scale
             for following in self._followings:
-                following.note_loss(loss)
-        if self._followings and time.monotonic() - self._saved_s > SAVED_EVERY_S:
-            self.save("still running")
+                following.note_loss(unscaled)
+        if self._followings and time.monotonic() > self._save_at_s:
+            self.save()
 
 
 @contextlib.contextmanager

@@ -31,8 +31,8 @@ def check_script(script: str, *, module: bool) -> None:
 def run_script(script: str, arguments: Sequence[str], *, module: bool) -> dict[str, Any]:
     """In this process, as `__main__` → the names that it leaves, which an interpreter keeps to its end."""
     sys.argv = [script, *arguments]
+    if not getattr(sys.flags, "safe_path", False):  # the place that `syncline run` itself was started from
+        sys.path[0] = str(Path.cwd() if module else Path(script).resolve().parent)
     if module:
-        sys.path.insert(0, str(Path.cwd()))
         return runpy.run_module(script, run_name="__main__", alter_sys=True)
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    return runpy.run_path(script, run_name="__main__")
+    return runpy.run_path(str(Path(script).absolute()), run_name="__main__")
