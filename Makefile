@@ -31,4 +31,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis syncline-report.html report.html syncline-run

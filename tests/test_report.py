@@ -524,7 +524,7 @@ def test_odd_ones_have_a_page_too(name: str, tmp_path: Path) -> None:
         "a run of two models": "Where a step goes: Net",
         "a run that crashed": "The run did not finish: rank 1: RuntimeError: connection closed. "
         "No record is here of rank 0, 2.",
-        "plain DDP is best": "Nothing that is allowed is faster than plain DDP",
+        "plain DDP is best": "Nothing that is allowed is faster than plain DDP, predicted at",
     }
     assert says.get(name, "") in seen.text
 

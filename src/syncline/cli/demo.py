@@ -47,6 +47,8 @@ def demo(
     """
     with options.one_line_errors("syncline demo"):
         spec = options.cluster_spec(hosts=hosts, per_host=per_host, rate=rate)
+        if spec.world_size < 2:
+            raise UsageError("--hosts 1: one rank exchanges nothing; take two or more")
         for path in (json, report):
             screen.check_writable(path)
         screen.say_if_not_shaped()

@@ -134,7 +134,8 @@ def _show(plan: Plan, path: Path | None, measured: bool) -> None:
             screen.out.print(f"and {len(plan.buckets) - _SHOWN} buckets more", style="dim")
     if path is not None:
         screen.out.print()
-        screen.out.print(f'Apply it: model = syncline.wrap(net, "{path}")')
+        apply = f'Apply it: model = syncline.wrap(net, "{path}")'
+        screen.out.print("There is nothing to apply: keep plain DDP" if plan.nothing else apply)
 
 
 def _show_memory(answer: MemoryPlan, measured: bool) -> None:

@@ -18,14 +18,14 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from syncline.cli import options
+from syncline.cli import options, screen
 from syncline.engine.follow import PROBE_S, Wishes
 from syncline.errors import SynclineError, UsageError
 from syncline.exchange import EXCHANGES, Exchange
 from syncline.measure.network import Network
 from syncline.plan.plan import Plan
 from syncline.report.record import RunRecord
-from syncline.run.runner import RUNNING, Job, Runner
+from syncline.run.runner import PAGE, RUNNING, Job, Runner
 from syncline.run.script import check_script
 
 FOLDER = Path("syncline-run")
@@ -83,6 +83,11 @@ def run_command(
     check_script(script, module=module)
     if out.exists() and not out.is_dir():
         raise UsageError(f"--out {out}: is a file; name a folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out {out}: cannot be made: {error.strerror}; name another folder") from error
+    screen.check_writable(out / PAGE)
     wishes = Wishes.of(
         exchange=_exchange(exchange),
         plan=None if plan is None else Plan.load(plan),
@@ -170,14 +175,19 @@ SETTINGS = {"allow_interspersed_args": False}
 def _tell(runner: Runner) -> None:
     """The page, and a line that says where it is. It must not be what a training fails by."""
     if not runner.found:
-        print("syncline run: the script built no DistributedDataParallel model, so nothing was done", file=sys.stderr)
+        if runner.ended == "finished":
+            print("syncline run: the script built no DistributedDataParallel model: nothing was done", file=sys.stderr)
         return
+    folder = runner.job.folder
+    if runner.ended != "finished":  # torchrun may end this rank before the page is there
+        again = shlex.join(["syncline", "report", str(folder)])
+        print(f"syncline run: the ranks' records are in {folder}; {again} makes a page of them", file=sys.stderr)
     try:
         from syncline.report.page import write_report
         from syncline.report.story import Story
 
         records = _records(runner, _WAIT_S if runner.ended == "finished" else _WAIT_S / 10)
-        page = runner.job.folder / "report.html"
+        page = folder / PAGE
         write_report(page, Story(runs=records))
         print(f"syncline run: {page} tells what became of it", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 - the training is over, and its end is what counts

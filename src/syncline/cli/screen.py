@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -55,7 +56,12 @@ def check_writable(path: Path | None) -> None:
             raise UsageError(f"{path} is a folder: name a file to write to")
         if not path.parent.is_dir():
             raise UsageError(f"{path}: there is no folder {path.parent}: create it first")
-        allowed = os.access(path.parent, os.W_OK) or (path.exists() and os.access(path, os.W_OK))
+        if path.exists():
+            allowed = os.access(path, os.W_OK)
+        else:
+            allowed = True
+            with tempfile.TemporaryFile(dir=path.parent):  # the only way to know
+                pass
     except OSError:  # not even to be looked at
         allowed = False
     if not allowed:

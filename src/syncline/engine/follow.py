@@ -261,8 +261,7 @@ class Following:
         except StopIteration:
             self._decided = True
             self._diary.goes(self._way)  # from here on for good
-            if not self._wishes.quiet and self._group.rank() == 0:
-                print(f"syncline: {type(self.model.module).__name__}: {self.describe()}", file=sys.stderr)
+            self._say(self.describe())
         finally:
             self.working = False
 
@@ -277,6 +276,10 @@ class Following:
         """Whether what is attached now was attached here."""
         found = attached_to(self.model)
         return found is not None and self._attached is not None and self._attached() is found
+
+    def _say(self, text: str) -> None:
+        if not self._wishes.quiet and self._group.rank() == 0:
+            print(f"syncline: {type(self.model.module).__name__}: {text}", file=sys.stderr, flush=True)
 
     def _unharmed(self, course: Course) -> Course:
         """What is refused is refused on all ranks: they go on with plain DDP."""
@@ -350,6 +353,7 @@ class Following:
         """Collective: once for all models of a script that exchange over the same links."""
         where = (tuple(dist.get_process_group_ranks(self._group)), backend_of(self._group), self._wishes.allow)
         if where not in _links:
+            self._say(f"probing the links for about {self._wishes.probe_s:g} s, while the script waits")
             _links[where] = probe_for(self._group, self._wishes.allow, self._wishes.probe_s)
         return _links[where]
 

@@ -99,10 +99,11 @@ def _reason(found: Found) -> str:
     if found.nothing:
         gain = 1 - best.iteration_s / plain.iteration_s if plain.iteration_s else 0.0
         if gain <= 0:
-            return f"Nothing that is allowed is faster than plain DDP, at {plain.iteration_s * 1e3:.1f} ms per step."
+            predicted = f"predicted at {plain.iteration_s * 1e3:.1f} ms per step"
+            return f"Nothing that is allowed is faster than plain DDP, {predicted}."
         return (
-            f"Plain DDP takes {plain.iteration_s * 1e3:.1f} ms per step, and the best that is allowed would save "
-            f"{gain:.1%} of it: not worth a change."
+            f"Plain DDP is predicted to take {plain.iteration_s * 1e3:.1f} ms per step, of which the best that is "
+            f"allowed saves {gain:.1%}: not worth a change."
         )
     names = " and ".join(best.schedule.exchanges)
     count, before = len(best.schedule.buckets), len(plain.schedule.buckets)
@@ -110,7 +111,7 @@ def _reason(found: Found) -> str:
     saved = _saved(plain.losses, best.losses)
     return (
         f"{_buckets(count)}{lanes} through {names}, instead of DDP's {before}: "
-        f"{plain.iteration_s * 1e3:.1f} → {best.iteration_s * 1e3:.1f} ms per step"
+        f"predicted {plain.iteration_s * 1e3:.1f} → {best.iteration_s * 1e3:.1f} ms per step"
         f"{f', mostly less lost to {saved}' if saved else ''}."
     )
 

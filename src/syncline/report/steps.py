@@ -179,8 +179,8 @@ def between_s(model: ModelRecord, pace: Pace) -> str:
     if pace.between_s < 0.05 * pace.step_s:
         return ""
     return (
-        f"Between two steps of {model.name} pass {figures.step(pace.between_s)}: the optimizer, data and whatever else "
-        "the script does."
+        f"Between two steps of {model.name} pass {figures.step(pace.between_s)}: passes that only accumulate, "
+        "the optimizer, data and whatever else the script does."
     )
 
 

@@ -11,6 +11,7 @@ from syncline.measure.network import Network
 from syncline.report import ahead, commands, figures, links, measured, steps, verdict
 from syncline.report.blocks import Cell, Fact, Page, Section, Table
 from syncline.report.outlook import Outlook, outlook_of
+from syncline.report.record import RunRecord
 from syncline.report.story import Story, Subject
 
 _MOST_SUBJECTS = 6
@@ -202,13 +203,22 @@ def _facts(story: Story, subjects: tuple[Subject, ...], outlooks: list[Outlook |
             yield Fact(links.LINKS.get(link.name, link.name), figures.rate(link.bytes_per_s * 8), known)
 
 
+def _is_victim(run: RunRecord) -> tuple[bool, bool, float]:
+    """Ranks end because one of them did: what it raised says more than that it was gone."""
+    lost = any(word in run.ended for word in ("Connection closed", "Connection reset", "NCCL", "imed out"))
+    return run.ended == "still running", lost, run.seconds
+
+
 def _warning(story: Story, subjects: tuple[Subject, ...]) -> str:
     """What someone must know before believing the rest."""
     parts = []
     early = [run for run in story.runs if run.ended != "finished"]
     if early:
-        parts.append(f"The run did not finish: rank {early[0].rank}: {early[0].ended}.")
-    if 1 < len(story.runs) < story.runs[0].ranks:
+        first = min(early, key=_is_victim)
+        said = first.ended if len(first.ended) <= 160 else f"{first.ended[:159]}…"
+        others = f", before {figures.count(len(early) - 1, 'other rank')}" if len(early) > 1 else ""
+        parts.append(f"The run did not finish: rank {first.rank}{others}: {said}.")
+    if 0 < len(story.runs) < story.runs[0].ranks:
         missing = sorted(set(range(story.runs[0].ranks)) - {run.rank for run in story.runs})
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         parts.append(f"No record is here of rank {', '.join(map(str, missing[:8]))}{more}.")

@@ -33,6 +33,7 @@ from syncline.errors import SynclineError
 from syncline.report.record import ModelRecord, RunRecord
 from syncline.run.script import run_script
 
+PAGE = "report.html"
 RUNNING = "still running"
 SAVED_EVERY_S = 60.0
 """Also while the script runs: a job that is killed leaves what was known a minute before."""
@@ -69,7 +70,6 @@ class Runner:
 
     def run(self) -> None:
         """The script. What it raises is raised; records are written in any case."""
-        self._remove_old()
         try:
             with self._looking():
                 self._left = run_script(self.job.script, self.job.arguments, module=self.job.module)
@@ -115,6 +115,8 @@ class Runner:
     def save(self) -> None:
         """Never the reason for which a training fails."""
         self._save_at_s = time.monotonic() + SAVED_EVERY_S
+        if not self._followings:
+            return
         try:
             self.job.folder.mkdir(parents=True, exist_ok=True)
             self.record().save(self.path(self.rank))
@@ -131,9 +133,9 @@ class Runner:
 
     def _remove_old(self) -> None:
         """What an earlier run has left in the folder must not be taken for a part of this one."""
-        for path in self.job.folder.glob("rank-*.json"):
+        for path in (*self.job.folder.glob("rank-*.json"), self.job.folder / PAGE):
             rank = path.stem.removeprefix("rank-")
-            others = self.rank == 0 and rank.isdigit() and int(rank) >= self.ranks
+            others = self.rank == 0 and (path.name == PAGE or (rank.isdigit() and int(rank) >= self.ranks))
             if others or path == self.path(self.rank):
                 with contextlib.suppress(OSError):
                     path.unlink()
@@ -156,6 +158,8 @@ class Runner:
         if any(one.working for one in self._followings):
             return
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()  # not every launcher says so beforehand
+        if not self._followings:
+            self._remove_old()
         try:
             following = Following(ddp, self.job.wishes, self._scaler)
         except SynclineError as error:
