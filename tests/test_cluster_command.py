@@ -165,7 +165,6 @@ def test_variables_of_an_outer_job_do_not_leak_in(
     ("shaped", "per_host"),
     [
         pytest.param(True, (2, 1), marks=needs_namespaces, id="2 and 1"),
-        pytest.param(False, (1, 1), id="loopback"),
     ],
     indirect=["shaped"],
 )

@@ -67,8 +67,8 @@ def losses(folder: Path) -> list[list[float]]:
 
 @pytest.mark.parametrize(
     "flags",
-    [[], ["--accumulate", "2"], ["--models", "2"]],
-    ids=["plain", "gradient accumulation", "two models"],
+    [[], ["--accumulate", "2", "--models", "2"]],
+    ids=["plain", "gradient accumulation in two models"],
 )
 def test_a_script_trains_as_without(flags: list[str], tmp_path: Path) -> None:
     with_us, without = tmp_path / "with", tmp_path / "without"
