@@ -21,3 +21,8 @@ class ExchangeError(SynclineError):
 
 class ClusterError(SynclineError):
     """An emulated cluster could not be set up, or one of its processes failed."""
+
+
+def first_line(error: BaseException) -> str:
+    """What it says, as far as one line goes; its type where it says nothing."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

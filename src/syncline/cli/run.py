@@ -20,12 +20,12 @@ import typer
 
 from syncline.cli import options, screen
 from syncline.engine.follow import PROBE_S, Wishes
-from syncline.errors import SynclineError, UsageError
+from syncline.errors import SynclineError, UsageError, first_line
 from syncline.exchange import EXCHANGES, Exchange
 from syncline.measure.network import Network
 from syncline.plan.plan import Plan
-from syncline.report.record import RunRecord
-from syncline.run.runner import PAGE, RUNNING, Job, Runner
+from syncline.report.record import FINISHED, RUNNING, RunRecord
+from syncline.run.runner import PAGE, Job, Runner
 from syncline.run.script import check_script
 
 FOLDER = Path("syncline-run")
@@ -175,23 +175,23 @@ SETTINGS = {"allow_interspersed_args": False}
 def _tell(runner: Runner) -> None:
     """The page, and a line that says where it is. It must not be what a training fails by."""
     if not runner.found:
-        if runner.ended == "finished":
+        if runner.ended == FINISHED:
             print("syncline run: the script built no DistributedDataParallel model: nothing was done", file=sys.stderr)
         return
     folder = runner.job.folder
-    if runner.ended != "finished":  # torchrun may end this rank before the page is there
+    if runner.ended != FINISHED:  # torchrun may end this rank before the page is there
         again = shlex.join(["syncline", "report", str(folder)])
         print(f"syncline run: the ranks' records are in {folder}; {again} makes a page of them", file=sys.stderr)
     try:
         from syncline.report.page import write_report
         from syncline.report.story import Story
 
-        records = _records(runner, _WAIT_S if runner.ended == "finished" else _WAIT_S / 10)
+        records = _records(runner, _WAIT_S if runner.ended == FINISHED else _WAIT_S / 10)
         page = folder / PAGE
         write_report(page, Story(runs=records))
         print(f"syncline run: {page} tells what became of it", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 - the training is over, and its end is what counts
-        line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        line = first_line(error)
         print(f"syncline run: no report is written: {line}", file=sys.stderr)
 
 
@@ -199,9 +199,12 @@ def _records(runner: Runner, wait_s: float) -> tuple[RunRecord, ...]:
     """Of all ranks whose records can be seen here, when those of this host are complete, or after a while."""
     local = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), runner.ranks)
     until = time.monotonic() + wait_s
+    found: dict[int, RunRecord] = {}
     while True:
-        paths = [path for rank in range(runner.ranks) if (path := runner.path(rank)).exists()]
-        found = [RunRecord.load(path) for path in paths]
-        if sum(one.ended != RUNNING for one in found) >= local or time.monotonic() > until:
-            return tuple(found)
+        for rank in range(runner.ranks):
+            complete = rank in found and found[rank].ended != RUNNING
+            if not complete and (path := runner.path(rank)).exists():
+                found[rank] = RunRecord.load(path)
+        if sum(one.ended != RUNNING for one in found.values()) >= local or time.monotonic() > until:
+            return tuple(found[rank] for rank in sorted(found))
         time.sleep(0.05)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from syncline._version import __version__
 from syncline.engine.comm import gather_bytes
-from syncline.errors import MismatchError, SynclineError
+from syncline.errors import MismatchError, SynclineError, first_line
 
 Fields = Mapping[str, Any]
 """Flat, JSON-valued."""
@@ -85,7 +85,7 @@ def together(group: dist.ProcessGroup, device: torch.device, what: str, call: st
         try:
             yield fields
         except Exception as error:
-            text = str(error).splitlines()[0] if str(error) else type(error).__name__
+            text = first_line(error)
             with contextlib.suppress(MismatchError):  # this rank's own error says more
                 meet(group, {"error": text}, what, call)
             raise

@@ -187,14 +187,14 @@ def _fresh_group_name(parent: dist.ProcessGroup, which: str) -> Iterator[None]:
         c10d._process_group_name = original
 
 
-def backend_of(group: dist.ProcessGroup, device_type: str | None = None) -> str:
+def backend_of(group: dist.ProcessGroup) -> str:
     """What carries this group's tensors: of a group with one for each kind of device, as `init_process_group()` without
-    an argument makes it, the one for `device_type`; by default a GPU's where there is one."""
+    an argument makes it, a GPU's where there is one."""
     name = str(dist.get_backend(group))
     if name != "undefined" and ":" not in name:
         return name
     each = dict(part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part)
-    return each.get(device_type or ("cuda" if torch.cuda.is_available() else "cpu"), name)
+    return each.get("cuda" if torch.cuda.is_available() else "cpu", name)
 
 
 def group_device(group: dist.ProcessGroup) -> torch.device:

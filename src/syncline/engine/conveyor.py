@@ -27,7 +27,7 @@ from syncline.engine.place import Place
 from syncline.engine.route import Route, tell
 from syncline.engine.stats import sent_over
 from syncline.engine.stepping import Stepping
-from syncline.errors import ExchangeError, UsageError
+from syncline.errors import ExchangeError, UsageError, first_line
 from syncline.exchange import Climbing
 from syncline.exchange.workspace import Workspace
 
@@ -160,7 +160,7 @@ class Conveyor:
             return call()
         except BaseException as error:
             if self.error is None:
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                reason = first_line(error)
                 failed = ExchangeError(
                     f"exchanging {bucket.label} failed in step {self.steps}: {reason}. Some layers have taken this "
                     "step and others have not: go on from a checkpoint"

@@ -19,6 +19,7 @@ from syncline.engine.model import parameters_of
 from syncline.measure.network import Network
 from syncline.measure.pace import Moments, Pacer
 from syncline.measure.profile import Profile
+from syncline.measure.steps import quartiles
 from syncline.plan.plan import Plan
 from syncline.report.record import (
     MOST_STEPS,
@@ -206,13 +207,13 @@ def _pace(way: _Way) -> Pace:
     moments = way.settled.kept
     between = [one.between_s for one in moments if one.between_s is not None]
     times = [one.step_s for one in moments]
-    low_s, _, high_s = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else (times * 3)
+    spread = quartiles(times)
     return Pace(
         way=way.name,
         steps=way.steps,
         step_s=statistics.median(times),
-        low_s=low_s,
-        high_s=high_s,
+        low_s=spread.low_s,
+        high_s=spread.high_s,
         forward_s=statistics.median(one.backward_s - one.start_s for one in moments),
         backward_s=statistics.median(one.backward_end_s - one.backward_s for one in moments),
         exposed_s=statistics.median(one.end_s - one.backward_end_s for one in moments),

@@ -27,7 +27,7 @@ from syncline.engine.lane import Job, Lane, Phases, make_lane
 from syncline.engine.place import Place
 from syncline.engine.route import Route, tell
 from syncline.engine.stats import predicted_for, sent_over
-from syncline.errors import ExchangeError, SynclineError, UsageError
+from syncline.errors import ExchangeError, SynclineError, UsageError, first_line
 from syncline.exchange import Climbing, Exchange, Layout, Slot, State, Work
 
 _WATCHED = 50
@@ -327,7 +327,7 @@ class Engine:
     def _fail(self, bucket: int, error: BaseException) -> BaseException:
         """The error as the user sees it. The step stays unfinished for good, so nothing of it is settled."""
         if not isinstance(error, SynclineError):
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
             failed = ExchangeError(f"exchanging bucket {bucket} failed in step {self.steps}: {reason}")
             failed.__cause__ = error
             error = failed

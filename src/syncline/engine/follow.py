@@ -34,7 +34,7 @@ from syncline.engine.diary import PLAIN, Diary
 from syncline.engine.given import checked_exchange
 from syncline.engine.handle import Handle
 from syncline.engine.hook import Switch, attached_to, other_hooks
-from syncline.engine.model import ddp_of, described, only_device, parameters_of
+from syncline.engine.model import ddp_of, only_device, parameters_of, shapes_of
 from syncline.engine.place import check_network, hosts_of, mark_of, read_network
 from syncline.engine.replan import make_plain, make_planned, plan_for_live, probe_for
 from syncline.engine.route import difference_of, read_plan
@@ -313,8 +313,7 @@ class Following:
             else:
                 assert wishes.plan is not None  # noqa: S101 - one of them is given
                 plan = read_plan(wishes.plan, self._group, self._device, "follow")
-                shapes = {n: described(p) for n, p in parameters_of(self.model).items() if p.requires_grad}
-                different = difference_of(plan, shapes, self._group, self._device.type, "follow")
+                different = difference_of(plan, shapes_of(self.model), self._group, self._device.type, "follow")
                 if different is not None:
                     raise UsageError(f"the plan is for something else: {different}")
                 self.plan = plan

@@ -45,6 +45,11 @@ def only_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
     return devices.pop()
 
 
+def shapes_of(ddp: DDP) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Of all that is trained, as a plan has them."""
+    return {name: described(parameter) for name, parameter in parameters_of(ddp).items() if parameter.requires_grad}
+
+
 def described(parameter: Tensor) -> tuple[tuple[int, ...], str]:
     """Its shape and type, as a plan has them."""
     return tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")

@@ -14,6 +14,7 @@ import torch
 
 from syncline.engine.engine import Engine, Step
 from syncline.engine.route import tell
+from syncline.errors import first_line
 from syncline.exchange import wire
 
 PREFIX = "syncline/"
@@ -105,7 +106,7 @@ class Log:
                 self._writer.add_scalar(name, value, number)
         except Exception as error:  # noqa: BLE001 - whatever a writer raises, training goes on
             self._stop(engine)
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
             tell(f"scalars are not logged any more, because that failed at step {number}: {reason}")
 
     def _stop(self, engine: Engine) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -29,12 +28,13 @@ from syncline.engine.agreement import together
 from syncline.engine.checkpoint import ON_WORLD_SIZE
 from syncline.engine.follow import Following, Wishes, follow
 from syncline.engine.hook import forget
-from syncline.engine.model import ddp_of, described, only_device, parameters_of
+from syncline.engine.model import ddp_of, only_device, parameters_of, shapes_of
 from syncline.engine.replan import make_plain
 from syncline.engine.route import difference_of
 from syncline.errors import UsageError
 from syncline.exchange import Exchange
 from syncline.files import write_bytes
+from syncline.measure.hooks import Unseen
 from syncline.measure.network import Network
 from syncline.plan.plan import Plan
 
@@ -222,12 +222,11 @@ class Synced:
         self._waiting, self._of_step = folder if kept else None, of_step
         self._go_on()
         if self._waiting is not None and self._hook is None:
-            self._hook = self.model.register_forward_pre_hook(torch.compiler.disable(lambda *_: self._go_on()))
+            self._hook = self.model.register_forward_pre_hook(Unseen(lambda *_: self._go_on()))
 
     def _goes_on_with(self, plan: Plan, folder: Path, kept: bool) -> bool:
         """Collective: has the model follow the plan that was found before, if it is for this cluster."""
-        shapes = {name: described(p) for name, p in parameters_of(self.model).items() if p.requires_grad}
-        different = difference_of(plan, shapes, self._group, self._device.type, "load")
+        different = difference_of(plan, shapes_of(self.model), self._group, self._device.type, "load")
         if different is not None and kept and self._asked.on_world_size != "reset":
             raise UsageError(
                 f"{folder}: the plan that was found is for something else: {different}. on_world_size='reset' forgets "

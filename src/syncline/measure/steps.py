@@ -188,7 +188,7 @@ def summarise(
             steps=len(times),
             batch=batch,
             buffers=subject.buffers,
-            spread=_quartiles(step_s),
+            spread=quartiles(step_s),
         ),
         step_s,
     )
@@ -307,7 +307,7 @@ def _median_s(values: Sequence[float]) -> float:
     return max(0.0, round(statistics.median(values), 9))
 
 
-def _quartiles(step_s: Sequence[float]) -> Spread:
+def quartiles(step_s: Sequence[float]) -> Spread:
     if len(step_s) == 1:
         return Spread(low_s=_median_s(step_s), high_s=_median_s(step_s))
     low_s, _, high_s = statistics.quantiles(step_s, n=4, method="inclusive")

@@ -17,6 +17,8 @@ from syncline.measure.network import Network
 from syncline.measure.profile import Profile
 from syncline.plan.plan import Plan
 
+FINISHED, RUNNING = "finished", "still running"
+"""How a run has ended, or not yet; otherwise its record says what ended it."""
 MOST_STEPS = 2000
 """Of those that a record keeps, evenly spread: a record is looked at, not computed with."""
 
@@ -135,7 +137,7 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     command: str
     """That starts it again, for people."""
     ended: str
-    """`finished`, or what ended it."""
+    """`FINISHED`, `RUNNING`, or what ended it."""
     seconds: float
     """From the script's start to its end."""
     tuning_s: float

@@ -11,7 +11,7 @@ from syncline.measure.network import Network
 from syncline.report import ahead, commands, figures, links, measured, steps, verdict
 from syncline.report.blocks import Cell, Fact, Page, Section, Table
 from syncline.report.outlook import Outlook, outlook_of
-from syncline.report.record import RunRecord
+from syncline.report.record import FINISHED, RUNNING, RunRecord
 from syncline.report.story import Story, Subject
 
 _MOST_SUBJECTS = 6
@@ -206,13 +206,13 @@ def _facts(story: Story, subjects: tuple[Subject, ...], outlooks: list[Outlook |
 def _is_victim(run: RunRecord) -> tuple[bool, bool, float]:
     """Ranks end because one of them did: what it raised says more than that it was gone."""
     lost = any(word in run.ended for word in ("Connection closed", "Connection reset", "NCCL", "imed out"))
-    return run.ended == "still running", lost, run.seconds
+    return run.ended == RUNNING, lost, run.seconds
 
 
 def _warning(story: Story, subjects: tuple[Subject, ...]) -> str:
     """What someone must know before believing the rest."""
     parts = []
-    early = [run for run in story.runs if run.ended != "finished"]
+    early = [run for run in story.runs if run.ended != FINISHED]
     if early:
         first = min(early, key=_is_victim)
         said = first.ended if len(first.ended) <= 160 else f"{first.ended[:159]}…"

@@ -29,12 +29,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from syncline._version import __version__
 from syncline.engine.attach import scale_of
 from syncline.engine.follow import Following, Wishes
-from syncline.errors import SynclineError
-from syncline.report.record import ModelRecord, RunRecord
+from syncline.errors import SynclineError, first_line
+from syncline.report.record import FINISHED, RUNNING, ModelRecord, RunRecord
 from syncline.run.script import run_script
 
 PAGE = "report.html"
-RUNNING = "still running"
 SAVED_EVERY_S = 60.0
 """Also while the script runs: a job that is killed leaves what was known a minute before."""
 SAVED_FIRST_S = 5.0
@@ -73,9 +72,9 @@ class Runner:
         try:
             with self._looking():
                 self._left = run_script(self.job.script, self.job.arguments, module=self.job.module)
-            self.ended = "finished"
+            self.ended = FINISHED
         except SystemExit as exit_:
-            self.ended = "finished" if exit_.code in (None, 0) else f"ended with exit status {exit_.code}"
+            self.ended = FINISHED if exit_.code in (None, 0) else f"ended with exit status {exit_.code}"
             raise
         except BaseException as error:
             line = str(error).splitlines()[0] if str(error) else ""
@@ -123,7 +122,7 @@ class Runner:
         except Exception as error:  # noqa: BLE001 - the training is worth more than its record
             if not self._warned:
                 self._warned = True
-                line = str(error).splitlines()[0] if str(error) else type(error).__name__
+                line = first_line(error)
                 print(f"syncline run: no record of rank {self.rank} is written: {line}", file=sys.stderr)
 
     def _record(self, following: Following) -> ModelRecord:
