@@ -24,5 +24,6 @@ class ClusterError(SynclineError):
 
 
 def first_line(error: BaseException) -> str:
-    """What it says, as far as one line goes; its type where it says nothing."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    """What it says, as far as one line goes; its type where it says nothing. Without gloo's word of comfort."""
+    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return line.partition(". This is typically caused by")[0]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from syncline._version import __version__
 from syncline.engine.comm import gather_bytes
+from syncline.engine.vigil import is_collective, suspected, vigil
 from syncline.errors import MismatchError, SynclineError, first_line
 
 Fields = Mapping[str, Any]
@@ -65,16 +66,33 @@ def meet(
     group: dist.ProcessGroup, fingerprint: Mapping[str, Any], what: str = "what is attached", call: str = "attach"
 ) -> None:
     """`agree`, in the words of somebody who called something that all ranks must call."""
-    try:
+    with meeting(group, call):
         agree(group, fingerprint, what)
-    except SynclineError:
-        raise
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise MismatchError(
-            f"the ranks did not meet to {call}: {reason}. All ranks of the model's process group must call {call}, "
-            "in the same order as their other collectives"
-        ) from error
+
+
+@contextlib.contextmanager
+def meeting(group: dist.ProcessGroup, call: str, *, users: bool = False) -> Iterator[None]:
+    """All ranks do what is inside; if they do not, the error says who is missing, as far as can be known. `users`:
+    inside is their own code too, whose errors are theirs."""
+    with vigil() as found:
+        if found is not None:
+            found.came()
+        try:
+            yield
+        except SynclineError:
+            raise
+        except RuntimeError as error:
+            if users and ("ExchangeError:" in str(error) or not is_collective(error)):
+                raise
+            told = f"the ranks did not meet to {call}: {first_line(error)}"
+            if found is not None:
+                found.say(told, own=False)
+                suspects = found.suspects(dist.get_process_group_ranks(group))
+                told += "".join(f"; {text}" for text in (suspected(suspects),) if text)
+            raise MismatchError(
+                f"{told}. All ranks of the model's process group must call {call}, in the same order as their other "
+                "collectives"
+            ) from error
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from syncline.engine.agreement import current_device, flatten, meet, versions_here
+from syncline.engine.agreement import current_device, flatten, meet, meeting, versions_here
 from syncline.engine.comm import backend_of, group_timeout
 from syncline.engine.engine import Engine
 from syncline.engine.given import check_lanes, checked_exchange
@@ -22,6 +22,7 @@ from syncline.engine.hook import other_hooks, switch_of
 from syncline.engine.model import ddp_of, described_fully, only_device, parameters_of
 from syncline.engine.place import find_place, mark_of, read_network
 from syncline.engine.route import Route, Uniform
+from syncline.engine.vigil import vigil
 from syncline.errors import SynclineError, UsageError
 from syncline.exchange import Exchange, default_lanes
 from syncline.measure.network import Network
@@ -72,11 +73,13 @@ def attach_route(
     with current_device(only_device(parameters)):
         known = read_network(network)
         scaled = scaler is not None and scaler.is_enabled()
-        meet(group, {**_fingerprint(ddp, group, route, parameters, known), "scaler": scaled})
-        if isinstance(known, SynclineError):
-            raise known
-        place = find_place(group, route.exchanges, known)
-        engine = Engine(group, parameters, route, timeout, place, lambda: scale_of(scaler))
+        with vigil():
+            meet(group, {**_fingerprint(ddp, group, route, parameters, known), "scaler": scaled})
+            if isinstance(known, SynclineError):
+                raise known
+            with meeting(group, "attach"):
+                place = find_place(group, route.exchanges, known)
+                engine = Engine(group, parameters, route, timeout, place, lambda: scale_of(scaler))
     try:
         switch = switch_of(ddp)
     except BaseException:

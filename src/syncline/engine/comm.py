@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,12 +27,17 @@ gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 """torch 2.13 renamed it; 2.11 has only the old name."""
 
 
+Made = TypeVar("Made")
+
+
 @dataclass
 class Notes:
     """Of one lane, which runs one bucket at a time."""
 
     phases: Phases | None = None
     """Where collectives are noted that are issued now; None while nobody traces them."""
+    issued: Callable[[str, str, int], None] = lambda kind, level, sent_bytes: None
+    """Told of each, before it is issued."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,7 @@ class GroupComm:
         level = self.topology.whole.name
         sent = sent_bytes(kind, whole.numel(), whole.element_size(), self.size, self.topology.backend)
         self.counter.add(level, sent)
+        self.notes.issued(kind, level, sent)
         phases = self.notes.phases
         return None if phases is None else phases.begin(kind, level, sent)
 
@@ -110,6 +117,13 @@ class LaneGroups:
 
         A group's first collective would open them lazily, and can hang past its timeout if a peer died meanwhile.
         """
+        if backend_of(parent) == "nccl":
+            return cls._create(parent, timeout, topology)
+        limit_s = timeout.total_seconds() + max(2.0, 0.25 * timeout.total_seconds())
+        return _within(limit_s, lambda: cls._create(parent, timeout, topology))
+
+    @classmethod
+    def _create(cls, parent: dist.ProcessGroup, timeout: timedelta, topology: Topology | None) -> LaneGroups:
         topology = topology or Topology.flat(parent.size(), backend_of(parent))
         counter, notes = Counter(), Notes()
         siblings: dict[str, GroupComm] = {}
@@ -134,6 +148,28 @@ class LaneGroups:
             for sibling in self.comm.siblings.values():
                 dist.destroy_process_group(sibling.group)
         self.siblings.clear()  # a comm is among its own siblings: a cycle that would keep its group's threads alive
+
+
+def _within(limit_s: float, call: Callable[[], Made]) -> Made:
+    """What it returns, or raises; or an error when it has not in time. Connecting over a link that was cut may take
+    minutes, whatever the timeout, and cannot be interrupted: its thread is then left to itself."""
+    made: list[Made] = []
+    failed: list[BaseException] = []
+
+    def attempt() -> None:
+        try:
+            made.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            failed.append(error)
+
+    thread = threading.Thread(target=attempt, name="syncline-connect", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if failed:
+        raise failed[0]
+    if not made:
+        raise RuntimeError(f"no connection to all other ranks within {limit_s:.0f} s")
+    return made[0]
 
 
 def _new_group(parent: dist.ProcessGroup, timeout: timedelta, level: Level | None = None) -> Any:

@@ -9,6 +9,7 @@ nothing changes under the user's hands.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from syncline.engine.agreement import meet
 from syncline.engine.comm import LaneGroups, gather_bytes
 from syncline.engine.given import lying_like
+from syncline.engine.guard import Guard
 from syncline.engine.lane import Job, Lane, make_lane
 from syncline.engine.passes import Bucket, Flight, Pass, counts
 from syncline.engine.pieces import Cut, cut, dealt_to, joined, layout_of
@@ -73,12 +75,14 @@ class Conveyor:
         self.workspaces = [Workspace(self._device, rest_on_host=rest_on_host) for _ in range(route.lanes)]
         self.groups: list[LaneGroups] = []
         self.lanes: list[Lane] = []
+        self._guard = Guard(group, timeout)
         self.buckets: list[Bucket] = []
         self._hooks: list[Any] = []
         try:
             for index in range(route.lanes):
                 self.groups.append(LaneGroups.create(group, timeout, None if place is None else place.topology))
                 self.lanes.append(make_lane(self._device, f"syncline-lane-{index}"))
+            self._guard.start(self.groups, self.lanes)
             self.buckets = self.furnished(first or cut(list(parameters)[::-1], parameters, cap_bytes))
         except BaseException:
             self.close()
@@ -142,9 +146,18 @@ class Conveyor:
             run=lambda: self._run(bucket, held, now, apply=on_lane),
             marks=lane.marks(now.jobs[0].marks if now.jobs else None),
             exchange=bucket.exchange,
+            on_done=self._guard.over,
         )
+        if not now.jobs:
+            self._begin(now)
+        self._guard.begin(job, self.steps)
         now.jobs.append(job)
         now.under_way.append(Flight(bucket, self._guarded(lambda: lane.submit(job), bucket), waiting))
+
+    def _begin(self, now: Pass) -> None:
+        now.began_s = time.monotonic()
+        if self.last.began_s is not None:
+            self._guard.stepped(self.last.jobs, now.began_s - self.last.began_s)
 
     def _land(self, flight: Flight) -> None:
         """Waits for a bucket: on CUDA, backward's stream does. Then nothing of it is needed any more."""
@@ -160,10 +173,10 @@ class Conveyor:
             return call()
         except BaseException as error:
             if self.error is None:
-                reason = first_line(error)
+                told = f"exchanging {bucket.label} failed in step {self.steps}: {first_line(error)}"
+                told += self._guard.explain(told, cause=error)
                 failed = ExchangeError(
-                    f"exchanging {bucket.label} failed in step {self.steps}: {reason}. Some layers have taken this "
-                    "step and others have not: go on from a checkpoint"
+                    f"{told}. Some layers have taken this step and others have not: go on from a checkpoint"
                 )
                 self.error, self.broken = failed, True
                 raise failed from error
@@ -217,6 +230,7 @@ class Conveyor:
 
     def _run(self, bucket: Bucket, held: Sequence[Tensor], now: Pass, *, apply: bool) -> None:
         state, groups = bucket.state, self.groups[bucket.lane]
+        self._guard.runs(bucket.lane, self.steps, bucket.index)
         workspace = self.workspaces[bucket.lane]
         flat = workspace.take("flat", (bucket.layout.numel,), bucket.layout.dtype)
         with torch.no_grad():
@@ -364,10 +378,12 @@ class Conveyor:
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._guard.stop()
         for lane in self.lanes:
             lane.close()
-        for groups in self.groups:
-            groups.destroy()
+        if not any(lane.stuck for lane in self.lanes):
+            for groups in self.groups:
+                groups.destroy()
         self._hooks, self.lanes, self.groups, self.buckets = [], [], [], []
         self._pass = self.last = Pass()
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from syncline.engine.agreement import agree
 from syncline.engine.checkpoint import misfit_of
 from syncline.engine.comm import LaneGroups
+from syncline.engine.guard import Guard
 from syncline.engine.lane import Job, Lane, Phases, make_lane
 from syncline.engine.place import Place
 from syncline.engine.route import Route, tell
@@ -120,11 +121,13 @@ class Engine:
         self._scale = scale
         self._groups: list[LaneGroups] = []
         self._lanes: list[Lane] = []
+        self._guard = Guard(group, timeout)
         device = next(iter(parameters.values())).device
         try:
             for index in range(route.lanes):
                 self._groups.append(LaneGroups.create(group, timeout, None if place is None else place.topology))
                 self._lanes.append(make_lane(device, f"syncline-lane-{index}"))
+            self._guard.start(self._groups, self._lanes)
         except BaseException:
             self.close()
             raise
@@ -143,7 +146,8 @@ class Engine:
     def submit(self, grad_bucket: Any) -> Any:
         """A bucket whose gradients are ready → a future of the averaged bucket. In the same order on all ranks."""
         if self.error is not None:
-            raise ExchangeError(f"an earlier exchange of this model failed: {self.error}") from self.error
+            told = self._guard.explained(self.error)
+            raise ExchangeError(f"an earlier exchange of this model failed: {told}") from self.error
         flat: Tensor = grad_bucket.buffer()
         if self._regrouping is not None:
             return self._submit_regrouped(self._regrouping, grad_bucket, flat)
@@ -166,6 +170,7 @@ class Engine:
             exchange=bucket.exchange,
             phases=phases,
         )
+        self._guard.begin(job, self.steps)
         with self._lock:
             step.jobs.append(job)
             step.unfinished += 1
@@ -178,6 +183,7 @@ class Engine:
         step.began_s = time.monotonic()
         if self.last_step.began_s is not None:
             step.period_s = step.began_s - self.last_step.began_s
+            self._guard.stepped(self.last_step.jobs, step.period_s)
         if self.route.expected_s is not None:
             self._watch(self.last_step)
         for listener in tuple(self.listeners):
@@ -273,8 +279,9 @@ class Engine:
 
     def _run(self, bucket: Bucket, flat: Tensor, phases: Phases | None = None) -> Work | None:
         if self.error is not None:
-            raise ExchangeError(f"an earlier bucket of this step failed: {self.error}")
+            raise ExchangeError(f"an earlier bucket of this step failed: {self._guard.explained(self.error)}")
         groups = self._groups[bucket.lane]
+        self._guard.runs(bucket.lane, self.steps, bucket.index)
         if bucket.state is None:
             bucket.state = self._prepare(bucket)
             bucket.averages = bucket.state.average(1 / self._ranks)
@@ -309,6 +316,7 @@ class Engine:
                 self._succeed(job, bucket, step)
             except BaseException as error:  # noqa: BLE001 - as fatal for the step as an exchange that failed
                 job.error = error
+        self._guard.over(job)
         if job.error is not None:
             job.error = self._fail(job.bucket, job.error)
 
@@ -327,10 +335,13 @@ class Engine:
     def _fail(self, bucket: int, error: BaseException) -> BaseException:
         """The error as the user sees it. The step stays unfinished for good, so nothing of it is settled."""
         if not isinstance(error, SynclineError):
-            reason = first_line(error)
-            failed = ExchangeError(f"exchanging bucket {bucket} failed in step {self.steps}: {reason}")
+            told = f"exchanging bucket {bucket} failed in step {self.steps}: {first_line(error)}"
+            with self._lock:  # what comes next takes seconds, in which others should not begin
+                self.error = self.error or ExchangeError(told)
+            failed = ExchangeError(told + self._guard.explain(told, cause=error))
             failed.__cause__ = error
             error = failed
+            self.error = failed
         with self._lock:
             self.error = self.error or error
         return error
@@ -452,11 +463,18 @@ class Engine:
                 names = [slot.name for slot in bucket.layout.slots]
                 bucket.state.load(bucket.layout, {n: self._waiting.pop(n) for n in names if n in self._waiting})
 
+    @property
+    def straggler(self) -> str | None:
+        """Which rank keeps the others waiting, and for how long; known to rank 0."""
+        return self._guard.straggler
+
     def close(self) -> None:
+        self._guard.stop()
         for lane in self._lanes:
             lane.close()
-        for groups in self._groups:
-            groups.destroy()
+        if not any(lane.stuck for lane in self._lanes):
+            for groups in self._groups:
+                groups.destroy()
         # Jobs know their engine and it knows them: without this, threads and connections stay until Python looks.
         self._groups, self._lanes, self.buckets, self.listeners = [], [], {}, []
         self.last_step = self._step = Step()

@@ -50,6 +50,11 @@ class Handle:
         """What made an exchange fail, if one did: the step was not applied, and the model cannot go on."""
         return self._attached.error
 
+    @property
+    def straggler(self) -> str | None:
+        """Which rank keeps the others waiting, and for how long, if one does: rank 0 looks every ten seconds."""
+        return self._attached.straggler
+
     def stats(self) -> Stats:
         engine = self._attached
         step = engine.last_step

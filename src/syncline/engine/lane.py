@@ -45,6 +45,14 @@ class Job:
     """Through which it goes, for those who ask later."""
     phases: Phases | None = None
     """Its collectives, where they are traced."""
+    future: Any = None
+    """To be completed when it has ended, by whoever is first to say so."""
+    _answering: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def answer(self) -> None:
+        if self._answering.acquire(blocking=False) and self.future is not None:
+            future, self.future = self.future, None  # which knows this job
+            future.set_result(self.flat)
 
 
 class Marks(Protocol):
@@ -160,6 +168,13 @@ class Lane(Protocol):
     def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
         """Where work goes that must follow everything submitted to this lane, to `others`, and by the caller so far."""
 
+    @property
+    def stuck(self) -> bool:
+        """Whether it runs something that was given up: nothing that it uses can be taken away from it."""
+
+    def abandon(self, job: Job, error: BaseException) -> None:
+        """Ends a job that does not end by itself, for those who wait for it. The lane is of no use any more."""
+
     def close(self) -> None: ...
 
 
@@ -167,6 +182,7 @@ class ThreadLane:
     """Issues in order: from the caller's thread where nothing waits, from a worker of its own otherwise."""
 
     def __init__(self, name: str) -> None:
+        self.stuck = False
         self._queue = _Queue()
         self._thread = threading.Thread(target=_work_off, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
@@ -174,12 +190,13 @@ class ThreadLane:
         self._end = weakref.finalize(self, self._queue.put, None)
 
     def submit(self, job: Job) -> Any:
-        if not job.waits and self._queue.idle:
-            return _issue(job)
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        job.future = torch.futures.Future()
         # An exception set on the future would reach the user as a failed cast; one raised in `then` reaches them whole.
-        answer = future.then(lambda _: _result(job))
-        self._queue.put((job, future))
+        answer = job.future.then(lambda _: _result(job))
+        if not job.waits and self._queue.idle:
+            _issue(job)
+        else:
+            self._queue.put(job)
         return answer
 
     def marks(self, first: Marks | None) -> Marks:
@@ -188,21 +205,22 @@ class ThreadLane:
     def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()  # the engine calls it when all jobs have ended
 
+    def abandon(self, job: Job, error: BaseException) -> None:
+        self.stuck = True
+        job.error = error
+        _end(job)
+
     def close(self) -> None:
         self._end()
-        if threading.current_thread() is not self._thread:
+        if threading.current_thread() is not self._thread and not self.stuck:
             self._thread.join()
-
-
-_Entry = tuple[Job, Any]
-"""A job, and the future to complete when it has ended."""
 
 
 class _Queue:
     """Jobs for a lane's thread. Only one thread puts, so `idle` stays true until that thread puts again."""
 
     def __init__(self) -> None:
-        self._entries: queue.SimpleQueue[_Entry | None] = queue.SimpleQueue()
+        self._entries: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._unissued = 0
 
@@ -211,12 +229,12 @@ class _Queue:
         with self._lock:
             return self._unissued == 0
 
-    def put(self, entry: _Entry | None) -> None:
+    def put(self, job: Job | None) -> None:
         with self._lock:
             self._unissued += 1
-        self._entries.put(entry)
+        self._entries.put(job)
 
-    def get(self) -> _Entry | None:
+    def get(self) -> Job | None:
         return self._entries.get()
 
     def issued(self) -> None:
@@ -224,40 +242,36 @@ class _Queue:
             self._unissued -= 1
 
 
-def _work_off(entries: _Queue) -> None:
-    while (entry := entries.get()) is not None:
-        job, future = entry
-        _issue(job).add_done_callback(lambda _, future=future, job=job: future.set_result(job.flat))
-        entries.issued()
-        del entry, job, future  # while it waits for the next, it keeps nothing of this one alive
+def _work_off(jobs: _Queue) -> None:
+    while (job := jobs.get()) is not None:
+        _issue(job)
+        jobs.issued()
+        del job  # while it waits for the next, it keeps nothing of this one alive
 
 
-def _issue(job: Job) -> Any:
-    """Runs the job → a future of its flat tensor, which raises what the job raised."""
+def _issue(job: Job) -> None:
+    """Runs the job, which is answered when its last collective has landed, or now."""
     job.marks.mark("start")
     try:
         with followed():
             last = job.run()
         if last is not None and hasattr(last, "get_future"):
-            return last.get_future().then(lambda finished: _land(job, finished))
+            last.get_future().add_done_callback(lambda finished: _land(job, finished))
+            return
         if last is not None:
             last.wait()
     except BaseException as error:  # noqa: BLE001 - it is the user's to see, through the future
-        job.error = error
+        job.error = job.error or error
     _end(job)
-    ended: torch.futures.Future[Tensor] = torch.futures.Future()
-    ended.set_result(job.flat)
-    return ended.then(lambda _: _result(job))
 
 
-def _land(job: Job, finished: Any) -> Tensor:
+def _land(job: Job, finished: Any) -> None:
     """Runs on the backend's thread. It may not issue collectives, and does not."""
     try:
         finished.value()
     except BaseException as error:  # noqa: BLE001
-        job.error = error
+        job.error = job.error or error
     _end(job)
-    return _result(job)
 
 
 def _end(job: Job) -> None:
@@ -268,6 +282,7 @@ def _end(job: Job) -> None:
         job.error = job.error or failure
     # These know the step that knows this job: a circle that would be there until Python looks for circles.
     job.run, job.on_done = _nothing, _nothing
+    job.answer()
 
 
 def _nothing(*_: object) -> None:
@@ -282,6 +297,8 @@ def _result(job: Job) -> Tensor:
 
 class StreamLane:
     """A CUDA stream. Collectives and kernels follow each other on it; the host only enqueues."""
+
+    stuck = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -313,6 +330,9 @@ class StreamLane:
             if isinstance(other, StreamLane) and other is not self:
                 self._stream.wait_stream(other._stream)
         return torch.cuda.stream(self._stream)
+
+    def abandon(self, job: Job, error: BaseException) -> None:
+        """NCCL's own watchdog ends the process."""
 
     def close(self) -> None:
         self._stream.synchronize()

@@ -47,6 +47,8 @@ class Pass:
     finite: dict[int, Tensor] = field(default_factory=dict)
     """By bucket."""
     jobs: list[Job] = field(default_factory=list)
+    began_s: float | None = None
+    """When its first bucket was complete."""
     unused: frozenset[str] = frozenset()
     """By no rank."""
 

@@ -131,7 +131,7 @@ def tune(
     ddp = ddp_of(model)
     group: dist.ProcessGroup = ddp.process_group
     parameters = parameters_of(ddp)
-    with current_device(only_device(parameters)):
+    with current_device(only_device(parameters)), agreement.meeting(group, "tune", users=True):
         links, allowed = _agreed(model, ddp, allow, budget_s, network, scaler)
         device = next(iter(parameters.values())).device
         with as_it_was(ddp.module, device):

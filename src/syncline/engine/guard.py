@@ -1,0 +1,262 @@
+"""What is watched of one model's exchanges: where each bucket is, what happened last, and what a step takes this rank.
+
+The last events are kept in a ring, whatever becomes of them: noting one costs less than a microsecond, and they are all
+that is left to look at when an exchange fails. See `vigil` for who looks, and `failure` for what is left behind.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from syncline.engine import failure
+from syncline.engine.comm import LaneGroups, backend_of
+from syncline.engine.lane import Job, Lane
+from syncline.engine.route import tell
+from syncline.engine.vigil import At, Suspect, is_collective, suspected, vigil
+from syncline.exchange import settings
+
+_EVENTS = 400
+_STEPS = 50
+"""Of which the median says what a step takes."""
+_ENOUGH_STEPS = 10
+_LAGS = 0.25
+"""A rank that takes this much of a step longer than the others is a straggler."""
+_LAGS_S = 0.005
+_GRACE = 0.5
+"""What a collective may take beyond its timeout, as a part of it: the backend itself should have ended it by then."""
+_GRACE_S = 5.0
+_DEVICE = 0.7
+"""Of a collective's timeout on a device, after which NCCL ends the process: what is known is told before."""
+
+_EXPLAINED_S = 10.0
+
+
+@dataclass(frozen=True)
+class _Open:
+    job: Job
+    step: int
+    since_s: float
+
+
+class Guard:
+    """Of one engine, from `start` to `stop`."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
+        self.name, self.timeout_s, self._backend = "", timeout.total_seconds(), backend_of(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self._rank = dist.get_rank()
+        self.straggler: str | None = None
+        """Who keeps the others waiting, if somebody does; rank 0 knows."""
+        self._events: deque[tuple[float, str, int, int, int, str, int]] = deque(maxlen=_EVENTS)
+        self._places: dict[int, tuple[int, int]] = {}
+        """By lane, the step and the bucket that it issues now."""
+        self._open: dict[int, list[_Open]] = {}
+        self._moved_s: dict[int, float] = {}
+        self._submitted = self._step = 0
+        self._own_s: deque[float] = deque(maxlen=_STEPS)
+        self._lanes: Sequence[Lane] = ()
+        self._lagged: dict[int, int] = {}
+        self._told = False
+        self._lock = threading.Lock()
+        self._explains = False
+        self._explained = threading.Event()
+        self._explanation = ""
+
+    def start(self, groups: Sequence[LaneGroups], lanes: Sequence[Lane]) -> None:
+        """From now on these are looked after, and tell what they issue."""
+        self.name, self._lanes = groups[0].comm.group.group_name, tuple(lanes)
+        for index, one in enumerate(groups):
+            one.notes.issued = functools.partial(_issued, weakref.ref(self), index)
+        with vigil() as found:
+            if found is not None:
+                found.watch(self)
+
+    def stop(self) -> None:
+        if not self.name:
+            return
+        self._lanes = ()
+        with vigil() as found:
+            if found is not None:
+                found.forget(self)
+
+    # --- what happens -------------------------------------------------------------------------------------------
+
+    def begin(self, job: Job, step: int) -> None:
+        """A bucket is ready, and goes to its lane."""
+        now_s = time.monotonic()
+        with self._lock:
+            self._submitted, self._step = self._submitted + 1, step
+            waiting = self._open.setdefault(job.lane, [])
+            if not job.marks.on_host:
+                waiting.clear()  # a device ends them unseen: the last one stands for all
+            if not waiting:
+                self._moved_s[job.lane] = now_s
+            waiting.append(_Open(job, step, now_s))
+        self._events.append((now_s, "ready", job.lane, step, job.bucket, "", 0))
+
+    def runs(self, lane: int, step: int, bucket: int) -> None:
+        """A lane has come to a bucket."""
+        self._places[lane] = step, bucket
+        self._note("start", lane, step, bucket)
+
+    def issued(self, lane: int, kind: str, level: str, sent_bytes: int) -> None:
+        """A collective, of the bucket that the lane has come to."""
+        step, bucket = self._places.get(lane, (-1, -1))
+        self._note(kind, lane, step, bucket, level, sent_bytes)
+
+    def over(self, job: Job) -> None:
+        """On a device: it is on its way there."""
+        with self._lock:
+            if job.marks.on_host:
+                waiting = self._open.get(job.lane, [])
+                waiting[:] = [one for one in waiting if one.job is not job]
+        self._note("end" if job.error is None else "failed", job.lane, self._step, job.bucket)
+
+    def _note(self, what: str, lane: int, step: int, bucket: int, level: str = "", sent_bytes: int = 0) -> None:
+        now_s = time.monotonic()
+        self._moved_s[lane] = now_s
+        self._events.append((now_s, what, lane, step, bucket, level, sent_bytes))
+
+    def stepped(self, jobs: Iterable[Job], period_s: float | None) -> None:
+        """A step is over, and took so long: what this rank did not spend waiting for the last bucket was its own."""
+        seconds = [job.marks.seconds() for job in jobs]
+        known = [one for one in seconds if one is not None]
+        if period_s is not None and known and len(known) == len(seconds):
+            waited_s = max(one["end"] for one in known) - max(one["ready"] for one in known)
+            self._own_s.append(max(0.0, period_s - waited_s))
+
+    # --- for the vigil ------------------------------------------------------------------------------------------
+
+    def at(self) -> At:
+        enough = len(self._own_s) >= _ENOUGH_STEPS
+        return At(self._submitted, self._step, statistics.median(tuple(self._own_s)) if enough else None)
+
+    def waits_since(self) -> float | None:
+        with self._lock:
+            return min((self._moved_s[lane] for lane, waiting in self._open.items() if waiting), default=None)
+
+    def end_overdue(self, now_s: float) -> None:
+        with self._lock:
+            late = [(self._moved_s[lane], waiting[0]) for lane, waiting in self._open.items() if waiting]
+        for moved_s, one in late:
+            mute_s = now_s - moved_s
+            if not one.job.marks.on_host:
+                if mute_s > _DEVICE * self.timeout_s and one.job.marks.seconds() is None:
+                    self._tell_stuck(one, mute_s)
+            elif mute_s > self.timeout_s + max(_GRACE_S, _GRACE * self.timeout_s) and self._lanes:
+                # Not in this thread, which has the signs to read by which the others are named.
+                error = TimeoutError(f"nothing has moved on lane {one.job.lane} for {mute_s:.0f} s")
+                end = functools.partial(self._lanes[one.job.lane].abandon, one.job, error)
+                threading.Thread(target=end, name="syncline-end", daemon=True).start()
+                self._moved_s[one.job.lane] = now_s  # once, until it is due again
+
+    def _tell_stuck(self, one: _Open, mute_s: float) -> None:
+        if self._told:
+            return
+        self._told = True
+        text = (
+            f"exchanging bucket {one.job.bucket} of step {one.step} has taken {mute_s:.0f} s, and NCCL ends this "
+            f"process after {self.timeout_s:.0f} s"
+        )
+        threading.Thread(target=lambda: tell(text + self.explain(text, own=False)), daemon=True).start()
+
+    def compare(self, at: dict[int, At]) -> None:
+        own_s = {rank: one.own_s for rank, one in at.items() if one.own_s is not None}
+        if len(own_s) < len(self.ranks):
+            return
+        slowest = max(own_s, key=lambda rank: own_s[rank])
+        others_s = statistics.median(seconds for rank, seconds in own_s.items() if rank != slowest)
+        lag_s = own_s[slowest] - others_s
+        if lag_s <= max(_LAGS_S, _LAGS * others_s):
+            self._lagged.clear()
+            self.straggler = None
+            return
+        self._lagged = {slowest: self._lagged.get(slowest, 0) + 1}
+        if self._lagged[slowest] == 2 or (self.straggler is not None and self._lagged[slowest] > 2):
+            known = self.straggler is not None
+            self.straggler = (
+                f"rank {slowest} takes {lag_s:.3f} s per step longer than the others, which wait for it "
+                f"({own_s[slowest]:.3f} s of its own, theirs {others_s:.3f} s; medians of the last {_STEPS} steps)"
+            )
+            if not known:
+                tell(self.straggler)
+
+    # --- when something fails -----------------------------------------------------------------------------------
+
+    def explain(self, error: str, *, own: bool | None = None, cause: BaseException | None = None) -> str:
+        """Once: who is suspected, and where the last events are, to be appended to the error. Takes seconds."""
+        with self._lock:
+            first, self._explains = not self._explains, True
+        if not first:
+            self._explained.wait(_EXPLAINED_S)
+            return self._explanation
+        try:
+            self._explanation = self._explain(error, not is_collective(cause) if own is None else own)
+        finally:
+            self._explained.set()
+        return self._explanation
+
+    def explained(self, error: BaseException | None) -> str:
+        """What has failed already, with the explanation that may still be looked for."""
+        if self._explains:
+            self._explained.wait(_EXPLAINED_S)
+        return f"{error}" + ("" if self._explanation in str(error) else self._explanation)
+
+    def _explain(self, error: str, own: bool) -> str:
+        suspects: list[Suspect] = []
+        with vigil() as found:
+            if found is not None:
+                found.say(error, own=own)
+                if not own:
+                    suspects = found.suspects(self.ranks, self)
+        where = self._leave(error, suspects)
+        return "".join(f"; {part}" for part in (suspected(suspects), where) if part)
+
+    def _leave(self, error: str, suspects: list[Suspect]) -> str:
+        now_s = time.monotonic()
+        with self._lock:
+            pending = [
+                failure.Pending(
+                    lane=one.job.lane,
+                    step=one.step,
+                    bucket=one.job.bucket,
+                    bytes=one.job.flat.numel() * one.job.flat.element_size(),
+                    exchange=str(settings(one.job.exchange).get("type", "")) if one.job.exchange is not None else "",
+                    age_s=now_s - one.since_s,
+                )
+                for waiting in self._open.values()
+                for one in waiting
+            ]
+        events = [
+            failure.Event(
+                before_s=now_s - at_s, what=what, lane=lane, step=step, bucket=bucket, level=level, sent_bytes=sent
+            )
+            for at_s, what, lane, step, bucket, level, sent in tuple(self._events)
+        ]
+        return failure.leave(
+            rank=self._rank,
+            world_size=dist.get_world_size() if dist.is_initialized() else len(self.ranks),
+            backend=self._backend,
+            timeout_s=self.timeout_s,
+            step=self._step,
+            error=error,
+            suspects=[failure.Named(rank=one.rank, why=one.why) for one in suspects],
+            pending=pending,
+            events=events,
+        )
+
+
+def _issued(guard: weakref.ref[Guard], lane: int, kind: str, level: str, sent_bytes: int) -> None:
+    """Comms are in a circle of their own, which must not keep a model's guard and lanes when the model is forgotten."""
+    if (found := guard()) is not None:
+        found.issued(lane, kind, level, sent_bytes)

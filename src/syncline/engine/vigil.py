@@ -1,0 +1,400 @@
+"""Who of the job is still there: ranks leave signs of life in the job's store, and read them when something is late.
+
+A collective that fails says that a connection was closed, or that time is up; whose fault it was is known to nobody who
+waits in it. So each rank has one thread that leaves a sign a second where all can see it, in the store that
+torch.distributed has met at: how many collectives it has come to, how long its own work takes, and what has failed
+here, if something has. Whoever fails reads the others' signs, and can name the rank that left none, that failed first,
+or that has not come. Nobody reads while nothing is late, but for a model's first rank, which looks for stragglers.
+
+The thread also looks after lanes: what has not moved for longer than the backend's own timeout, which should have ended
+it, is ended here.
+
+Nothing here may hurt a job: a store that cannot be asked means that less is known.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Protocol
+
+import msgspec
+import torch.distributed as dist
+
+from syncline.errors import first_line
+
+BEAT_S = 1.0
+_RANKS_PER_S = 64
+"""So many signs a second are nothing to a store; more ranks beat less often."""
+_SILENT_BEATS = 2.2
+"""A rank that has left no new sign for so long is not heard of."""
+_PATIENT_BEATS = 3.3
+_ANSWER_S = 2.0
+"""How long a store may take to answer."""
+_STRAGGLERS_S = 10.0
+
+_COLLECTIVE = ("connection", "timed out", "timeout", "gloo", "nccl", "socket", "reset by peer", "broken pipe")
+"""In the words of a backend whose collective has failed: somebody else's doing, more likely than not."""
+
+
+class At(msgspec.Struct, frozen=True, array_like=True):
+    """How far a rank is with one model's exchanges."""
+
+    submitted: int
+    step: int
+    own_s: float | None = None
+    """What a step takes this rank itself, without what it waits for others."""
+
+
+class Sign(msgspec.Struct, frozen=True):
+    """What a rank says of itself."""
+
+    beat: int
+    met: int = 0
+    """How often it has come to where all ranks meet, to attach, save, load and so on."""
+    at: dict[str, At] = {}
+    failed: str = ""
+    own: bool = False
+    """Whether what failed was its own doing, and not that of a collective."""
+    left: str = ""
+    """What ended its program."""
+
+
+@dataclass(frozen=True)
+class Suspect:
+    rank: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.why})"
+
+
+@dataclass
+class _Heard:
+    sign: Sign
+    first_s: float
+    changed_s: float | None = None
+
+
+class Watched(Protocol):
+    """An engine, as far as this looks after it."""
+
+    name: str
+    """The same on all of its ranks."""
+    ranks: tuple[int, ...]
+
+    def at(self) -> At: ...
+
+    def end_overdue(self, now_s: float) -> None:
+        """Ends what has not moved for too long."""
+
+    def waits_since(self) -> float | None:
+        """Since when the oldest of what is under way has not moved."""
+
+    def compare(self, at: dict[int, At]) -> None:
+        """Looks for a straggler among its ranks, this one among them."""
+
+
+class Vigil:
+    """One process's, for as long as something is watched."""
+
+    def __init__(self, shared: Any) -> None:
+        self._shared: Any = shared
+        self._store: Any = None
+        self._job = dist.group.WORLD
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self.beat_s = BEAT_S * max(1.0, self._ranks / _RANKS_PER_S)
+        self._pid = os.getpid()
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._holders = 1
+        """Who may be about to have something watched: whoever made it is one."""
+        self._sign = Sign(0)
+        self._heard: dict[int, _Heard] = {}
+        self._silent: str | None = None
+        """Why the store does not answer, if it does not."""
+        self._gone = False
+        """Nor will it: whoever served it has closed the connection."""
+        self._asked_until_s = 0.0
+        self._compared_s = time.monotonic()
+        self._lock = threading.Condition()
+        self._wake = threading.Event()
+        self._over = False
+        self._thread = threading.Thread(target=self._run, name="syncline-vigil", daemon=True)
+        self._thread.start()
+
+    @property
+    def usable(self) -> bool:
+        return not self._over and self._pid == os.getpid() and self._job is dist.group.WORLD
+
+    # --- for those who are watched ------------------------------------------------------------------------------
+
+    def watch(self, watched: Watched) -> None:
+        """While it is held."""
+        with self._lock:
+            self._watched.add(watched)
+
+    def forget(self, watched: Watched) -> None:
+        with self._lock:
+            self._watched.discard(watched)
+        self.end_if_idle()
+
+    def hold(self, by: int) -> None:
+        with self._lock:
+            self._holders += by
+
+    def end_if_idle(self) -> None:
+        with self._lock:
+            self._over = self._over or not (self._watched or self._holders)
+        if self._over:
+            self._wake.set()
+            if threading.current_thread() is not self._thread:
+                self._thread.join(_ANSWER_S)
+
+    def came(self) -> None:
+        """This rank is where all ranks meet: what failed before is behind it."""
+        with self._lock:
+            self._sign = msgspec.structs.replace(self._sign, met=self._sign.met + 1, failed="", own=False)
+
+    def say(self, failed: str, *, own: bool) -> None:
+        """Something has failed here, which others may want to know; the first such thing counts."""
+        with self._lock:
+            if not self._sign.failed:
+                self._sign = msgspec.structs.replace(self._sign, failed=failed[:300], own=own)
+        self._wake.set()
+
+    def suspects(self, ranks: Sequence[int], watched: Watched | None = None) -> list[Suspect]:
+        """Of these ranks, those that this one fails because of, as far as can be known. Takes seconds."""
+        others = [rank for rank in ranks if rank != self._rank]
+        until_s = time.monotonic() + _PATIENT_BEATS * self.beat_s
+        with self._lock:
+            self._asked_until_s = until_s
+            self._wake.set()
+            while (left_s := until_s - time.monotonic()) > 0 and self.usable and not self._gone:
+                if all(self._known(rank) for rank in others):
+                    break
+                self._lock.wait(min(left_s, self.beat_s / 4))
+            return self._judged(others, watched)
+
+    def _known(self, rank: int) -> bool:
+        heard = self._heard.get(rank)
+        if heard is None:
+            return False
+        return bool(heard.sign.failed or heard.sign.left) or self._fresh(heard) or self._mute_s(heard) is not None
+
+    def _fresh(self, heard: _Heard) -> bool:
+        return heard.changed_s is not None and time.monotonic() - heard.changed_s < _SILENT_BEATS * self.beat_s
+
+    def _mute_s(self, heard: _Heard) -> float | None:
+        """For how long it has left no sign, where that is long."""
+        mute_s = time.monotonic() - (heard.changed_s or heard.first_s)
+        return mute_s if mute_s >= _SILENT_BEATS * self.beat_s else None
+
+    def _judged(self, others: Sequence[int], watched: Watched | None) -> list[Suspect]:
+        if self._gone:
+            return [Suspect(0, "the job's store, which it or its launcher served, is gone")]
+        if self._silent is not None or self._store is None:
+            return [Suspect(0, "or this rank's own link: the job's store does not answer")]
+        mute, guilty, behind, earlier = [], [], [], []
+        for rank in others:
+            heard = self._heard.get(rank)
+            if heard is None:
+                mute.append(Suspect(rank, "it has left no sign here"))
+                continue
+            sign = heard.sign
+            if sign.left:
+                guilty.append(Suspect(rank, f"its program ended: {sign.left}"))
+            elif sign.failed and sign.own:
+                guilty.append(Suspect(rank, sign.failed))
+            elif sign.failed:
+                earlier.append(Suspect(rank, f"it failed too: {sign.failed}"))
+            elif not self._fresh(heard):
+                seconds = self._mute_s(heard)
+                mute.append(Suspect(rank, "no sign of life" + ("" if seconds is None else f" for {seconds:.0f} s")))
+            elif (told := self._behind(sign, watched, len(others) + 1 == self._ranks)) is not None:
+                behind.append(Suspect(rank, told))
+        return guilty or mute or behind or earlier
+
+    def _behind(self, sign: Sign, watched: Watched | None, whole: bool) -> str | None:
+        if watched is not None:
+            mine, theirs = watched.at(), sign.at.get(watched.name)
+            if theirs is None:
+                return "alive, and has nothing attached"
+            if theirs.submitted < mine.submitted:
+                return f"alive, in step {theirs.step}, and has not come to this exchange"
+        elif whole and sign.met < self._sign.met:
+            return "alive, and has not come here"
+        return None
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            # With a connection of its own: others may wait on theirs for minutes. Opened here, where nobody waits for
+            # it, because a link that is cut makes it take long.
+            self._store = self._shared.clone()
+            self._store.set_timeout(timedelta(seconds=_ANSWER_S))
+        except (AttributeError, NotImplementedError):
+            self._over = True  # a kind of store that cannot do that
+        except (RuntimeError, OSError) as error:
+            self._fall_silent(error)
+            self._gone = False
+        while self._look_around():
+            with self._lock:
+                self._lock.notify_all()
+            asked = time.monotonic() < self._asked_until_s
+            self._wake.wait(self.beat_s / 4 if asked else self.beat_s)
+            self._wake.clear()
+        with self._lock:
+            self._over = True
+            self._lock.notify_all()
+        self._store = self._shared = None  # and its connection
+
+    def _look_around(self) -> bool:
+        """Once. Between two of these, nothing that is watched is held on to. → whether there is something to watch."""
+        with self._lock:
+            watched = list(self._watched)
+            if not self.usable or not (watched or self._holders):
+                return False
+        now_s = time.monotonic()
+        for one in watched:
+            one.end_overdue(now_s)
+        late = any((since := one.waits_since()) is not None and now_s - since > 2 * self.beat_s for one in watched)
+        led = [one for one in watched if one.ranks[0] == self._rank and len(one.ranks) > 1]
+        compares = bool(led) and now_s - self._compared_s > _STRAGGLERS_S
+        try:
+            self._leave_sign(watched)
+            if late or compares or now_s < self._asked_until_s:
+                self._read()
+        except (RuntimeError, OSError) as error:  # the store's host is gone, or cannot be reached
+            self._fall_silent(error)
+        if compares and self._silent is None:
+            self._compared_s = now_s
+            for one in led:
+                one.compare({rank: heard.sign.at[one.name] for rank, heard in self._there(one)})
+        return True
+
+    def _there(self, watched: Watched) -> list[tuple[int, _Heard]]:
+        found = [(rank, heard) for rank, heard in self._heard.items() if watched.name in heard.sign.at]
+        return [(rank, heard) for rank, heard in found if rank in watched.ranks]
+
+    def _leave_sign(self, watched: Sequence[Watched]) -> None:
+        at = {one.name: one.at() for one in watched}
+        with self._lock:
+            self._sign = msgspec.structs.replace(self._sign, beat=self._sign.beat + 1, at=at)
+            data = msgspec.json.encode(self._sign)
+            if self._gone or (self._silent is not None and not self._asked_until_s > time.monotonic()):
+                return  # each try is a complaint in the job's output
+        if self._store is not None:
+            self._store.set(_key(self._rank), data.decode())
+
+    def _read(self) -> None:
+        if self._gone or self._store is None:
+            return
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        there = [rank for rank in others if rank in self._heard or self._store.check([_key(rank)])]
+        signs = self._store.multi_get([_key(rank) for rank in there]) if there else []
+        now_s = time.monotonic()
+        with self._lock:
+            self._silent = None
+            for rank, data in zip(there, signs, strict=True):
+                with contextlib.suppress(msgspec.MsgspecError):
+                    self._note(rank, msgspec.json.decode(data, type=Sign), now_s)
+            self._heard[self._rank] = _Heard(self._sign, now_s, now_s)
+
+    def _note(self, rank: int, sign: Sign, now_s: float) -> None:
+        before = self._heard.get(rank)
+        if before is None:
+            self._heard[rank] = _Heard(sign, now_s)
+        else:
+            changed_s = now_s if sign.beat != before.sign.beat else before.changed_s
+            self._heard[rank] = _Heard(sign, before.first_s, changed_s)
+
+    def _fall_silent(self, error: BaseException) -> None:
+        with self._lock:
+            self._silent = first_line(error)[:120]
+            self._gone = isinstance(error, dist.DistNetworkError)
+            self._lock.notify_all()
+
+    def leave(self) -> None:
+        """The program ends: what ended it, if something did, is the last sign."""
+        ended_by, store = getattr(sys, "last_value", None), self._store
+        if not self.usable or store is None:
+            return
+        if ended_by is not None and self._silent is None:
+            with self._lock:
+                text = f"{type(ended_by).__name__}: {ended_by}".splitlines()[0][:200]
+                self._sign = msgspec.structs.replace(self._sign, beat=self._sign.beat + 1, left=text)
+            with contextlib.suppress(RuntimeError, OSError):
+                store.set(_key(self._rank), msgspec.json.encode(self._sign).decode())
+        self._over = True
+        self._wake.set()
+        self._thread.join(_ANSWER_S)
+
+
+def is_collective(error: BaseException | None) -> bool:
+    """Whether a backend raised it because of another rank, as far as its words tell."""
+    if isinstance(error, TimeoutError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    words = first_line(error).lower()
+    return isinstance(error, dist.DistError) or any(word in words for word in _COLLECTIVE)
+
+
+def suspected(suspects: Sequence[Suspect]) -> str:
+    if not suspects:
+        return ""
+    named = ", ".join(map(str, suspects[:3])) + (f" and {len(suspects) - 3} more" if len(suspects) > 3 else "")
+    return f"suspect: {named}"
+
+
+def _key(rank: int) -> str:
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # whose store may outlive the ranks of the one before
+    return f"syncline/vigil/{attempt}/{rank}"
+
+
+_vigil: Vigil | None = None
+_making = threading.Lock()
+
+
+@contextlib.contextmanager
+def vigil() -> Iterator[Vigil | None]:
+    """This process's, made where there is none, and there until the end of this at least; None where there is nobody
+    else, or no store to meet at."""
+    found = _held()
+    try:
+        yield found
+    finally:
+        if found is not None:
+            found.hold(-1)
+            found.end_if_idle()
+
+
+def _held() -> Vigil | None:
+    global _vigil
+    if not dist.is_initialized() or dist.get_world_size() < 2:
+        return None
+    with _making:
+        if _vigil is not None and _vigil.usable:
+            _vigil.hold(+1)
+            if _vigil.usable:
+                return _vigil
+        try:
+            _vigil = Vigil(dist.distributed_c10d._get_default_store())
+        except (AttributeError, RuntimeError):
+            return None
+        return _vigil
+
+
+@atexit.register
+def _leave() -> None:
+    if _vigil is not None:
+        _vigil.leave()

@@ -1,0 +1,325 @@
+"""Who is named when an exchange fails, what is left behind, what ends that nobody else ends, and who is slow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import syncline
+from ddp_helpers import SMALL_BUCKETS, TIMEOUT_S, Mlp, on_ranks, seeded, square_loss_step, train
+from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
+from syncline.engine import failure, guard, vigil
+from syncline.engine.failure import Failure
+from syncline.engine.guard import Guard
+from syncline.engine.vigil import At, is_collective
+from syncline.exchange import Comm, Layout, State, Work
+
+LOST = 1
+
+
+def outcomes_of(main: Callable[[Rank], Any], ranks: int = 3) -> list[Outcome]:
+    return launch_outcomes(ClusterSpec(hosts=ranks), main, deadline_s=60.0, grace_s=30.0, shaped=False)
+
+
+def failing_step(rank: Rank, model: DDP) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        train(model, square_loss_step(rank), 1)
+    return str(caught.value)
+
+
+def wait_for(rank: Rank, *ranks: int) -> None:
+    """Until all of these have come here. The store is in rank 0's process, which stays until all have seen it."""
+    store, limit = dist.distributed_c10d._get_default_store(), timedelta(seconds=30)
+    store.set(f"{rank.rank} is through", "")
+    store.wait([f"{other} is through" for other in ranks], limit)
+    store.set(f"{rank.rank} has seen it", "")
+    if rank.rank == 0:
+        store.wait([f"{other} has seen it" for other in ranks], limit)
+
+
+@pytest.mark.parametrize("exchange", [syncline.Dense(), syncline.OkTopk(density=0.5)], ids=["dense", "sparse"])
+def test_a_dead_rank_is_named_by_every_survivor_and_the_last_events_are_left(
+    exchange: syncline.Exchange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path / "notes"))
+
+    def main(rank: Rank) -> dict[str, Any]:
+        rank.init_process_group(TIMEOUT_S)
+        model = DDP(seeded(Mlp), **SMALL_BUCKETS)
+        handle = syncline.attach(model, exchange, timeout_s=10.0)
+        train(model, square_loss_step(rank), 3)
+        if rank.rank == LOST:
+            model.module.first.weight.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+        text = failing_step(rank, model)
+        wait_for(rank, 0, 2)
+        return {"text": text, "error": str(handle.error)}
+
+    outcomes = outcomes_of(main)
+    assert "SIGKILL" in str(outcomes[LOST].error)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.error is None, outcome
+        for text in (outcome.value["text"], outcome.value["error"]):
+            assert f"suspect: rank {LOST} (no sign of life" in text
+            assert "rank 0 (" not in text and "rank 2 (" not in text
+        note = Failure.load(tmp_path / "notes" / f"rank-{outcome.rank}.json")
+        assert [one.rank for one in note.suspects] == [LOST]
+        assert (note.rank, note.world_size, note.step, note.timeout_s) == (outcome.rank, 3, 3, 10.0)
+        assert "exchanging bucket" in note.error
+        seconds = [event.before_s for event in note.events]
+        assert seconds == sorted(seconds, reverse=True) and seconds[-1] >= 0
+        kinds = [event.what for event in note.events]
+        assert {"ready", "start", "end"} <= set(kinds)
+        assert "all_reduce" in kinds or "all_to_all" in kinds
+        assert {event.step for event in note.events} >= {0, 1, 2, 3}
+    assert not (tmp_path / "notes" / f"rank-{LOST}.json").exists()
+
+
+def test_a_rank_that_does_not_come_is_named_and_told_from_a_dead_one() -> None:
+    def main(rank: Rank) -> str:
+        rank.init_process_group(TIMEOUT_S)
+        model = DDP(seeded(Mlp), **SMALL_BUCKETS)
+        syncline.attach(model, syncline.Dense(), timeout_s=3.0)
+        train(model, square_loss_step(rank), 2)
+        if rank.rank == LOST:  # it is somewhere else, and well
+            store = dist.distributed_c10d._get_default_store()
+            store.wait(["0 is through", "2 is through"], timedelta(seconds=TIMEOUT_S))
+            return ""
+        text = failing_step(rank, model)
+        wait_for(rank, 0, 2)
+        return text
+
+    outcomes = outcomes_of(main)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.error is None, outcome
+        assert f"suspect: rank {LOST} (alive, in step 1, and has not come to this exchange)" in outcome.value
+
+
+def test_who_does_not_come_to_attach_is_named() -> None:
+    def main(rank: Rank) -> str:
+        rank.init_process_group(3.0)
+        model = DDP(seeded(Mlp), **SMALL_BUCKETS)
+        if rank.rank == LOST:
+            store = dist.distributed_c10d._get_default_store()
+            store.wait(["0 is through", "2 is through"], timedelta(seconds=TIMEOUT_S))
+            return ""
+        with pytest.raises(syncline.MismatchError) as caught:
+            syncline.attach(model, syncline.Dense())
+        wait_for(rank, 0, 2)
+        return str(caught.value)
+
+    outcomes = outcomes_of(main)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome.error is None, outcome
+        assert f"suspect: rank {LOST} (it has left no sign here)" in outcome.value
+        assert "All ranks of the model's process group must call attach" in outcome.value
+
+
+@dataclass(frozen=True)
+class Failing:
+    """Fails on one rank, by itself, in its fourth run."""
+
+    how: str
+    lossless: bool = True
+    keeps: bool = False
+    waits: bool = True
+
+    def prepare(self, layout: Layout, comm: Comm) -> State:
+        return State()
+
+    def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
+        runs.append(comm.rank)
+        if comm.rank == LOST and len(runs) > 3:
+            if self.how == "hangs":
+                threading.Event().wait(60)
+            raise MemoryError("no room for this bucket")
+        comm.all_reduce(flat).wait()
+        return None
+
+    def cost(self, *of: Any) -> Any:
+        return syncline.Dense().cost(*of)
+
+    def rounding(self, *of: Any) -> Any:
+        return syncline.Dense().rounding(*of)
+
+
+runs: list[int] = []
+
+
+def test_a_rank_that_fails_by_itself_is_named_with_its_own_words() -> None:
+    def main(rank: Rank) -> str:
+        rank.init_process_group(TIMEOUT_S)
+        model = DDP(seeded(Mlp), **SMALL_BUCKETS)
+        syncline.attach(model, Failing("raises"), timeout_s=4.0)
+        with pytest.raises(RuntimeError) as caught:
+            train(model, square_loss_step(rank), 3)
+        wait_for(rank, 0, 1, 2)
+        return str(caught.value)
+
+    outcomes = outcomes_of(main)
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+    assert "no room for this bucket" in outcomes[LOST].value and "suspect" not in outcomes[LOST].value
+    for outcome in (outcomes[0], outcomes[2]):
+        assert f"suspect: rank {LOST} (exchanging bucket" in outcome.value
+        assert "no room for this bucket" in outcome.value
+
+
+def test_what_hangs_without_a_collective_is_ended_and_the_model_can_be_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeout_s = 1.0
+    monkeypatch.setattr(guard, "_GRACE_S", 1.0)
+
+    def main(rank: Rank) -> dict[str, Any]:
+        rank.init_process_group(TIMEOUT_S)
+        model = DDP(seeded(Mlp), **SMALL_BUCKETS)
+        handle = syncline.attach(model, Failing("hangs"), timeout_s=timeout_s)
+        began_s = time.monotonic()
+        with pytest.raises(RuntimeError):
+            train(model, square_loss_step(rank), 3)
+        took_s = time.monotonic() - began_s
+        text = str(handle.error)
+        handle.detach()
+        detached_s = time.monotonic() - began_s - took_s
+        wait_for(rank, 0, 1, 2)
+        return {"text": text, "took_s": took_s, "detached_s": detached_s}
+
+    outcomes = outcomes_of(main)
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+    assert "nothing has moved on lane" in outcomes[LOST].value["text"]
+    for outcome in outcomes:
+        assert outcome.value["took_s"] < timeout_s + 1 + 10
+        assert outcome.value["detached_s"] < 10
+
+
+def test_a_slow_rank_is_named_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vigil, "_STRAGGLERS_S", 0.2)
+    monkeypatch.setattr(vigil, "BEAT_S", 0.2)
+
+    def main(rank: Rank) -> dict[str, Any]:
+        model = DDP(seeded(Mlp), **SMALL_BUCKETS)
+        handle = syncline.attach(model, syncline.Dense())
+        step = square_loss_step(rank)
+
+        def slowly(*of: Any) -> None:
+            if rank.rank == 2:
+                time.sleep(0.05)  # what makes it a straggler
+            step(*of)
+
+        until_s = time.monotonic() + 20
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            done = torch.zeros(1)
+            while not done and time.monotonic() < until_s:
+                train(model, slowly, 10)
+                done = torch.tensor([1.0 if handle.straggler else 0.0])
+                dist.all_reduce(done)
+        seen = [str(one.message) for one in told if "longer than the others" in str(one.message)]
+        return {"straggler": handle.straggler, "told": seen}
+
+    first, *others = on_ranks(3, main)
+    assert first["straggler"] is not None and first["straggler"].startswith("rank 2 takes 0.0")
+    assert len(first["told"]) == 1 and "wait for it" in first["told"][0]
+    assert all(other["straggler"] is None and other["told"] == [] for other in others)
+
+
+def own(*seconds: float | None) -> dict[int, At]:
+    return {rank: At(1, 1, one) for rank, one in enumerate(seconds)}
+
+
+def test_a_straggler_is_one_that_stays_behind(one_rank: None) -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    watched = Guard(group, timedelta(seconds=5))
+    watched.ranks = (0, 1, 2)
+    for at in (
+        own(0.1, 0.1, 0.3),  # once may be chance
+        own(0.1, 0.1, 0.11),
+        own(0.1, 0.1, 0.3),
+        own(0.3, 0.1, 0.1),  # and so may another each time
+        own(0.1, None, 0.3),  # and whoever has not been measured may be slower still
+    ):
+        watched.compare(at)
+        assert watched.straggler is None
+    watched.compare(own(0.3, 0.1, 0.1))
+    watched.compare(own(0.3, 0.1, 0.1))
+    assert str(watched.straggler).startswith("rank 0 takes 0.200 s per step longer")
+    watched.compare(own(0.4, 0.1, 0.1))
+    assert str(watched.straggler).startswith("rank 0 takes 0.300 s per step longer")
+    watched.compare(own(0.1, 0.1, 0.1))
+    assert watched.straggler is None
+
+
+@pytest.mark.parametrize("where", ["nowhere", "a file", "asked not to"])
+def test_where_nothing_can_be_left_the_error_says_so_and_is_the_same(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
+) -> None:
+    (tmp_path / "file").write_text("")
+    folder = {"nowhere": "/proc/nowhere", "a file": str(tmp_path / "file"), "asked not to": ""}[where]
+    monkeypatch.setenv(failure.FOLDER_VARIABLE, folder)
+    group = dist.group.WORLD
+    assert group is not None
+    told = Guard(group, timedelta(seconds=5)).explain("it failed", cause=RuntimeError("Connection closed by peer"))
+    assert told == "" if where == "asked not to" else told.startswith("; its last events could not be written: ")
+    assert "\n" not in told
+
+
+def test_what_is_left_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
+    monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path / "notes"))
+    group = dist.group.WORLD
+    assert group is not None
+    watched = Guard(group, timedelta(seconds=5))
+    told = watched.explain("it failed", own=True)
+    note = tmp_path / "notes" / "rank-0.json"
+    assert told == f"; its last events are in {note}"
+    assert watched.explain("it failed again", own=True) == told  # once
+    assert Failure.load(note).error == "it failed"
+    assert stat.S_IMODE(note.parent.stat().st_mode) & 0o077 == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "others"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("Timed out waiting 3000ms for recv operation to complete"), True),
+        (TimeoutError("nothing has moved"), True),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), False),
+        (MemoryError(), False),
+        (ArithmeticError("out of something"), False),
+        (None, False),
+    ],
+)
+def test_whose_doing_an_error_is(error: BaseException | None, others: bool) -> None:
+    assert is_collective(error) == others
+
+
+def test_after_the_last_detach_nobody_watches() -> None:
+    def main(rank: Rank) -> list[list[str]]:
+        def threads() -> list[str]:
+            return [thread.name for thread in threading.enumerate() if thread.name.startswith("syncline")]
+
+        seen = []
+        model, other = DDP(seeded(Mlp), **SMALL_BUCKETS), DDP(seeded(Mlp), **SMALL_BUCKETS)
+        first, second = syncline.attach(model), syncline.attach(other)
+        seen.append(threads())
+        first.detach()
+        seen.append(threads())
+        second.detach()
+        seen.append(threads())
+        return seen
+
+    for both, one, none in on_ranks(2, main):
+        assert both.count("syncline-vigil") == one.count("syncline-vigil") == 1
+        assert none == []
