@@ -21,6 +21,7 @@ import syncline
 from ddp_helpers import TIMEOUT_S, Mlp, batch, gradients, on_ranks, refusal, seeded
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.engine import place
+from syncline.engine.state import sealed
 from syncline.errors import SynclineError
 from syncline.exchange import AllgatherTopk
 
@@ -209,7 +210,7 @@ def rewrite(path: Path, tensors: dict[str, Tensor] | None = None, **fields: Any)
     with safe_open(str(path), "pt") as file:
         about = {**json.loads(file.metadata()["syncline"]), **fields}
     held = safetensors.torch.load(path.read_bytes()) if tensors is None else tensors
-    path.write_bytes(safetensors.torch.save(held, {"syncline": json.dumps(about)}))
+    path.write_bytes(sealed(about, held))
 
 
 def spoil(path: Path, how: str) -> None:
@@ -339,7 +340,7 @@ def test_a_folder_without_a_state_and_an_unknown_policy_are_refused_in_one_line(
     def main(rank: Rank) -> None:
         _, _, handle = start()
         folders = {
-            tmp_path: "holds no state of an exchange: pass the folder that handle.save(folder) wrote",
+            tmp_path: "holds no state of an exchange: pass the folder that save(folder) wrote",
             tmp_path / "x": "there is no such folder: pass the folder",
             tmp_path / "file": "is not a folder: pass the folder",
             "a\0b": "the state's folder is 'a\\x00b': pass the path of a folder",

@@ -214,4 +214,4 @@ def test_others_may_read_what_was_written(path: Path) -> None:
     plain = path.with_name("plain")
     plain.write_text("", encoding="utf-8")
     write_text(path, "text")
-    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode) & ~0o022  # but not write it

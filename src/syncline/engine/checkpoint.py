@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline.engine.agreement import first_difference, flatten, shortened, together
+from syncline.engine.agreement import digest, first_difference, flatten, shortened, together
 from syncline.engine.state import (
     SCHEMA,
     check_of_one_save,
@@ -33,8 +33,8 @@ Misfit = Callable[[Mapping[str, Mapping[str, Tensor]], Sequence[Sequence[str]]],
 ON_WORLD_SIZE = ("refuse", "reset", "redistribute")
 _REMEDIES = {
     "rank": "each rank loads its own",
-    "world_size": "load it on as many ranks; what handle.save wrote, handle.load can deal anew",
-    "levels": "load it on hosts like those; what handle.save wrote, handle.load(…, on_world_size='reset') can forget",
+    "world_size": "load it on as many ranks; what save(folder) wrote, load(folder, on_world_size=…) can deal anew",
+    "levels": "load it on hosts like those; what save(folder) wrote, load(folder, on_world_size='reset') can forget",
 }
 """Where a state was saved, and what to do if that is not here."""
 
@@ -52,7 +52,7 @@ class Checkpoints:
     misfit: Misfit
     """Why tensors, and buckets, are not of this model, if so."""
     deals: bool = True
-    """Whether it can be loaded on another number of ranks."""
+    """Whether another number of ranks can share what is kept; if not, they can only forget it."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class Checkpoints:
         meeting = self.group, self.device, "what is saved", "save"
         try:
             with together(*meeting) as fields:
-                fields["steps"] = state["steps"]
+                fields |= {field: state[field] for field in ("steps", "weights") if field in state}
                 draft = write_draft(folder_of(folder), state)
         except MismatchError as error:
             if draft is not None and error.__cause__ is None:  # they met, so none of them puts its draft in place
@@ -82,10 +82,19 @@ class Checkpoints:
             if state["rank"] == 0:
                 remove_others(draft.parent, state["world_size"])
 
-    def load(self, folder: str | os.PathLike[str], on_world_size: str) -> Mapping[str, Any]:
-        """Collective: this rank's part of what was saved, checked, so that nothing is left to fail."""
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        on_world_size: str,
+        examine: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {},
+    ) -> Mapping[str, Any]:
+        """Collective: this rank's part of what was saved, checked, so that nothing is left to fail.
+
+        `examine` may refuse it, too, and returns what else all ranks must agree on.
+        """
         with together(self.group, self.device, "what is loaded", "load") as fields:
             state = self._saved(folder_of(folder), on_world_size)
+            fields |= examine(state)
             common = {field: state[field] for field in ("exchange", "world_size", "levels", "steps", "buckets")}
             fields |= flatten({"on_world_size": on_world_size, **common})
         return state
@@ -119,18 +128,18 @@ class Checkpoints:
         """Raises unless what was kept by other ranks, or on other hosts, may be treated as asked."""
         here, saved = self.identity, state["world_size"]
         hosts = state["levels"] is not None or here["levels"] is not None
-        reset = "'reset', which forgets what was kept"
+        reset, only_reset = "'reset', which forgets what was kept", hosts or not self.deals
         if on_world_size == "refuse":
             what = f"{saved} ranks saved it, and {here['world_size']} are here"
             if saved == here["world_size"]:
                 then, now = shortened([str(state["levels"]), str(here["levels"])])
                 what = f"its {saved} ranks sat on other hosts, {then}, and here it is {now}"
-            choice = reset if hosts else f"'redistribute', or {reset}"
+            choice = reset if only_reset else f"'redistribute', or {reset}"
             raise UsageError(f"{folder}: {what}: pass on_world_size={choice}")
-        if on_world_size == "redistribute" and hosts:
-            raise UsageError(
-                f"{folder}: hosts kept it, and {saved} ranks' hosts are not here: pass on_world_size={reset}"
-            )
+        if on_world_size == "redistribute" and only_reset:
+            kept = f"hosts kept it, and {saved} ranks' hosts are not here"
+            why = kept if hosts else "velocities are each rank's own"
+            raise UsageError(f"{folder}: {why}: pass on_world_size={reset}")
 
     def check(self, state: Mapping[str, Any], path: Path | None = None) -> None:
         """Raises for whatever could make going on fail, or go wrong."""
@@ -145,7 +154,7 @@ class Checkpoints:
             what = f"the state's exchange is another: {setting} is {there}, here it is {now}"
             raise UsageError(f"{at}{what}: attach the exchange that it was saved with, or start without it")
         for field, remedy in _REMEDIES.items():
-            told = remedy if self.deals else remedy.partition(";")[0]
+            told = remedy if self.deals or field != "world_size" else remedy.partition(";")[0]
             if state[field] != here[field]:
                 raise UsageError(f"{at}the state's {field} is {state[field]!r}, here it is {here[field]!r}: {told}")
         misfit = self.misfit(state["tensors"], state["buckets"])
@@ -166,3 +175,14 @@ def misfit_of(
                 there, here = tuple(tensor.shape), tuple(shapes[name])
                 return f"the state's {kind} of {name!r} has shape {there}, the parameter {here}"
     return None
+
+
+def mark_of_bits(tensors: Mapping[str, Tensor]) -> str:
+    """The same for the same bits, on any device: whole numbers add up to the same in any order."""
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    sums = {}
+    for name, tensor in tensors.items():
+        flat = tensor.detach().reshape(-1)
+        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+        sums[name] = int(flat.view(whole[flat.element_size()]).sum(dtype=torch.int64))
+    return digest(sums).hex()[:16]

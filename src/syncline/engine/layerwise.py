@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 
 from syncline.engine.activations import Managed
 from syncline.engine.agreement import current_device, flatten, meet, together, versions_here
-from syncline.engine.checkpoint import Checkpoints, misfit_of
+from syncline.engine.checkpoint import Checkpoints, mark_of_bits, misfit_of
 from syncline.engine.comm import backend_of, group_timeout
 from syncline.engine.conveyor import Conveyor
 from syncline.engine.given import (
@@ -74,6 +74,8 @@ from syncline.units import format_bytes, parse_bytes
 
 _ALL_THERE = 4
 """Steps after which an optimizer, and whatever exchanges keep, takes what it will take."""
+_VELOCITY = "mirror"
+"""The kind of tensor that it is in a file, beside what the exchange keeps."""
 
 
 class Layerwise:
@@ -323,14 +325,43 @@ class Layerwise:
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Writes what is this rank's own to a file of its own in `folder`. All ranks call it, between steps.
+
+        That is what waits to be exchanged and, with `mirror`, the velocity. All else is the same on every rank, and one
+        of them saves it as ever: `trainer.module.state_dict()` and `trainer.optimizer.state_dict()`. If a rank cannot
+        write, every rank raises and the folder holds what it held before.
+        """
+        state = self._about()
+        tensors = self._conveyor.kept()
+        for name, velocity in self._velocities().items():
+            tensors.setdefault(name, {})[_VELOCITY] = velocity
+        self._checkpoints.save(folder, {**state, "weights": mark_of_bits(self._parameters), "tensors": tensors})
+
+    def load(self, folder: str | os.PathLike[str], *, on_world_size: str = "refuse") -> None:
+        """Goes on where `save` was called, on all ranks together, after each of them has loaded the weights and the
+        optimizer of that step. Other weights are refused.
+
+        `on_world_size`, where not so many ranks are here as saved it, is that of `handle.load`; with `mirror`
+        velocities cannot be dealt anew, and it is `refuse` or `reset`.
+        """
+        self._check_loads()
+        state = self._checkpoints.load(folder, on_world_size, self._examine)
+        kept = {name: dict(kinds) for name, kinds in state["tensors"].items()}
+        if self._stepping.mirror:
+            for name, parameter in self._parameters.items():
+                velocity = kept.get(name, {}).pop(_VELOCITY, None)
+                self.optimizer.state[parameter]["momentum_buffer"] = (
+                    None if velocity is None else torch.empty_like(parameter).copy_(velocity)
+                )
+        waiting = {name: kinds for name, kinds in kept.items() if kinds}
+        self._go_on(cut_of(state["buckets"], self._parameters), waiting, state["steps"])
+
     def state_dict(self) -> dict[str, Any]:
         """Everything that this rank needs to go on: weights and optimizer, as they are, and a copy of what waits to be
         exchanged, in the host's memory."""
-        self._check_ready()
         return {
-            **self._checkpoints.identity,
-            "steps": self.steps,
-            "buckets": [[str(piece) for piece in bucket.pieces] for bucket in self._conveyor.buckets],
+            **self._about(),
             "tensors": self._conveyor.kept(),
             "model": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -339,8 +370,7 @@ class Layerwise:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken, on the same rank of as many. All ranks load what they saved at the same
         step, or none changes anything."""
-        if self._conveyor.broken:
-            raise ExchangeError(f"an exchange failed, and its groups with it: make another Layerwise: {self.error}")
+        self._check_loads()
         with together(self._group, self._device, "what is loaded", "load_state_dict") as fields:
             made = self._loadable(state)
             fields["steps"] = state["steps"]
@@ -348,8 +378,38 @@ class Layerwise:
             fields["weights"] = {name: float(state["model"][name].double().sum()) for name in self._parameters}
         self.module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self._go_on(made, state["tensors"], state["steps"])
+
+    def _about(self) -> dict[str, Any]:
+        """What a state belongs to."""
+        self._check_ready()
+        buckets = [[str(piece) for piece in bucket.pieces] for bucket in self._conveyor.buckets]
+        return {**self._checkpoints.identity, "steps": self.steps, "buckets": buckets}
+
+    def _go_on(self, made: Cut, kept: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
         with current_device(self._device):
-            self._conveyor.go_on(made, state["tensors"], state["steps"])
+            self._conveyor.go_on(made, kept, steps)
+
+    def _velocities(self) -> dict[str, Tensor]:
+        """Where each rank has its own."""
+        state = self.optimizer.state
+        found = {name: state.get(p, {}).get("momentum_buffer") for name, p in self._parameters.items()}
+        return {name: velocity for name, velocity in found.items() if velocity is not None and self._stepping.mirror}
+
+    def _examine(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Refuses a state of other weights; what ranks would drift apart with, if theirs were not the same."""
+        if state.get("weights") != mark_of_bits(self._parameters):
+            raise UsageError(
+                f"the weights here are not those of step {state['steps']}, with which this was saved: first load the "
+                "module's and the optimizer's state of that step, on every rank"
+            )
+        shared = {
+            f"{name}.{kind}": value
+            for name, parameter in self._parameters.items()
+            for kind, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor) and not self._stepping.mirror
+        }
+        return flatten({"optimizer": {**self._stepping.describe(), "state": mark_of_bits(shared)}})
 
     def _loadable(self, state: Mapping[str, Any]) -> Cut:
         """The buckets of a state of which nothing is left that could not be loaded."""
@@ -379,10 +439,15 @@ class Layerwise:
             "mirror": self._stepping.mirror,
             "optimizer": type(self.optimizer).__name__,
         }
-        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
-        return Checkpoints(
-            self._group, self._device, described, levels, lambda tensors, _: misfit_of(shapes, tensors), deals=False
-        )
+        deals = not self._stepping.mirror
+        return Checkpoints(self._group, self._device, described, levels, self._misfit, deals)
+
+    def _misfit(self, tensors: Mapping[str, Mapping[str, Tensor]], buckets: Sequence[Sequence[str]]) -> str | None:
+        try:
+            cut_of(buckets, self._parameters)
+        except UsageError as error:
+            return str(error)
+        return misfit_of({name: parameter.shape for name, parameter in self._parameters.items()}, tensors)
 
     def close(self) -> None:
         """Gives the module back as an ordinary one: what waits to be exchanged is lost."""
@@ -392,9 +457,17 @@ class Layerwise:
 
     # --- checks -------------------------------------------------------------------------------------------------
 
-    def _check_ready(self) -> None:
+    def _check_open(self) -> None:
         if not self._conveyor.lanes:
             raise UsageError("this trainer is closed: make another")
+
+    def _check_loads(self) -> None:
+        self._check_open()
+        if self._conveyor.broken:
+            raise ExchangeError(f"an exchange failed, and its groups with it: make another Layerwise: {self.error}")
+
+    def _check_ready(self) -> None:
+        self._check_open()
         kind = self._device.type
         if torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16:
             raise UsageError(

@@ -9,13 +9,19 @@ then on the new one. Loading takes the complete set with the most steps.
 What is kept sums up to what is still to be applied; so when the number of ranks changes it can be dealt anew: a rank
 takes over what some of the old ones kept, or an equal share of what one of them kept. Nothing is lost and nothing is
 applied twice.
+
+Disks and copies lose bits, and safetensors does not notice: a residual with a flipped bit would be applied like any
+other. So a file has a checksum of its tensors, with their names, types and shapes, and a seal over that and over what
+they belong to. They tell damage, not forgery: whoever can write the file can write them, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,16 +34,22 @@ from torch import Tensor
 
 from syncline.engine.agreement import first_difference, flatten
 from syncline.errors import UsageError
-from syncline.files import FileError, write_bytes
+from syncline.files import FileError, one_line, write_bytes
 
-SCHEMA = 1
-_ABOUT = "syncline"
+SCHEMA = 2
+"""1 had no checksums."""
+MOST_RANKS = 99_999
+"""For which files have names."""
+_ABOUT, _CHECKSUM, _SEAL = HEADER = ("syncline", "checksum", "seal")
+"""What a file's metadata says: what its tensors belong to, as JSON; the tensors' checksum; that of these two texts."""
 _DRAFT = ".new"
 _NAME = re.compile(rf"rank-(\d{{5}})-of-(\d{{5}})\.safetensors(?:{re.escape(_DRAFT)})?")
 _COMMON = ("exchange", "levels", "steps", "buckets")
 """What the files of one save have in common."""
-_WRITTEN_BY = "pass the folder that handle.save(folder) wrote"
+_WRITTEN_BY = "pass the folder that save(folder) wrote"
 _EARLIER = "take an earlier checkpoint"
+_OF_TORCH = (RuntimeError, TypeError, ValueError)
+"""What it raises for types and shapes that safetensors knows and it does not."""
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 
@@ -47,11 +59,15 @@ class About(msgspec.Struct, frozen=True):
 
     schema: int
     exchange: dict[str, Any]
-    rank: int
-    world_size: int
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
     levels: str | None
-    steps: Annotated[int, msgspec.Meta(ge=0)]
+    steps: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     buckets: list[list[str]]
+
+    def __post_init__(self) -> None:
+        if self.rank >= self.world_size:
+            raise ValueError(f"there is no rank {self.rank} among {self.world_size}")
 
 
 def file_of(folder: Path, rank: int, ranks: int) -> Path:
@@ -87,9 +103,12 @@ def _wrong_in(state: object) -> str | None:
         msgspec.json.encode(about)
     except msgspec.ValidationError as error:
         text, _, where = str(error).partition(" - at `$.")
-        return f"{where.rstrip('`')}: {text[:1].lower()}{text[1:].replace('`', '')}"
+        field = f"{where.rstrip('`')}: " if where else ""
+        return one_line(f"{field}{text[:1].lower()}{text[1:].replace('`', '')}")
+    except RecursionError:
+        return "it is nested too deeply"
     except (TypeError, ValueError) as error:
-        return str(error).splitlines()[0]
+        return one_line(str(error))
     tensors = state["tensors"]
     if not isinstance(tensors, Mapping) or not all(isinstance(kinds, Mapping) for kinds in tensors.values()):
         return "tensors: expected them by parameter name, then by kind"
@@ -98,6 +117,26 @@ def _wrong_in(state: object) -> str | None:
             if not isinstance(tensor, Tensor):
                 return f"tensors: {kind} of {name!r} is a {type(tensor).__name__}"
     return None
+
+
+def sealed(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
+    """A file's content. `tensors`: by kind and name, like `residual/layer.weight`."""
+    text, checksum = msgspec.json.encode(about).decode(), checksum_of(tensors)
+    return safetensors.torch.save(dict(tensors), {_ABOUT: text, _CHECKSUM: checksum, _SEAL: seal_of(text, checksum)})
+
+
+def checksum_of(tensors: Mapping[str, Tensor]) -> str:
+    """Of their names, types, shapes and bits, in the order of names: a file may hold them in any."""
+    found = hashlib.sha256()
+    for key, tensor in sorted(tensors.items()):
+        label = f"{key}\n{tensor.dtype}\n{list(tensor.shape)}".encode()
+        found.update(len(label).to_bytes(8, "little") + label)
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def seal_of(about: str, checksum: str) -> str:
+    return hashlib.sha256(f"{checksum}\n{about}".encode()).hexdigest()
 
 
 def write_draft(folder: Path, state: Mapping[str, Any]) -> Path:
@@ -110,11 +149,13 @@ def write_draft(folder: Path, state: Mapping[str, Any]) -> Path:
         for kind, tensor in kinds.items()
     }
     try:
-        data = safetensors.torch.save(flat, {_ABOUT: msgspec.json.encode(about).decode()})
+        data = sealed(about, flat)
     except (ValueError, TypeError) as error:
-        raise FileError(f"{path}: not written: {error}") from error
+        raise FileError(f"{path}: not written: {one_line(str(error))}") from error
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        missing = [above for above in folder.parents if not above.exists()]
+        for made in (*reversed(missing), folder):
+            made.mkdir(mode=0o755, exist_ok=True)
     except OSError as error:
         raise FileError(
             f"{folder}: cannot be made a folder: {error.strerror or error}: save to another path"
@@ -123,7 +164,7 @@ def write_draft(folder: Path, state: Mapping[str, Any]) -> Path:
         raise FileError(f"{path}: is a folder, in the place of a state: remove it, or save to another path")
     draft = path.with_name(path.name + _DRAFT)
     try:
-        write_bytes(draft, data)
+        write_bytes(draft, data, through_links=False)
     except FileError as error:
         raise FileError(f"{error}: save to another path; what was saved before is still there") from error
     return draft
@@ -146,37 +187,62 @@ def remove_others(folder: Path, ranks: int) -> None:
 
 
 def load_state(path: Path, *, tensors: bool = True) -> dict[str, Any]:
-    """What was written there, checked for being that; what it belongs to is the handle's to check. Without `tensors`,
-    only what they belong to is read."""
-    if path.is_dir():
-        raise FileError(f"{path}: is a folder, in the place of a state: {_EARLIER}")
-    try:
-        with safetensors.safe_open(str(path), framework="pt") as file:
-            header = file.metadata() or {}
-            keys = list(file.keys()) if tensors else []
-            flat: dict[str, Tensor] = {key: file.get_tensor(key) for key in keys}
-    except FileNotFoundError as error:
-        raise FileError(f"{path}: there is no such file: {_EARLIER}") from error
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror or error}: {_EARLIER}") from error
-    except safetensors.SafetensorError as error:
-        raise FileError(f"{path}: is not a complete safetensors file: {error}: {_EARLIER}") from error
-    try:
-        about = msgspec.json.decode(header[_ABOUT], type=dict[str, Any])
-    except (KeyError, msgspec.DecodeError) as error:
-        raise FileError(f"{path}: holds tensors, but not what an exchange keeps: was another file meant?") from error
+    """What was written there, checked for being that, bit for bit; what it belongs to is the handle's to check. Without
+    `tensors`, only what they belong to is read, and only that is checked."""
+    header, flat = _read(path, tensors)
+    about = _about_in(path, header)
+    if tensors and checksum_of(flat) != header[_CHECKSUM]:
+        raise FileError(f"{path}: is damaged: its tensors are not those that were written: {_EARLIER}")
     kept: dict[str, dict[str, Tensor]] = {}
     for key, tensor in flat.items():
         kind, slash, name = key.partition("/")
-        if not slash or not torch.isfinite(tensor).all():
+        if not slash or not _finite(tensor):
             wrong = "is not finite" if slash else "is no parameter's"
-            raise FileError(f"{path}: {key} {wrong}: {_EARLIER}")
+            raise FileError(f"{path}: {one_line(key)} {wrong}: {_EARLIER}")
         kept.setdefault(name, {})[kind] = tensor
     state = {**about, "tensors": kept}
     problem = problem_of(state, _EARLIER)
     if problem is not None:
         raise FileError(f"{path}: {problem}")
     return state
+
+
+def _read(path: Path, tensors: bool) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """A file's metadata and, where asked for, its tensors: what they are is still to be checked."""
+    try:
+        mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):  # to open a pipe would wait for whoever writes to it
+            what = "folder" if stat.S_ISDIR(mode) else "pipe or a device"
+            raise FileError(f"{path}: is a {what}, in the place of a state: {_EARLIER}")
+        with safetensors.safe_open(str(path), framework="pt") as file:
+            keys = list(file.keys()) if tensors else []
+            return file.metadata() or {}, {key: file.get_tensor(key) for key in keys}
+    except FileError:
+        raise
+    except FileNotFoundError as error:
+        raise FileError(f"{path}: there is no such file: {_EARLIER}") from error
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror or error}: {_EARLIER}") from error
+    except (safetensors.SafetensorError, *_OF_TORCH) as error:
+        raise FileError(f"{path}: is not a complete safetensors file: {one_line(str(error))}: {_EARLIER}") from error
+
+
+def _about_in(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
+    """What a file's metadata says that its tensors belong to, sealed."""
+    try:
+        about = msgspec.json.decode(header[_ABOUT], type=dict[str, Any])
+    except (KeyError, msgspec.DecodeError, RecursionError) as error:
+        raise FileError(f"{path}: holds tensors, but not what an exchange keeps: was another file meant?") from error
+    if about.get("schema") != SCHEMA:  # before the seal, which may be another then
+        raise FileError(f"{path}: {one_line(str(problem_of(about, _EARLIER)))}")
+    if header.keys() != set(HEADER) or seal_of(header[_ABOUT], header[_CHECKSUM]) != header[_SEAL]:
+        raise FileError(f"{path}: is damaged: its header is not what was written: {_EARLIER}")
+    return about
+
+
+def _finite(tensor: Tensor) -> bool:
+    wide = tensor if tensor.element_size() > 1 or not tensor.is_floating_point() else tensor.to(torch.float32)
+    return bool(torch.isfinite(wide).all())
 
 
 def check_of_one_save(path: Path, state: Mapping[str, Any], first: Path, other: Mapping[str, Any]) -> None:

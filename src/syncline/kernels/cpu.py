@@ -104,13 +104,19 @@ class CpuKernels:
         for source in range(len(words)):
             cell, place, _, values = _entries(words[source : source + 1], layout, f"rank {source}")
             where = (cell << self._shift) + place
-            total[where] += values
+            if layout.regions == 1 and where.max(initial=0) >= layout.numel:
+                raise ExchangeError(f"rank {source} sent entry {int(where.max())} of a bucket of {layout.numel}")
+            with np.errstate(over="ignore", invalid="ignore"):  # infinities: the step will not count
+                total[where] += values
             self._touched[where] = True
         return self._sum
 
     def select(self, rank: int, kept: Tensor, turn: Tensor, dtype: torch.dtype, slot: Tensor) -> None:
         layout, after = self._slots, kept[1 - int(turn)].numpy()
         places = np.flatnonzero(self._touched)
+        last = self._where(places[-1:], rank).max(initial=0)
+        if last >= layout.numel:
+            raise ExchangeError(f"a rank sent entry {int(last)} of a bucket of {layout.numel}")
         values = self._sum.numpy()[places]
         keys = _keys(values)
         if len(keys) > layout.entries or not keys.all():
@@ -118,14 +124,17 @@ class CpuKernels:
         counts = np.bincount(keys, minlength=KEYS).reshape(1, KEYS)
         chosen, _ = _largest(keys, np.zeros(len(keys), np.int64), counts, layout.entries)
         places, values = places[chosen], values[chosen]
-        cell = (places >> self._shift) * layout.regions + rank
-        where = (cell << self._shift) + (places & (layout.cell - 1))
-        if where.max(initial=0) >= layout.numel:
-            raise ExchangeError(f"a rank sent entry {int(where.max())} of a bucket of {layout.numel}")
+        where = self._where(places, rank)
         sent = self._write(places, np.zeros(len(places), np.int64), values, counts, _words(slot, layout))
         applied = sent if dtype == torch.float32 else torch.from_numpy(sent).to(dtype).to(torch.float32).numpy()
         with np.errstate(invalid="ignore"):  # infinities: the step will not count
             after[where] += np.where(applied != 0, values - applied, np.float32(0))
+
+    def _where(self, places: Ints, region: int) -> Ints:
+        """Places in a region, as places in the bucket."""
+        cell = (places >> self._shift) * self._slots.regions + region
+        where: Ints = (cell << self._shift) + (places & (self._slots.cell - 1))
+        return where
 
     def spread(self, gathered: Tensor, flat: Tensor) -> Tensor:
         layout = self._slots
@@ -204,6 +213,9 @@ def _entries(words: npt.NDArray[np.int16], layout: Slots, sender: str) -> tuple[
     place = words[row, layout.places_at + column].view(np.uint16).astype(np.int64)
     if place.max(initial=0) >= layout.cell:
         raise ExchangeError(f"{sender} sent place {int(place.max())} of a cell of {layout.cell}")
+    order = cell * layout.cell + place
+    if ((order[1:] <= order[:-1]) & (row[1:] == row[:-1])).any():  # of one place twice, only one would count
+        raise ExchangeError(f"{sender} sent entries that are not in order")
     if layout.values == torch.float32:
         values = words.view(np.float32)[row, layout.values_at // 2 + column]
     else:
@@ -211,7 +223,8 @@ def _entries(words: npt.NDArray[np.int16], layout: Slots, sender: str) -> tuple[
         values = torch.from_numpy(bits).view(layout.values).to(torch.float32).numpy()
     if layout.values == torch.float16:
         exponents = np.clip(words[:, 0].astype(np.int64), -_EXPONENT_LIMIT, _EXPONENT_LIMIT)
-        values = values * np.ldexp(np.float32(1), -exponents).astype(np.float32)[row]
+        with np.errstate(over="ignore", invalid="ignore"):
+            values = values * np.ldexp(np.float32(1), -exponents).astype(np.float32)[row]
     return cell, place, row, values
 
 

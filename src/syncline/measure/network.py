@@ -35,7 +35,7 @@ ASSUMED_RATE_BPS = 10_000_000_000
 ETHERNET_EFFICIENCY = 1448 / 1538
 """Payload of a full frame, over all that it occupies on a wire."""
 _MOST = 10**18
-"""Of anything that is counted: more is a slip of the hand, and need not fit a float."""
+"""Of anything that is counted or measured: more is a slip of the hand, and need not stay finite when multiplied."""
 _ROUNDING = 1e-9
 Groups = tuple[tuple[int, ...], ...]
 
@@ -191,6 +191,7 @@ class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ValueError(f"slowdown: must be between 1 and streams ({self.streams}), not {self.slowdown}")
         if not (math.isfinite(self.crowding) and self.crowding >= 1):
             raise ValueError(f"crowding: must be at least 1, not {self.crowding}")
+        _check(self, "crowding")
 
 
 class Startup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -548,6 +549,8 @@ def _check(struct: msgspec.Struct, field: str, positive: bool = False) -> None:
     value = getattr(struct, field)
     if not (math.isfinite(value) and (value > 0 if positive else value >= 0)):
         raise ValueError(f"{field}: must be {'a positive number' if positive else 'a number from 0 up'}, not {value}")
+    if value > _MOST:
+        raise ValueError(f"{field}: is too large to be meant")
 
 
 def _check_whole(struct: msgspec.Struct, field: str, least: int) -> None:
@@ -597,8 +600,8 @@ def _check_parts(network: Network) -> None:
     rows = network.matrix_bytes_per_s
     if rows and (len(rows) != network.hosts or any(len(row) != network.hosts for row in rows)):
         raise ValueError(f"matrix_bytes_per_s: must have a row and a column for each of the {network.hosts} hosts")
-    if any(not (math.isfinite(value) and value >= 0) for row in rows for value in row):
-        raise ValueError("matrix_bytes_per_s: holds something else than numbers from 0 up")
+    if any(not 0 <= value <= _MOST for row in rows for value in row):
+        raise ValueError("matrix_bytes_per_s: holds something else than numbers from 0 up, or what is too large")
 
 
 def _repeated(keys: list[str]) -> Iterator[str]:

@@ -11,13 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
 import msgspec
 
 from syncline.files import FileError, read_json, write_json
-from syncline.measure.activations import Activations
+from syncline.measure.activations import Activations, Line
 
 # Only what can carry a gradient: autograd differentiates floating point and complex numbers alone.
 ITEM_BYTES = {
@@ -28,6 +29,12 @@ ITEM_BYTES = {
     "complex64": 8,
     "complex128": 16,
 }
+MOST_S = 1e15
+"""More is a slip of the hand, and need not stay finite when it is added up or multiplied."""
+_MOST = 1e18
+"""Of anything that is counted."""
+_MOST_ELEMENTS = 1 << 60
+_MOST_DIMENSIONS = 64
 # Buffers may be of any type; int64 and bool are BatchNorm's counter and attention's masks.
 BUFFER_ITEM_BYTES = {
     **ITEM_BYTES,
@@ -156,6 +163,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         _check_seconds(self.jitter_s, "jitter_s")
         if self.overheads is not None:
             _check_overheads(self.overheads)
+        if self.activations is not None:
+            _check_activations(self.activations)
 
     @property
     def slowest(self) -> RankTimes | None:
@@ -236,6 +245,9 @@ def _check_counts(profile: Profile) -> None:
         raise ValueError(f"steps: must be at least 1, not {profile.steps}")
     if profile.batch is not None and profile.batch < 1:
         raise ValueError(f"batch: must be at least 1, or null where unknown, not {profile.batch}")
+    for field in ("steps", "batch"):
+        if (getattr(profile, field) or 0) > _MOST:
+            raise ValueError(f"{field}: is too large to be meant")
     if profile.device not in ("cpu", "cuda"):
         raise ValueError(f"device: must be cpu or cuda, not {profile.device}")
 
@@ -260,6 +272,19 @@ def _check_times(profile: Profile) -> None:
 def _check_seconds(value: float, field: str) -> None:
     if not (math.isfinite(value) and value >= 0):
         raise ValueError(f"{field}: must be seconds from 0 up, not {value}")
+    if value > MOST_S:
+        raise ValueError(f"{field}: is {value:g} seconds, which is too long to be meant")
+
+
+def elements_of(shape: Sequence[int]) -> int | None:
+    """Of a tensor of this shape; None for what is no tensor's. Stops where more are more than any memory: a product of
+    many large sizes would take for ever."""
+    if any(size < 0 for size in shape) or len(shape) > _MOST_DIMENSIONS:
+        return None
+    elements = 1
+    for size in shape:
+        elements = min(elements * size, _MOST_ELEMENTS) if size < _MOST_ELEMENTS else _MOST_ELEMENTS
+    return elements if elements < _MOST_ELEMENTS else None
 
 
 def _check_gradient(gradient: Gradient, field: str) -> None:
@@ -268,11 +293,12 @@ def _check_gradient(gradient: Gradient, field: str) -> None:
         raise ValueError(f"{field}.name: {gradient.name!r} is not a parameter's name")
     if any(size < 0 for size in gradient.shape):
         raise ValueError(f"{field}.shape: has a negative size")
-    if math.prod(gradient.shape) >= 2**60:
+    elements = elements_of(gradient.shape)
+    if elements is None:
         raise ValueError(f"{field}.shape: has more elements than any memory")
     if gradient.dtype not in ITEM_BYTES:
         raise ValueError(f"{field}.dtype: {gradient.dtype} is unknown; known: {', '.join(ITEM_BYTES)}")
-    expected_bytes = math.prod(gradient.shape) * ITEM_BYTES[gradient.dtype]
+    expected_bytes = elements * ITEM_BYTES[gradient.dtype]
     if gradient.bytes != expected_bytes:
         raise ValueError(
             f"{field}.bytes: is {gradient.bytes}, but {gradient.dtype} of shape {list(gradient.shape)} "
@@ -288,7 +314,7 @@ def _check_buffers(buffers: tuple[Buffers, ...]) -> None:
             raise ValueError(f"{field}.dtype: {entry.dtype} is unknown; known: {', '.join(BUFFER_ITEM_BYTES)}")
         if entry.dtype in seen:
             raise ValueError(f"{field}.dtype: {entry.dtype} appears twice; buffers of one type are one entry")
-        if entry.bytes < 0 or entry.bytes % BUFFER_ITEM_BYTES[entry.dtype]:
+        if not 0 <= entry.bytes <= _MOST or entry.bytes % BUFFER_ITEM_BYTES[entry.dtype]:
             raise ValueError(f"{field}.bytes: {entry.bytes} is no number of {entry.dtype} elements")
         seen.add(entry.dtype)
 
@@ -315,6 +341,20 @@ def _check_overheads(overheads: Overheads) -> None:
     _check_all_seconds(overheads, "overheads", "copy_in_s_per_byte", "copy_out_s_per_byte", "hook_s")
     for name, work in overheads.work.items():
         _check_all_seconds(work, f"overheads.work.{name}", "fixed_s", "s_per_byte")
+
+
+def _check_activations(activations: Activations) -> None:
+    """What they do not check themselves: that nothing overflows on the way from one batch to another."""
+    for index, batch in enumerate(activations.batches):
+        if batch > _MOST:
+            raise ValueError(f"activations.batches[{index}]: is too large to be meant")
+    parts = [("", activations), *((f"blocks[{index}].", block) for index, block in enumerate(activations.blocks))]
+    for place, part in parts:
+        for field in part.__struct_fields__:
+            value = getattr(part, field)
+            numbers = (value.fixed, value.each) if isinstance(value, Line) else (value,)
+            if any(isinstance(number, int | float) and not -_MOST <= number <= _MOST for number in numbers):
+                raise ValueError(f"activations.{place}{field}: is too large to be meant")
 
 
 def _check_all_seconds(part: msgspec.Struct, place: str, *fields: str) -> None:

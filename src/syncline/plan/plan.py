@@ -16,7 +16,7 @@ import msgspec
 
 from syncline.exchange import Exchange, made_of
 from syncline.files import read_json, write_json
-from syncline.measure.profile import ITEM_BYTES
+from syncline.measure.profile import ITEM_BYTES, MOST_S, elements_of
 from syncline.predict.schedule import MAX_LANES, caps_of
 
 
@@ -92,6 +92,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{field}: must be seconds from 0 up, not {value}")
+            if value > MOST_S:
+                raise ValueError(f"{field}: is {value:g} seconds, which is too long to be meant")
         if self.low_s > self.high_s:
             raise ValueError(f"low_s: is {self.low_s}, above high_s ({self.high_s})")
         for index, other in enumerate(self.alternatives):
@@ -121,8 +123,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             if gradient.dtype not in ITEM_BYTES:
                 known = ", ".join(ITEM_BYTES)
                 raise ValueError(f"gradients[{index}].dtype: {gradient.dtype} is unknown; known: {known}")
-            if any(size < 0 for size in gradient.shape) or math.prod(gradient.shape) >= 2**60:
-                raise ValueError(f"gradients[{index}].shape: {list(gradient.shape)} is no tensor's")
+            if elements_of(gradient.shape) is None:
+                raise ValueError(f"gradients[{index}].shape: {list(gradient.shape[:8])} is no tensor's")
             seen.add(gradient.name)
 
     def _check_buckets(self) -> None:

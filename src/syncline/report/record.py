@@ -119,10 +119,17 @@ class ModelRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     plan: Plan | None = None
 
     def __post_init__(self) -> None:
+        _check_counts(self, "", "parameters", "gradient_bytes", "steps")
+        for index, pace in enumerate(self.paces):
+            _check_counts(
+                pace, f"paces[{index}].", *(f for f in pace.__struct_fields__ if f not in ("way", "between_s"))
+            )
         for index, span in enumerate(self.spans):
             times = (span.start_s, span.backward_s, span.backward_end_s, span.end_s)
             if list(times) != sorted(times):
                 raise ValueError(f"spans[{index}]: start, backward, its end and the step's end must follow each other")
+            for place, bucket in enumerate(span.buckets):
+                _check_counts(bucket, f"spans[{index}].buckets[{place}].", "bucket", "lane", "bytes")
         for index, loss in enumerate(self.losses):
             if not math.isfinite(loss.value):
                 raise ValueError(f"losses[{index}].value: must be a finite number")
@@ -148,9 +155,19 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     clock_s: float
     models: tuple[ModelRecord, ...]
 
+    def __post_init__(self) -> None:
+        _check_counts(self, "", "rank", "ranks", "seconds", "tuning_s")
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RunRecord:
         return read_json(path, cls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         write_json(path, self)
+
+
+def _check_counts(part: msgspec.Struct, place: str, *fields: str) -> None:
+    for field in fields:
+        value = getattr(part, field)
+        if value is not None and not value >= 0:
+            raise ValueError(f"{place}{field}: must be 0 or more, not {value}")
