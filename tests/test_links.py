@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
+from syncline.cluster.environment import MASTER_PORT
 from syncline.cluster.isolation import start_hosts
 
 pytestmark = pytest.mark.skipif(why_not_shaped() is not None, reason=f"no namespaces: {why_not_shaped()}")
@@ -133,3 +135,68 @@ def test_the_counter_says_when_there_is_no_link() -> None:
         pytest.skip("this machine has an eth0 of its own")
     with pytest.raises(LookupError, match="links are not emulated"):
         links.sent_bytes()
+
+
+def test_a_reshaped_link_holds_its_new_rate() -> None:
+    from syncline.cluster import links
+
+    def main(rank: Rank) -> list[tuple[int, int]]:
+        found = []
+        for rate_bps in (20_000_000, 400_000_000):
+            links.reshape(rate_bps if rank.rank == 0 else 200_000_000)
+            found.append(token_buckets()[links.HOST_INTERFACE])
+        rank.init_process_group()
+        links.reshape(20_000_000 if rank.rank == 0 else 200_000_000)
+        payload = torch.zeros(500_000, dtype=torch.uint8)
+        dist.barrier()
+        began_s = time.monotonic()
+        if rank.rank == 0:
+            dist.send(payload, dst=1)
+        else:
+            dist.recv(payload, src=0)
+            assert time.monotonic() - began_s > 0.8 * (payload.numel() - links.MIN_BURST_BYTES) / 2_500_000
+        return found
+
+    first, second = launch(ClusterSpec(hosts=2), main)
+    assert [rate for rate, _ in first] == [20_000_000, 400_000_000]
+    assert [burst for _, burst in first] == [pytest.approx(links.burst_bytes(rate), rel=0.01) for rate, _ in first]
+    assert [rate for rate, _ in second] == [200_000_000] * 2
+
+
+def test_a_cut_link_carries_nothing_and_breaks_nothing_until_it_is_mended() -> None:
+    """As with a pulled cable: nobody is told, ranks of one host still reach each other, and TCP goes on afterwards."""
+    from syncline.cluster import links
+
+    def main(rank: Rank) -> tuple[float, float]:
+        rank.init_process_group()
+        on_my_host = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank.host]
+        everyone, neighbours = torch.ones(1), torch.ones(1)
+        dist.all_reduce(everyone)
+        dist.all_reduce(neighbours, group=on_my_host)
+        mended_s = 0.0
+        if rank.rank == 2:
+            links.cut()
+        meeting = dist.all_reduce(everyone, async_op=True)
+        dist.all_reduce(neighbours, group=on_my_host)
+        assert neighbours.item() == 4
+        if rank.rank == 2:
+            with pytest.raises(TimeoutError):
+                socket.create_connection((links.host_address(0), MASTER_PORT), timeout=0.5)
+            assert not meeting.is_completed()
+            mended_s = time.monotonic()
+            links.mend()
+        meeting.wait()
+        assert everyone.item() == 16
+        return mended_s, time.monotonic()
+
+    ends = launch(ClusterSpec(hosts=2, per_host=(2, 2)), main)
+    mended_s = ends[2][0]
+    assert all(met_s > mended_s for _, met_s in ends)
+
+
+@pytest.mark.parametrize("change", ["cut", "mend", "reshape"])
+def test_only_an_emulated_hosts_link_is_changed(change: str) -> None:
+    from syncline.cluster import links
+
+    with pytest.raises(LookupError, match="links are not emulated"):
+        links.reshape(10**6) if change == "reshape" else getattr(links, change)()

@@ -68,6 +68,8 @@ class Rank:
         options: dict[str, Any] = {}
         if self.rank == 0:  # the store itself would listen on every interface
             options["master_listen_fd"] = socket.create_server((address, self._port)).detach()
+        else:
+            _wait_for_listener(address, self._port, timeout_s)
         store = TCPStore(address, self._port, self.world_size, is_master=self.rank == 0, timeout=timeout, **options)
         backend = "nccl" if self.spec.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
@@ -226,6 +228,23 @@ def _rank_process(rank: Rank, parent: int, main: RankMain, pipes: list[tuple[int
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
     return 0
+
+
+def _wait_for_listener(address: str, port: int, timeout_s: float) -> None:
+    """Until rank 0 takes connections: a store that is refused once tries again only after most of a second."""
+    end = time.monotonic() + timeout_s
+    while (left := end - time.monotonic()) > 0:
+        try:
+            with socket.socket() as trial:
+                trial.settimeout(left)
+                trial.connect((address, port))
+                return
+        except ConnectionRefusedError:
+            time.sleep(0.005)
+        except OSError as error:
+            problem = error.strerror or str(error)
+            raise ClusterError(f"rank 0 cannot be reached at {address}, port {port}: {problem}") from error
+    raise ClusterError(f"rank 0 has not taken connections at {address}, port {port}, for {timeout_s:g} s")
 
 
 _sending = threading.Lock()

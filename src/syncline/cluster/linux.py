@@ -48,6 +48,15 @@ def unshare_as_user(flags: int) -> None:
         Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
 
 
+def enter(namespace: Path, kind: int) -> None:
+    """Moves the calling thread, and no other, into a namespace of another process: a path like /proc/1/ns/net."""
+    descriptor = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        _checked(_libc.setns(descriptor, ctypes.c_int(kind)), f"setns {namespace}")
+    finally:
+        os.close(descriptor)
+
+
 def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Has the kernel send this process a signal when the thread that forked it ends, however it ends.
 

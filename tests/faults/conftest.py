@@ -1,0 +1,25 @@
+"""Options of the whole matrix."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+ROWS: list[dict[str, object]] = []
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("faults")
+    group.addoption("--cells-json", metavar="FILE", help="write what became of each cell there")
+    group.addoption(
+        "--cells-seed", type=int, default=0, metavar="N", help="of the moments at which timed faults strike"
+    )
+    group.addoption("--cells-at-once", type=int, default=4, metavar="N", help="so many cells at a time")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path = session.config.getoption("--cells-json", default=None)
+    if path and ROWS:
+        Path(path).write_text(json.dumps({"schema": 1, "cells": ROWS}, indent=1) + "\n")
