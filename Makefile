@@ -3,14 +3,20 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test test-faults lint bench docs clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/ready
 	$(BIN)/syncline demo
 
+# On two cores, and then, one by one, what would suffer from company.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not alone'
+	$(BIN)/python -m pytest -m alone
+
+# Every fault in every phase of a training, on emulated hosts: some minutes. `make test` has a part of it.
+test-faults: $(VENV)/ready
+	$(BIN)/python -m pytest tests/faults/matrix.py
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -31,4 +37,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis syncline-report.html report.html syncline-run
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis syncline-report.html report.html syncline-run syncline-failure

@@ -2,9 +2,44 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 import torch
+import torch.distributed as dist
+
+import large_pages
+from syncline.measure import overhead
 
 os.environ.pop("SYNCLINE_NO_NAMESPACES", None)
+os.environ["SYNCLINE_FAILURES"] = str(Path(tempfile.gettempdir()) / f"syncline-failures-of-tests-{os.getuid()}")
 torch.set_num_threads(1)  # ranks are forked from this process: a pool of OpenMP threads would not survive that
+# Tests say what is measured, not how well.
+overhead._ROUNDS, overhead._BUCKET_BYTES["cpu"] = 3, (1 << 16, 1 << 18, 1 << 20)
+
+
+def pytest_collection_finish() -> None:
+    """Ranks are forked from this process, more than a thousand times, and what a fork costs is its memory's tables:
+    what is there by now goes into large pages, where no garbage collection touches it again."""
+    gc.collect()
+    gc.freeze()
+    large_pages.gather()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or else what Triton holds would count as leaked
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

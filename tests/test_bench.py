@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -31,7 +32,7 @@ needs_links = pytest.mark.skipif(why_not_shaped() is not None, reason=str(why_no
 @pytest.fixture(scope="module")
 def result() -> BenchResult:
     spec = ClusterSpec(hosts=3, rate_bps=1_000_000_000)
-    return run_bench(spec, Workload("mlp", 4), list(METHODS), rounds=2, probe_s=3.0)
+    return run_bench(spec, Workload("mlp", 4), list(METHODS), rounds=2, probe_s=2.0)
 
 
 def test_there_is_a_row_for_every_method_in_the_order_asked(result: BenchResult) -> None:
@@ -151,17 +152,18 @@ def test_real_training_through_levels_follows_plain_ddp_to_summation_order() -> 
 @needs_links
 def test_kill_9_on_a_running_bench_leaves_no_process_and_no_namespace(tmp_path: Path) -> None:
     marker = f"--json={tmp_path / 'marker.json'}"
-    namespaces = _network_namespaces()
     command = [sys.executable, "-m", "syncline", "bench", "--hosts=3", "--model=mlp", "--steps=100000", marker]
+    ours = _network_namespaces([os.getpid()])
     bench = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _until(lambda: len(_marked(marker)) >= 1 + 2 + 3 + 3, "the bench to start its ranks", 60)
-        _until(lambda: len(_network_namespaces() - namespaces) >= 4, "its namespaces", 60)
+        _until(lambda: len(_network_namespaces(_marked(marker)) - ours) >= 4, "its namespaces", 60)
+        theirs = _network_namespaces(_marked(marker)) - ours
     finally:
         os.kill(bench.pid, signal.SIGKILL)
         bench.wait(10)
     _until(lambda: not _marked(marker), "its processes to end", 5)
-    _until(lambda: _network_namespaces() <= namespaces, "its namespaces to end", 5)
+    _until(lambda: not theirs & _network_namespaces(psutil.pids()), "its namespaces to end", 5)
 
 
 def _marked(marker: str) -> list[int]:
@@ -175,15 +177,12 @@ def _marked(marker: str) -> list[int]:
     return found
 
 
-def _network_namespaces() -> set[str]:
-    """Of all processes that there are: a network namespace lives as long as its last one."""
+def _network_namespaces(processes: list[int]) -> set[str]:
+    """A network namespace lives as long as its last process."""
     found = set()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                found.add(str((entry / "ns" / "net").readlink()))
-            except OSError:
-                continue
+    for process in processes:
+        with contextlib.suppress(OSError):
+            found.add(str(Path(f"/proc/{process}/ns/net").readlink()))
     return found
 
 

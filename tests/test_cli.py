@@ -104,7 +104,7 @@ def test_bench_shows_a_table_and_writes_the_file(tmp_path: Path) -> None:
         "ddp,dense",
         "--steps",
         "2",
-        "--probe=2",
+        "--probe=1",
     ]
     page = tmp_path / "page.html"
     answer = runner.invoke(app, [*arguments, "--json", str(path), "--report", str(page)])
@@ -127,7 +127,7 @@ def test_the_demo_tunes_trains_and_ends_with_a_table_and_what_it_means(
     pytest.importorskip("mlxtend")
     path = tmp_path / "demo.json"
     monkeypatch.chdir(tmp_path)
-    arguments = ["demo", "--hosts=2", "--rate=80mbit", "--steps=8", "--tune=5", f"--json={path}"]
+    arguments = ["demo", "--hosts=2", "--rate=400mbit", "--steps=8", "--tune=5", f"--json={path}"]
     answer = runner.invoke(app, arguments)
     assert answer.exit_code == 0, answer.stderr
     assert "A page to look at: syncline-report.html" in answer.stdout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import socket
 import sys
@@ -47,11 +48,24 @@ def test_ranks_reduce_over_the_cluster_and_return_in_rank_order(shaped: bool) ->
 
 
 @both_ways
+def test_a_rank_0_that_never_joins_is_told_by_the_others(shaped: bool) -> None:
+    def main(rank: Rank) -> None:
+        if rank.rank == 0:
+            wait_for_ever()
+        rank.init_process_group(timeout_s=0.3)
+
+    _, outcome = launch_outcomes(TWO, main, deadline_s=60, grace_s=0.1, shaped=shaped)
+    assert outcome.error is not None and outcome.foreseen
+    assert re.fullmatch(r"ClusterError: rank 0 has not .* at 1[0-9.]+, port \d+, for 0.3 s", outcome.error)
+
+
+@both_ways
 def test_ranks_have_the_variables_that_torch_distributed_reads(shaped: bool) -> None:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SYNCLINE_HOST")
 
     def main(rank: Rank) -> list[str]:
         dist.init_process_group("gloo")  # as a script does, from the environment alone
+        dist.barrier()  # one that ends earlier would leave the others half connected
         return [os.environ[name] for name in names]
 
     found = launch(ClusterSpec(hosts=2, per_host=(2, 1)), main, shaped=shaped)

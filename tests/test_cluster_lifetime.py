@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from syncline.cluster import ClusterSpec, Rank, isolation, launch, run_command, why_not_shaped
 from syncline.cluster.processes import Complaints, fork
@@ -134,6 +135,7 @@ def test_without_root_links_are_shaped_inside_a_user_namespace() -> None:
         from syncline.cluster import links
 
         rank.init_process_group()
+        dist.barrier()  # one that ends earlier would leave the other half connected
         return [os.getuid(), os.uname().nodename, links.sent_bytes() > 0]
 
     with forked(main):

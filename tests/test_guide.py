@@ -23,6 +23,7 @@ from torch.distributed.run import get_args_parser
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
+from background import Beside, beside
 from ddp_helpers import Mlp, batch, on_ranks, seeded
 from syncline.cli import app
 from syncline.cli import run as cli_run
@@ -40,56 +41,24 @@ def _examples_importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
 
 
+@pytest.fixture(scope="module")
+def pages_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("pages")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sphinx(pages_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
+    """Builds the pages, from the first test on; the last looks at them."""
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "docs", str(pages_folder)]
+    with beside(command, tmp_path_factory.mktemp("sphinx"), cwd=ROOT) as running:
+        yield running
+
+
 def fences(page: Path, language: str) -> list[str]:
     return [text for found, text in _FENCE.findall(page.read_text()) if found == language]
 
 
 # --- the pages ------------------------------------------------------------------------------------------------------
-
-
-class Links(HTMLParser):
-    """What a page refers to, what it loads, and where it can be referred to."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.targets: list[str] = []
-        self.loaded: list[str] = []
-        self.anchors: set[str] = set()
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = {name: value or "" for name, value in attrs}
-        self.anchors.add(found.get("id", ""))
-        if tag in ("script", "img", "iframe", "source") and "src" in found:
-            self.loaded.append(found["src"])
-        elif tag == "link" and found.get("rel") not in ("canonical",):
-            self.loaded.append(found["href"])
-        elif tag == "a" and "href" in found:
-            self.targets.append(found["href"])
-
-
-def test_the_guide_builds_without_a_warning_and_every_link_leads_somewhere(tmp_path: Path) -> None:
-    sphinx = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html"]
-    built = subprocess.run([*sphinx, "docs", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=110)
-    assert built.returncode == 0, built.stderr
-    pages = {path: Links(path.read_text()) for path in tmp_path.rglob("*.html")}
-    assert {"index.html", "api.html", "assumptions.html", "example-report.html"} <= {path.name for path in pages}
-    assert tmp_path / "guide" / "frameworks.html" in pages
-    for path, links in pages.items():
-        for place in links.loaded:
-            assert not urlsplit(place).netloc, f"{path.name} loads {place}"
-        for place in [*links.targets, *links.loaded]:
-            if urlsplit(place).scheme not in ("http", "https", "data", "mailto"):
-                _follow(path, place, pages)
-
-
-def _follow(page: Path, place: str, pages: dict[Path, Links]) -> None:
-    file, anchor = urldefrag(place)
-    target = page if not file else (page.parent / unquote(urlsplit(file).path)).resolve()
-    target = target / "index.html" if target.is_dir() else target
-    assert target.exists(), f"{page.name} refers to {place}, and there is no such file"
-    if anchor and target in pages:
-        assert unquote(anchor) in pages[target].anchors, f"{page.name} refers to {place}, and there is no such place"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if ">>>" in page.read_text()], ids=lambda page: page.stem)
@@ -311,3 +280,50 @@ def show_curves(model: nn.Module, folder: Path, train_some_steps: Callable[[], o
         log.close()
         writer.close()
     # scalars: end
+
+
+# --- the pages as they are built ------------------------------------------------------------------------------------
+
+
+class Links(HTMLParser):
+    """What a page refers to, what it loads, and where it can be referred to."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.targets: list[str] = []
+        self.loaded: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = {name: value or "" for name, value in attrs}
+        self.anchors.add(found.get("id", ""))
+        if tag in ("script", "img", "iframe", "source") and "src" in found:
+            self.loaded.append(found["src"])
+        elif tag == "link" and found.get("rel") not in ("canonical",):
+            self.loaded.append(found["href"])
+        elif tag == "a" and "href" in found:
+            self.targets.append(found["href"])
+
+
+def test_the_guide_builds_without_a_warning_and_every_link_leads_somewhere(sphinx: Beside, pages_folder: Path) -> None:
+    status, _, errors = sphinx.wait()
+    assert status == 0, errors
+    pages = {path: Links(path.read_text()) for path in pages_folder.rglob("*.html")}
+    assert {"index.html", "api.html", "assumptions.html", "example-report.html"} <= {path.name for path in pages}
+    assert pages_folder / "guide" / "frameworks.html" in pages
+    for path, links in pages.items():
+        for place in links.loaded:
+            assert not urlsplit(place).netloc, f"{path.name} loads {place}"
+        for place in [*links.targets, *links.loaded]:
+            if urlsplit(place).scheme not in ("http", "https", "data", "mailto"):
+                _follow(path, place, pages)
+
+
+def _follow(page: Path, place: str, pages: dict[Path, Links]) -> None:
+    file, anchor = urldefrag(place)
+    target = page if not file else (page.parent / unquote(urlsplit(file).path)).resolve()
+    target = target / "index.html" if target.is_dir() else target
+    assert target.exists(), f"{page.name} refers to {place}, and there is no such file"
+    if anchor and target in pages:
+        assert unquote(anchor) in pages[target].anchors, f"{page.name} refers to {place}, and there is no such place"

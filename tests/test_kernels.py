@@ -8,9 +8,8 @@ from __future__ import annotations
 import functools
 import json
 import os
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from background import Beside, beside
 from oktopk_oracle import KINDS, Plain, largest, made, region_of
 from syncline.errors import ExchangeError
 from syncline.kernels import VALUES, Kernels, Slots, kernels_for
@@ -709,15 +709,22 @@ def report(make: Callable[[Slots], Kernels], device: str) -> dict[str, str]:
 CHECKS = [*CASES, *DEFECTS, "not a number", "many cells"]
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str]:
-    """By check: what is wrong with CUDA's kernels in Triton's interpreter, which must be asked for before an import."""
-    pytest.importorskip("triton")
+@pytest.fixture(scope="module", autouse=True)
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
+    """CUDA's kernels in Triton's interpreter, which must be asked for before an import; from the first test on."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(Path(__file__).resolve())]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
-    assert run.returncode == 0, run.stderr
-    found: dict[str, str] = json.loads(run.stdout.splitlines()[-1])
+    with beside(command, tmp_path_factory.mktemp("interpreter"), environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def interpreted(interpreter: Beside) -> dict[str, str]:
+    """By check: what is wrong."""
+    pytest.importorskip("triton")
+    status, output, errors = interpreter.wait()
+    assert status == 0, errors
+    found: dict[str, str] = json.loads(output.splitlines()[-1])
     return found
 
 

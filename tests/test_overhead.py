@@ -19,12 +19,6 @@ from syncline.measure.overhead import SilentComm, measure_overheads
 from syncline.measure.profile import Overheads, Work
 
 
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """These tests say what is measured, not how well."""
-    monkeypatch.setattr(overhead, "_ROUNDS", 3)
-
-
 def test_every_exchange_is_measured_and_the_process_group_is_gone_afterwards() -> None:
     found = measure_overheads()
     assert set(found.work) == set(EXCHANGES)

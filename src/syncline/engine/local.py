@@ -33,10 +33,10 @@ class _Meeting:
 class _Room:
     """Where the ranks of one group meet."""
 
-    def __init__(self, ranks: Sequence[int], deadline_s: float) -> None:
+    def __init__(self, ranks: Sequence[int], deadline_s: float, baton: threading.RLock) -> None:
         self.ranks = tuple(ranks)
         self.deadline_s = deadline_s
-        self.changed = threading.Condition()
+        self.changed = threading.Condition(baton)
         self.meetings: list[_Meeting] = []
         self.gone: set[int] = set()
         self.broken: str | None = None
@@ -49,7 +49,8 @@ class _Room:
             if meeting.call != call:
                 self.broken = f"collective {turn}: rank {self.ranks[member]} issued {call}, others {meeting.call}"
             meeting.given[member] = tensor.detach().clone()
-            self.changed.notify_all()
+            if self.broken or len(meeting.given) == len(self.ranks):
+                self.changed.notify_all()
 
     def take(self, turn: int) -> list[Tensor]:
         """What everyone gave, once they all did."""
@@ -157,13 +158,15 @@ class LocalComm:
 
 def run_ranks(topology: Topology | int, main: Callable[[LocalComm], T], *, deadline_s: float = 30.0) -> list[T]:
     """Runs `main(comm)` for every rank, each on a thread, and returns what each returned."""
-    comms = local_comms(topology, deadline_s=deadline_s)
+    baton = threading.RLock()
+    comms = local_comms(topology, deadline_s=deadline_s, baton=baton)
 
     def life(comm: LocalComm) -> T:
-        try:
-            return main(comm)
-        finally:
-            comm.leave()
+        with baton:  # one runs at a time, until it waits for the others: together they would fight for Python's lock
+            try:
+                return main(comm)
+            finally:
+                comm.leave()
 
     with ThreadPoolExecutor(len(comms)) as pool:
         futures = [pool.submit(life, comm) for comm in comms]
@@ -173,8 +176,11 @@ def run_ranks(topology: Topology | int, main: Callable[[LocalComm], T], *, deadl
     return [future.result() for future in futures]
 
 
-def local_comms(topology: Topology | int, *, deadline_s: float = 30.0) -> list[LocalComm]:
+def local_comms(
+    topology: Topology | int, *, deadline_s: float = 30.0, baton: threading.RLock | None = None
+) -> list[LocalComm]:
     """One Comm per rank, at the level of all ranks. A number means so many, without further levels."""
+    baton = baton or threading.RLock()
     whole = Topology.flat(topology) if isinstance(topology, int) else topology
     views: list[dict[str, LocalComm]] = [{} for _ in range(whole.ranks)]
     counters = [Counter() for _ in range(whole.ranks)]
@@ -183,7 +189,7 @@ def local_comms(topology: Topology | int, *, deadline_s: float = 30.0) -> list[L
         for group in level.groups:
             if len(group) == 1 and level is not whole.whole:
                 continue
-            room = _Room(group, deadline_s)
+            room = _Room(group, deadline_s, baton)
             for member, rank in enumerate(group):
                 views[rank][level.name] = LocalComm(room, member, here, counters[rank], views[rank])
     return [view[WORLD] for view in views]
