@@ -117,6 +117,7 @@ def save(
         }
         torch.save(training, folder / "training.pt")
         flush(folder / "training.pt")
+        flush(folder)
     handle.save(folder / "exchange")  # when it returns, every rank has written its own
     if dist.get_rank() == 0:
         draft = options.checkpoint_dir / "latest.new"

@@ -21,6 +21,29 @@ torch.set_num_threads(1)  # ranks are forked from this process: a pool of OpenMP
 # Tests say what is measured, not how well.
 overhead._ROUNDS, overhead._BUCKET_BYTES["cpu"] = 3, (1 << 16, 1 << 18, 1 << 20)
 
+ALONE = frozenset(
+    {
+        "test_bench",
+        "test_cli_probe",
+        "test_cluster_launch",
+        "test_cluster_lifetime",
+        "test_cluster_mps",
+        "test_faults",
+        "test_hierarchical_wire",
+        "test_links",
+        "test_probe",
+        "test_watching",
+    }
+)
+"""They measure times, rates or traffic, or have short deadlines: not beside other tests."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in ALONE:
+            item.add_marker(pytest.mark.alone)
+
 
 def pytest_collection_finish() -> None:
     """Ranks are forked from this process, more than a thousand times, and what a fork costs is its memory's tables:

@@ -179,7 +179,7 @@ def test_a_rank_that_fails_by_itself_is_named_with_its_own_words() -> None:
 
 
 def test_what_hangs_without_a_collective_is_ended_and_the_model_can_be_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    timeout_s = 1.0
+    timeout_s = 3.0
     monkeypatch.setattr(guard, "_GRACE_S", 1.0)
 
     def main(rank: Rank) -> dict[str, Any]:
@@ -199,6 +199,9 @@ def test_what_hangs_without_a_collective_is_ended_and_the_model_can_be_let_go(mo
     outcomes = outcomes_of(main)
     assert all(outcome.error is None for outcome in outcomes), outcomes
     assert "nothing has moved on lane" in outcomes[LOST].value["text"]
+    assert "suspect" not in outcomes[LOST].value["text"]  # it knows that it was itself
+    for outcome in (outcomes[0], outcomes[2]):
+        assert f"suspect: rank {LOST} (" in outcome.value["text"] and "exchange" in outcome.value["text"]
     for outcome in outcomes:
         assert outcome.value["took_s"] < timeout_s + 1 + 10
         assert outcome.value["detached_s"] < 10

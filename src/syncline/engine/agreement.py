@@ -76,7 +76,7 @@ def meeting(group: dist.ProcessGroup, call: str, *, users: bool = False) -> Iter
     inside is their own code too, whose errors are theirs."""
     with vigil() as found:
         if found is not None:
-            found.came()
+            found.came(group.group_name)
         try:
             yield
         except SynclineError:
@@ -87,7 +87,7 @@ def meeting(group: dist.ProcessGroup, call: str, *, users: bool = False) -> Iter
             told = f"the ranks did not meet to {call}: {first_line(error)}"
             if found is not None:
                 found.say(told, own=False)
-                suspects = found.suspects(dist.get_process_group_ranks(group))
+                suspects = found.suspects(dist.get_process_group_ranks(group), group.group_name)
                 told += "".join(f"; {text}" for text in (suspected(suspects),) if text)
             raise MismatchError(
                 f"{told}. All ranks of the model's process group must call {call}, in the same order as their other "

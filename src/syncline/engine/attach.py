@@ -77,7 +77,7 @@ def attach_route(
             meet(group, {**_fingerprint(ddp, group, route, parameters, known), "scaler": scaled})
             if isinstance(known, SynclineError):
                 raise known
-            with meeting(group, "attach"):
+            with meeting(group, "attach", users=True):
                 place = find_place(group, route.exchanges, known)
                 engine = Engine(group, parameters, route, timeout, place, lambda: scale_of(scaler))
     try:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,9 @@ gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 """torch 2.13 renamed it; 2.11 has only the old name."""
 
 
-Made = TypeVar("Made")
+_c10d: Any = dist.distributed_c10d
+_group_name = getattr(_c10d, "_process_group_name", None)
+"""How torch names groups: private, and a torch without it names them in some other way."""
 
 
 @dataclass
@@ -150,17 +152,20 @@ class LaneGroups:
         self.siblings.clear()  # a comm is among its own siblings: a cycle that would keep its group's threads alive
 
 
-def _within(limit_s: float, call: Callable[[], Made]) -> Made:
+def _within(limit_s: float, call: Callable[[], LaneGroups]) -> LaneGroups:
     """What it returns, or raises; or an error when it has not in time. Connecting over a link that was cut may take
     minutes, whatever the timeout, and cannot be interrupted: its thread is then left to itself."""
-    made: list[Made] = []
+    made: list[LaneGroups] = []
     failed: list[BaseException] = []
+    late = threading.Event()
 
     def attempt() -> None:
         try:
             made.append(call())
         except BaseException as error:  # noqa: BLE001 - raised below
             failed.append(error)
+        if late.is_set() and made:
+            made[0].destroy()
 
     thread = threading.Thread(target=attempt, name="syncline-connect", daemon=True)
     thread.start()
@@ -168,6 +173,9 @@ def _within(limit_s: float, call: Callable[[], Made]) -> Made:
     if failed:
         raise failed[0]
     if not made:
+        late.set()
+        if _group_name is not None:
+            _c10d._process_group_name = _group_name  # which the thread may have changed
         raise RuntimeError(f"no connection to all other ranks within {limit_s:.0f} s")
     return made[0]
 
@@ -210,17 +218,15 @@ def _fresh_group_name(parent: dist.ProcessGroup, which: str) -> Iterator[None]:
     different numbers of groups wait for each other under different names. `which` tells groups apart that parts of the
     parent's ranks create at the same time.
     """
-    c10d: Any = dist.distributed_c10d
-    original = getattr(c10d, "_process_group_name", None)
-    if original is None:  # private: a torch without it names groups in some other way
+    if _group_name is None:
         yield
         return
     token = gather_bytes(parent, secrets.token_hex(16).encode())[0].decode()
-    c10d._process_group_name = lambda ranks, use_hashed_name: f"{token} {which}"
+    _c10d._process_group_name = lambda ranks, use_hashed_name: f"{token} {which}"
     try:
         yield
     finally:
-        c10d._process_group_name = original
+        _c10d._process_group_name = _group_name
 
 
 def backend_of(group: dist.ProcessGroup) -> str:

@@ -375,6 +375,10 @@ class Conveyor:
         self.buckets = []
         self.buckets = self.furnished(made, kept)
 
+    @property
+    def straggler(self) -> str | None:
+        return self._guard.straggler
+
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()

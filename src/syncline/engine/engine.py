@@ -336,12 +336,16 @@ class Engine:
         """The error as the user sees it. The step stays unfinished for good, so nothing of it is settled."""
         if not isinstance(error, SynclineError):
             told = f"exchanging bucket {bucket} failed in step {self.steps}: {first_line(error)}"
+            preliminary = ExchangeError(told)
             with self._lock:  # what comes next takes seconds, in which others should not begin
-                self.error = self.error or ExchangeError(told)
+                self.error = self.error or preliminary
             failed = ExchangeError(told + self._guard.explain(told, cause=error))
             failed.__cause__ = error
             error = failed
-            self.error = failed
+            with self._lock:
+                self.error = failed if self.error is preliminary else self.error
+        elif self.error is None:  # it says all there is to say, here; others should know, and events be left
+            self._guard.explain(first_line(error), own=True)
         with self._lock:
             self.error = self.error or error
         return error
@@ -465,7 +469,7 @@ class Engine:
 
     @property
     def straggler(self) -> str | None:
-        """Which rank keeps the others waiting, and for how long; known to rank 0."""
+        """Which rank keeps the others waiting, and for how long; known to the first rank."""
         return self._guard.straggler
 
     def close(self) -> None:

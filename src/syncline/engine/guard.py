@@ -38,7 +38,8 @@ _GRACE_S = 5.0
 _DEVICE = 0.7
 """Of a collective's timeout on a device, after which NCCL ends the process: what is known is told before."""
 
-_EXPLAINED_S = 10.0
+_EXPLAINED_S = 120.0
+"""Longer than finding out takes."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,8 @@ class Guard:
         """By lane, the step and the bucket that it issues now."""
         self._open: dict[int, list[_Open]] = {}
         self._moved_s: dict[int, float] = {}
+        self._last: dict[int, str] = {}
+        """By lane, what happened last."""
         self._submitted = self._step = 0
         self._own_s: deque[float] = deque(maxlen=_STEPS)
         self._lanes: Sequence[Lane] = ()
@@ -85,6 +88,8 @@ class Guard:
         if not self.name:
             return
         self._lanes = ()
+        with self._lock:
+            self._open.clear()
         with vigil() as found:
             if found is not None:
                 found.forget(self)
@@ -124,7 +129,7 @@ class Guard:
 
     def _note(self, what: str, lane: int, step: int, bucket: int, level: str = "", sent_bytes: int = 0) -> None:
         now_s = time.monotonic()
-        self._moved_s[lane] = now_s
+        self._moved_s[lane], self._last[lane] = now_s, what
         self._events.append((now_s, what, lane, step, bucket, level, sent_bytes))
 
     def stepped(self, jobs: Iterable[Job], period_s: float | None) -> None:
@@ -139,13 +144,22 @@ class Guard:
 
     def at(self) -> At:
         enough = len(self._own_s) >= _ENOUGH_STEPS
-        return At(self._submitted, self._step, statistics.median(tuple(self._own_s)) if enough else None)
+        own_s = statistics.median(tuple(self._own_s)) if enough else None
+        return At(self._submitted, self._step, own_s, self._inside_s())
+
+    def _inside_s(self) -> float:
+        """For how long a lane has been inside of an exchange without coming to a collective."""
+        with self._lock:
+            inside = [lane for lane, waiting in self._open.items() if waiting and self._last.get(lane) == "start"]
+            return max((time.monotonic() - self._moved_s[lane] for lane in inside), default=0.0)
 
     def waits_since(self) -> float | None:
         with self._lock:
-            return min((self._moved_s[lane] for lane, waiting in self._open.items() if waiting), default=None)
+            under_way = [lane for lane, waiting in self._open.items() if waiting and waiting[0].job.marks.on_host]
+            return min((self._moved_s[lane] for lane in under_way), default=None)
 
     def end_overdue(self, now_s: float) -> None:
+        lanes = self._lanes
         with self._lock:
             late = [(self._moved_s[lane], waiting[0]) for lane, waiting in self._open.items() if waiting]
         for moved_s, one in late:
@@ -153,10 +167,12 @@ class Guard:
             if not one.job.marks.on_host:
                 if mute_s > _DEVICE * self.timeout_s and one.job.marks.seconds() is None:
                     self._tell_stuck(one, mute_s)
-            elif mute_s > self.timeout_s + max(_GRACE_S, _GRACE * self.timeout_s) and self._lanes:
+            elif mute_s > self.timeout_s + max(_GRACE_S, _GRACE * self.timeout_s) and lanes:
                 # Not in this thread, which has the signs to read by which the others are named.
-                error = TimeoutError(f"nothing has moved on lane {one.job.lane} for {mute_s:.0f} s")
-                end = functools.partial(self._lanes[one.job.lane].abandon, one.job, error)
+                told = f"nothing has moved on lane {one.job.lane} for {mute_s:.0f} s"
+                own = self._last.get(one.job.lane) == "start"
+                error = RuntimeError(f"{told}, inside of the exchange") if own else TimeoutError(told)
+                end = functools.partial(lanes[one.job.lane].abandon, one.job, error)
                 threading.Thread(target=end, name="syncline-end", daemon=True).start()
                 self._moved_s[one.job.lane] = now_s  # once, until it is due again
 
@@ -168,7 +184,9 @@ class Guard:
             f"exchanging bucket {one.job.bucket} of step {one.step} has taken {mute_s:.0f} s, and NCCL ends this "
             f"process after {self.timeout_s:.0f} s"
         )
-        threading.Thread(target=lambda: tell(text + self.explain(text, own=False)), daemon=True).start()
+        told = threading.Thread(target=lambda: tell(text + self.explain(text, own=False)), daemon=True)
+        told.name = "syncline-stuck"
+        told.start()
 
     def compare(self, at: dict[int, At]) -> None:
         own_s = {rank: one.own_s for rank, one in at.items() if one.own_s is not None}
@@ -236,6 +254,7 @@ class Guard:
                 )
                 for waiting in self._open.values()
                 for one in waiting
+                if one.job.marks.seconds() is None
             ]
         events = [
             failure.Event(

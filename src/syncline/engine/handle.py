@@ -52,7 +52,7 @@ class Handle:
 
     @property
     def straggler(self) -> str | None:
-        """Which rank keeps the others waiting, and for how long, if one does: rank 0 looks every ten seconds."""
+        """Which rank keeps the others waiting, and for how long, if one does: the first rank looks every 10 s."""
         return self._attached.straggler
 
     def stats(self) -> Stats:

@@ -47,10 +47,14 @@ class Job:
     """Its collectives, where they are traced."""
     future: Any = None
     """To be completed when it has ended, by whoever is first to say so."""
-    _answering: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _ending: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def ends(self) -> bool:
+        """Whether whoever asks is the first to end it, and therefore does."""
+        return self._ending.acquire(blocking=False)
 
     def answer(self) -> None:
-        if self._answering.acquire(blocking=False) and self.future is not None:
+        if self.future is not None:
             future, self.future = self.future, None  # which knows this job
             future.set_result(self.flat)
 
@@ -207,8 +211,7 @@ class ThreadLane:
 
     def abandon(self, job: Job, error: BaseException) -> None:
         self.stuck = True
-        job.error = error
-        _end(job)
+        _end(job, error)
 
     def close(self) -> None:
         self._end()
@@ -261,8 +264,9 @@ def _issue(job: Job) -> None:
         if last is not None:
             last.wait()
     except BaseException as error:  # noqa: BLE001 - it is the user's to see, through the future
-        job.error = job.error or error
-    _end(job)
+        _end(job, error)
+    else:
+        _end(job)
 
 
 def _land(job: Job, finished: Any) -> None:
@@ -270,11 +274,15 @@ def _land(job: Job, finished: Any) -> None:
     try:
         finished.value()
     except BaseException as error:  # noqa: BLE001
-        job.error = job.error or error
-    _end(job)
+        _end(job, error)
+    else:
+        _end(job)
 
 
-def _end(job: Job) -> None:
+def _end(job: Job, error: BaseException | None = None) -> None:
+    if not job.ends():
+        return
+    job.error = error
     job.marks.mark("end")
     try:
         job.on_done(job)
@@ -314,8 +322,9 @@ class StreamLane:
                 if last is not None:
                     last.wait()  # on NCCL: this stream waits, the host does not
             except BaseException as error:  # noqa: BLE001 - raised below, once the engine knows
-                job.error = error
-            _end(job)
+                _end(job, error)
+            else:
+                _end(job)
             _result(job)
             future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
             future.set_result(job.flat)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.engine.activations import Managed
-from syncline.engine.agreement import current_device, flatten, meet, together, versions_here
+from syncline.engine.agreement import current_device, flatten, meet, meeting, together, versions_here
 from syncline.engine.checkpoint import Checkpoints, mark_of_bits, misfit_of
 from syncline.engine.comm import backend_of, group_timeout
 from syncline.engine.conveyor import Conveyor
@@ -175,21 +175,22 @@ class Layerwise:
             meet(self._group, self._fingerprint(given, known), "what is trained", "Layerwise")
             if isinstance(known, SynclineError):
                 raise known
-            self._place = find_place(self._group, self._route.exchanges, known)
-            same_as_first(self._group, [*module.parameters(), *module.buffers()])
-            self._conveyor = Conveyor(
-                self._group,
-                self._parameters,
-                self._route,
-                self._stepping,
-                timeout,
-                place=self._place,
-                cap_bytes=self._cap_bytes,
-                backlog_bytes=self._backlog_bytes,
-                find_unused=find_unused_parameters,
-                rest_on_host=residual == "host",
-                first=None if planned is None else self._planned_cut(planned),
-            )
+            with meeting(self._group, "Layerwise", users=True):
+                self._place = find_place(self._group, self._route.exchanges, known)
+                same_as_first(self._group, [*module.parameters(), *module.buffers()])
+                self._conveyor = Conveyor(
+                    self._group,
+                    self._parameters,
+                    self._route,
+                    self._stepping,
+                    timeout,
+                    place=self._place,
+                    cap_bytes=self._cap_bytes,
+                    backlog_bytes=self._backlog_bytes,
+                    find_unused=find_unused_parameters,
+                    rest_on_host=residual == "host",
+                    first=None if planned is None else self._planned_cut(planned),
+                )
             try:
                 if step is not None and budget_bytes is not None:
                     with together(self._group, self._device, "the memory budget", "Layerwise"):
@@ -241,6 +242,11 @@ class Layerwise:
     def error(self) -> BaseException | None:
         """Why it cannot go on, if it cannot."""
         return self._conveyor.error
+
+    @property
+    def straggler(self) -> str | None:
+        """Which rank keeps the others waiting, and for how long, if one does: the first rank looks every 10 s."""
+        return self._conveyor.straggler
 
     @property
     def dropped(self) -> int:

@@ -6,8 +6,8 @@ torch.distributed has met at: how many collectives it has come to, how long its 
 here, if something has. Whoever fails reads the others' signs, and can name the rank that left none, that failed first,
 or that has not come. Nobody reads while nothing is late, but for a model's first rank, which looks for stragglers.
 
-The thread also looks after lanes: what has not moved for longer than the backend's own timeout, which should have ended
-it, is ended here.
+A second thread looks after lanes: what has not moved for longer than the backend's own timeout, which should have ended
+it, is ended here. It is another one because a store that cannot be reached may keep its reader for as long as it likes.
 
 Nothing here may hurt a job: a store that cannot be asked means that less is known.
 """
@@ -52,14 +52,16 @@ class At(msgspec.Struct, frozen=True, array_like=True):
     step: int
     own_s: float | None = None
     """What a step takes this rank itself, without what it waits for others."""
+    inside_s: float = 0.0
+    """For how long it has been inside of an exchange without coming to a collective."""
 
 
 class Sign(msgspec.Struct, frozen=True):
     """What a rank says of itself."""
 
     beat: int
-    met: int = 0
-    """How often it has come to where all ranks meet, to attach, save, load and so on."""
+    met: dict[str, int] = {}
+    """By group, how often it has come to where all of its ranks meet, to attach, save, load and so on."""
     at: dict[str, At] = {}
     failed: str = ""
     own: bool = False
@@ -120,15 +122,26 @@ class Vigil:
         self._heard: dict[int, _Heard] = {}
         self._silent: str | None = None
         """Why the store does not answer, if it does not."""
+        self._silent_until_s = 0.0
+        """When it is asked again, if nobody has to know before."""
         self._gone = False
         """Nor will it: whoever served it has closed the connection."""
+        self._blind = False
+        """This kind of store cannot be asked."""
+        self._asking_since_s: float | None = None
         self._asked_until_s = 0.0
         self._compared_s = time.monotonic()
         self._lock = threading.Condition()
         self._wake = threading.Event()
         self._over = False
-        self._thread = threading.Thread(target=self._run, name="syncline-vigil", daemon=True)
-        self._thread.start()
+        self._left = False
+        """Whether the last sign is yet to be left."""
+        self._threads = [
+            threading.Thread(target=self._look_after_lanes, name="syncline-vigil", daemon=True),
+            threading.Thread(target=self._exchange_signs, name="syncline-signs", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def usable(self) -> bool:
@@ -154,34 +167,43 @@ class Vigil:
         with self._lock:
             self._over = self._over or not (self._watched or self._holders)
         if self._over:
-            self._wake.set()
-            if threading.current_thread() is not self._thread:
-                self._thread.join(_ANSWER_S)
+            self._end()
 
-    def came(self) -> None:
-        """This rank is where all ranks meet: what failed before is behind it."""
+    def _end(self) -> None:
+        self._wake.set()
         with self._lock:
-            self._sign = msgspec.structs.replace(self._sign, met=self._sign.met + 1, failed="", own=False)
+            self._lock.notify_all()
+        until_s = time.monotonic() + _ANSWER_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until_s - time.monotonic()))
+
+    def came(self, group: str) -> None:
+        """This rank is where all ranks of a group meet: what failed before is behind it."""
+        with self._lock:
+            met = {**self._sign.met, group: self._sign.met.get(group, 0) + 1}
+            self._sign = msgspec.structs.replace(self._sign, met=met, failed="", own=False)
 
     def say(self, failed: str, *, own: bool) -> None:
         """Something has failed here, which others may want to know; the first such thing counts."""
         with self._lock:
             if not self._sign.failed:
-                self._sign = msgspec.structs.replace(self._sign, failed=failed[:300], own=own)
+                self._sign = msgspec.structs.replace(self._sign, failed=_printable(failed, 300), own=own)
         self._wake.set()
 
-    def suspects(self, ranks: Sequence[int], watched: Watched | None = None) -> list[Suspect]:
-        """Of these ranks, those that this one fails because of, as far as can be known. Takes seconds."""
+    def suspects(self, ranks: Sequence[int], place: Watched | str) -> list[Suspect]:
+        """Of these ranks, those that this one fails because of, as far as can be known: in an exchange, or where a
+        group meets. Takes seconds."""
         others = [rank for rank in ranks if rank != self._rank]
         until_s = time.monotonic() + _PATIENT_BEATS * self.beat_s
         with self._lock:
             self._asked_until_s = until_s
             self._wake.set()
-            while (left_s := until_s - time.monotonic()) > 0 and self.usable and not self._gone:
+            while (left_s := until_s - time.monotonic()) > 0 and self.usable and not (self._gone or self._blind):
                 if all(self._known(rank) for rank in others):
                     break
                 self._lock.wait(min(left_s, self.beat_s / 4))
-            return self._judged(others, watched)
+            return self._judged(others, place)
 
     def _known(self, rank: int) -> bool:
         heard = self._heard.get(rank)
@@ -197,10 +219,17 @@ class Vigil:
         mute_s = time.monotonic() - (heard.changed_s or heard.first_s)
         return mute_s if mute_s >= _SILENT_BEATS * self.beat_s else None
 
-    def _judged(self, others: Sequence[int], watched: Watched | None) -> list[Suspect]:
+    @property
+    def _unanswered(self) -> bool:
+        since_s = self._asking_since_s
+        return self._silent is not None or (since_s is not None and time.monotonic() - since_s > _ANSWER_S)
+
+    def _judged(self, others: Sequence[int], place: Watched | str) -> list[Suspect]:
+        if self._blind or (self._rank == 0 and (self._gone or self._unanswered)):
+            return []
         if self._gone:
             return [Suspect(0, "the job's store, which it or its launcher served, is gone")]
-        if self._silent is not None or self._store is None:
+        if self._unanswered:
             return [Suspect(0, "or this rank's own link: the job's store does not answer")]
         mute, guilty, behind, earlier = [], [], [], []
         for rank in others:
@@ -218,63 +247,109 @@ class Vigil:
             elif not self._fresh(heard):
                 seconds = self._mute_s(heard)
                 mute.append(Suspect(rank, "no sign of life" + ("" if seconds is None else f" for {seconds:.0f} s")))
-            elif (told := self._behind(sign, watched, len(others) + 1 == self._ranks)) is not None:
+            elif (told := self._behind(sign, place)) is not None:
                 behind.append(Suspect(rank, told))
         return guilty or mute or behind or earlier
 
-    def _behind(self, sign: Sign, watched: Watched | None, whole: bool) -> str | None:
-        if watched is not None:
-            mine, theirs = watched.at(), sign.at.get(watched.name)
-            if theirs is None:
-                return "alive, and has nothing attached"
-            if theirs.submitted < mine.submitted:
-                return f"alive, in step {theirs.step}, and has not come to this exchange"
-        elif whole and sign.met < self._sign.met:
-            return "alive, and has not come here"
+    def _behind(self, sign: Sign, place: Watched | str) -> str | None:
+        if isinstance(place, str):
+            come = sign.met.get(place, 0) < self._sign.met.get(place, 0)
+            return "alive, and has not come here" if come else None
+        mine, theirs = place.at(), sign.at.get(place.name)
+        if theirs is None:
+            return "alive, and has nothing attached"
+        if theirs.submitted < mine.submitted:
+            return f"alive, in step {theirs.step}, and has not come to this exchange"
+        if theirs.inside_s > self.beat_s:
+            return f"alive, and has been inside of an exchange for {theirs.inside_s:.0f} s without a collective"
         return None
 
-    # --- the thread ---------------------------------------------------------------------------------------------
+    # --- the thread that looks after lanes ----------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            # With a connection of its own: others may wait on theirs for minutes. Opened here, where nobody waits for
-            # it, because a link that is cut makes it take long.
-            self._store = self._shared.clone()
-            self._store.set_timeout(timedelta(seconds=_ANSWER_S))
-        except (AttributeError, NotImplementedError):
-            self._over = True  # a kind of store that cannot do that
-        except (RuntimeError, OSError) as error:
-            self._fall_silent(error)
-            self._gone = False
-        while self._look_around():
+    def _look_after_lanes(self) -> None:
+        while self._ends_what_is_overdue():
             with self._lock:
-                self._lock.notify_all()
-            asked = time.monotonic() < self._asked_until_s
-            self._wake.wait(self.beat_s / 4 if asked else self.beat_s)
-            self._wake.clear()
-        with self._lock:
-            self._over = True
-            self._lock.notify_all()
-        self._store = self._shared = None  # and its connection
+                if not self._over:
+                    self._lock.wait(self.beat_s)
 
-    def _look_around(self) -> bool:
-        """Once. Between two of these, nothing that is watched is held on to. → whether there is something to watch."""
+    def _ends_what_is_overdue(self) -> bool:
+        """Between two of these, nothing that is watched is held on to. → whether there is something to watch."""
+        watched = self._looked_at()
+        for one in watched or ():
+            with contextlib.suppress(Exception):  # what went wrong with one must not keep the others unwatched
+                one.end_overdue(time.monotonic())
+        return watched is not None
+
+    def _looked_at(self) -> list[Any] | None:
         with self._lock:
             watched = list(self._watched)
             if not self.usable or not (watched or self._holders):
-                return False
+                self._over = True
+                self._lock.notify_all()
+                return None
+            return watched
+
+    # --- the thread that asks the store -------------------------------------------------------------------------
+
+    def _exchange_signs(self) -> None:
+        try:
+            self._open()
+            while self._exchange_once():
+                with self._lock:
+                    self._lock.notify_all()
+                asked = time.monotonic() < self._asked_until_s
+                self._wake.wait(self.beat_s / 4 if asked else self.beat_s)
+                self._wake.clear()
+            if self._left and not (self._gone or self._silent):
+                with contextlib.suppress(RuntimeError, OSError):
+                    self._leave_sign({})
+        finally:
+            with self._lock:
+                self._blind = True
+                self._lock.notify_all()
+            self._store = self._shared = self._job = None  # and connections
+
+    def _open(self) -> None:
+        """A connection of its own: others may wait on theirs for minutes. Here, where nobody waits for it, because a
+        link that is cut makes it take long."""
+        self._asking_since_s = time.monotonic()
+        try:
+            kind = self._shared
+            while hasattr(kind, "underlying_store"):
+                kind = kind.underlying_store
+            if type(kind).__name__ == "FileStore":  # which keeps all that was ever left in it
+                self._blind = True
+            else:
+                self._store = self._shared.clone()
+                self._store.set_timeout(timedelta(seconds=_ANSWER_S))
+        except (AttributeError, NotImplementedError):
+            self._blind = True
+        except (RuntimeError, OSError):  # it will be no better later
+            self._silent = "no connection"
+        self._asking_since_s = None
+
+    def _exchange_once(self) -> bool:
+        """Between two of these, nothing that is watched is held on to. → whether there is something to watch."""
+        watched = self._looked_at()
+        if watched is None:
+            return False
+        if self._blind or self._gone or self._store is None:
+            return True
         now_s = time.monotonic()
-        for one in watched:
-            one.end_overdue(now_s)
         late = any((since := one.waits_since()) is not None and now_s - since > 2 * self.beat_s for one in watched)
         led = [one for one in watched if one.ranks[0] == self._rank and len(one.ranks) > 1]
         compares = bool(led) and now_s - self._compared_s > _STRAGGLERS_S
+        asked = now_s < self._asked_until_s
+        if self._silent is not None and not asked and now_s < self._silent_until_s:
+            return True  # each try is a complaint in the job's output
+        self._asking_since_s = now_s
         try:
-            self._leave_sign(watched)
-            if late or compares or now_s < self._asked_until_s:
+            self._leave_sign({one.name: one.at() for one in watched})
+            if late or compares or asked:
                 self._read()
         except (RuntimeError, OSError) as error:  # the store's host is gone, or cannot be reached
             self._fall_silent(error)
+        self._asking_since_s = None
         if compares and self._silent is None:
             self._compared_s = now_s
             for one in led:
@@ -285,19 +360,13 @@ class Vigil:
         found = [(rank, heard) for rank, heard in self._heard.items() if watched.name in heard.sign.at]
         return [(rank, heard) for rank, heard in found if rank in watched.ranks]
 
-    def _leave_sign(self, watched: Sequence[Watched]) -> None:
-        at = {one.name: one.at() for one in watched}
+    def _leave_sign(self, at: dict[str, At]) -> None:
         with self._lock:
             self._sign = msgspec.structs.replace(self._sign, beat=self._sign.beat + 1, at=at)
             data = msgspec.json.encode(self._sign)
-            if self._gone or (self._silent is not None and not self._asked_until_s > time.monotonic()):
-                return  # each try is a complaint in the job's output
-        if self._store is not None:
-            self._store.set(_key(self._rank), data.decode())
+        self._store.set(_key(self._rank), data.decode())
 
     def _read(self) -> None:
-        if self._gone or self._store is None:
-            return
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         there = [rank for rank in others if rank in self._heard or self._store.check([_key(rank)])]
         signs = self._store.multi_get([_key(rank) for rank in there]) if there else []
@@ -320,23 +389,26 @@ class Vigil:
     def _fall_silent(self, error: BaseException) -> None:
         with self._lock:
             self._silent = first_line(error)[:120]
+            self._silent_until_s = time.monotonic() + _STRAGGLERS_S
             self._gone = isinstance(error, dist.DistNetworkError)
             self._lock.notify_all()
 
     def leave(self) -> None:
-        """The program ends: what ended it, if something did, is the last sign."""
-        ended_by, store = getattr(sys, "last_value", None), self._store
-        if not self.usable or store is None:
+        """The program ends: what ended it, if something did, is the last sign. Threads that still run while Python
+        takes itself apart could take the process with them, so they end first, unless the store keeps one."""
+        if self._pid != os.getpid():
             return
-        if ended_by is not None and self._silent is None:
-            with self._lock:
-                text = f"{type(ended_by).__name__}: {ended_by}".splitlines()[0][:200]
-                self._sign = msgspec.structs.replace(self._sign, beat=self._sign.beat + 1, left=text)
-            with contextlib.suppress(RuntimeError, OSError):
-                store.set(_key(self._rank), msgspec.json.encode(self._sign).decode())
-        self._over = True
-        self._wake.set()
-        self._thread.join(_ANSWER_S)
+        ended_by = getattr(sys, "last_value", None)
+        with self._lock:
+            if ended_by is not None:
+                text = _printable(f"{type(ended_by).__name__}: {first_line(ended_by)}", 200)
+                self._sign, self._left = msgspec.structs.replace(self._sign, left=text), True
+            self._over = True
+        self._end()
+
+
+def _printable(text: str, most: int) -> str:
+    return text[:most].encode("utf-8", "replace").decode()
 
 
 def is_collective(error: BaseException | None) -> bool:

@@ -58,7 +58,7 @@ def solo_s(network: Network, kind: str, elements: int, itemsize: int) -> float:
     return timeline.end_s["alone"]
 
 
-@functools.lru_cache(maxsize=16)  # the same for the same network: what is chosen by it is kept by it
+@functools.lru_cache(maxsize=16)  # one object for one network, so that topologies of it are equal
 def pricing(network: Network) -> Callable[[Cost], float]:
     """Seconds that one bucket takes alone. A formula and no simulation, because those who choose by it ask for every
     bucket and every way.
