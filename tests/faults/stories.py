@@ -286,10 +286,11 @@ def save(rank: Rank, told: Told, journal: Journal, injury: Injury | None, folder
                 fill(disk, (2 * size + 16384) if told.fault == "enospc one" else 8192)
             dist.barrier()
             _save_again(subject, told, disk, victim=victim)
-            dist.barrier()  # each has cleaned up
-            if told.fault.startswith("enospc") and rank.rank == 0:
-                (disk / "filler").unlink()
-                shutil.copytree(disk, saved)
+            if told.fault.startswith("enospc"):
+                dist.barrier()  # each has cleaned up
+                if rank.rank == 0:
+                    (disk / "filler").unlink()
+                    shutil.copytree(disk, saved)
         subject.step(number)
     subject.close()
 
