@@ -26,6 +26,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
+
 from syncline.cluster import linux, mps
 from syncline.cluster.environment import LOOPBACK
 from syncline.cluster.processes import Complaints, fork
@@ -66,8 +68,9 @@ class Isolated:
             if not chunk:
                 self.kill()
                 return message.decode(errors="replace").strip() or "its processes were killed"
+        waiting = _what_is_waited_for(self.keeper_pid)
         self.kill()
-        return f"it was not up after {START_S:g} s"
+        return f"it was not up after {START_S:g} s{waiting}"
 
     def wait(self, timeout_s: float | None = None) -> int | None:
         """The exit status, 0 or that of the first host that failed; None if hosts still run at the timeout."""
@@ -98,6 +101,17 @@ class Isolated:
         os.close(self._control)
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def _what_is_waited_for(keeper_pid: int) -> str:
+    """Where in the kernel the cluster's processes are, for whoever has to find out why it does not start."""
+    found = []
+    with contextlib.suppress(psutil.Error, OSError):
+        keeper = psutil.Process(keeper_pid)
+        for process in [keeper, *keeper.children(recursive=True)][:12]:
+            where = Path(f"/proc/{process.pid}/wchan").read_text() or "nothing"
+            found.append(f"{process.name()} {process.pid} of {process.ppid()}, {process.status()}, in {where}")
+    return f" ({'; '.join(found)})" if found else ""
 
 
 def start_hosts(spec: ClusterSpec, host_main: HostMain, *, shaped: bool, hosts_only: Sequence[int] = ()) -> Isolated:
