@@ -276,8 +276,6 @@ def _reap_until_done(children: list[int]) -> int:
 
 
 def _end_descendants() -> None:
-    import psutil  # type: ignore[import-untyped]  # here, as namespaces do without it
-
     for _ in range(int(END_S)):  # a process may start another while we look
         processes = psutil.Process().children(recursive=True)
         if not processes:

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 import msgspec
-import psutil  # type: ignore[import-untyped]
+import psutil
 import torch
 import torch.distributed as dist
 

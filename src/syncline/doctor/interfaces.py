@@ -12,7 +12,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from syncline.doctor.trial import TooLateError, within
 
