@@ -22,7 +22,7 @@ from syncline.cluster.ports import reserved_port
 from syncline.doctor import Checkup, examine
 from syncline.doctor.interfaces import Interface, gloo_choice, interfaces, is_loopback, nccl_choice
 from syncline.doctor.meeting import meet
-from syncline.doctor.trial import TooLateError, left_behind, within
+from syncline.trial import TooLateError, left_behind, within
 
 runner = CliRunner()
 
@@ -200,7 +200,7 @@ def test_what_never_returns_is_left_behind() -> None:
     with pytest.raises(TooLateError, match=r"nothing happened for 0\.05 s"):
         within(0.05, lambda: release.wait(20))
     assert left_behind()
-    waiting = [thread for thread in threading.enumerate() if thread.daemon and "doctor" in thread.name]
+    waiting = [thread for thread in threading.enumerate() if thread.daemon and "syncline-trial" in thread.name]
     release.set()
     for thread in waiting:
         thread.join(10)

@@ -26,7 +26,7 @@ from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
 from syncline.engine import failure, guard, vigil
 from syncline.engine.failure import Failure
 from syncline.engine.guard import Guard
-from syncline.engine.vigil import At, is_collective
+from syncline.engine.signs import At, is_collective
 from syncline.exchange import Comm, Layout, State, Work
 
 LOST = 1

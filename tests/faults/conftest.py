@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
+
+from syncline.files import write_json
 
 ROWS: list[dict[str, object]] = []
 
@@ -22,4 +21,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     path = session.config.getoption("--cells-json", default=None)
     if path and ROWS:
-        Path(path).write_text(json.dumps({"schema": 1, "cells": ROWS}, indent=1) + "\n")
+        write_json(path, {"schema": 1, "cells": ROWS})

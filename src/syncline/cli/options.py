@@ -13,7 +13,7 @@ import torch.distributed as dist
 import typer
 
 from syncline.cluster import ClusterSpec, RankFailedError, parse_per_host, parse_rate
-from syncline.errors import ClusterError, SynclineError, UsageError
+from syncline.errors import ClusterError, SynclineError, UsageError, first_line
 
 _PANEL = "The emulated cluster"
 _JOINING = timedelta(minutes=10)
@@ -114,7 +114,7 @@ def torchrun_group(device: str) -> Iterator[None]:
     try:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_JOINING)
     except (RuntimeError, ValueError) as error:
-        raise UsageError(f"the ranks that torchrun started did not meet: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"the ranks that torchrun started did not meet: {first_line(error)}") from error
     try:
         yield
     finally:

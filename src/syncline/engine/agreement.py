@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from syncline._version import __version__
 from syncline.engine.comm import gather_bytes
-from syncline.engine.vigil import is_collective, suspected, vigil
+from syncline.engine.signs import is_collective, suspected
+from syncline.engine.vigil import vigil
 from syncline.errors import MismatchError, SynclineError, first_line
 
 Fields = Mapping[str, Any]
@@ -87,8 +88,7 @@ def meeting(group: dist.ProcessGroup, call: str, *, users: bool = False) -> Iter
             told = f"the ranks did not meet to {call}: {first_line(error)}"
             if found is not None:
                 found.say(told, own=False)
-                suspects = found.suspects(dist.get_process_group_ranks(group), group.group_name)
-                told += "".join(f"; {text}" for text in (suspected(suspects),) if text)
+                told += suspected(found.suspects(dist.get_process_group_ranks(group), group.group_name))
             raise MismatchError(
                 f"{told}. All ranks of the model's process group must call {call}, in the same order as their other "
                 "collectives"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -18,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline.engine.lane import Phases
+from syncline.engine.lane import Lane, Phases
 from syncline.errors import UsageError
 from syncline.exchange import WORLD, Comm, Counter, Level, Topology, Work
 from syncline.exchange.wire import sent_bytes
+from syncline.trial import TooLateError, within
 
 gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 renamed it; 2.11 has only the old name."""
@@ -152,32 +153,32 @@ class LaneGroups:
         self.siblings.clear()  # a comm is among its own siblings: a cycle that would keep its group's threads alive
 
 
-def _within(limit_s: float, call: Callable[[], LaneGroups]) -> LaneGroups:
-    """What it returns, or raises; or an error when it has not in time. Connecting over a link that was cut may take
-    minutes, whatever the timeout, and cannot be interrupted: its thread is then left to itself."""
-    made: list[LaneGroups] = []
-    failed: list[BaseException] = []
+def close_lanes(lanes: Sequence[Lane], lane_groups: Sequence[LaneGroups]) -> None:
+    for lane in lanes:
+        lane.close()
+    if not any(lane.stuck for lane in lanes):  # else what was given up still uses them
+        for groups in lane_groups:
+            groups.destroy()
+
+
+def _within(limit_s: float, create: Callable[[], LaneGroups]) -> LaneGroups:
+    """What it creates, or an error when it has not in time: connecting over a link that was cut may take minutes,
+    whatever the timeout, and cannot be interrupted."""
     late = threading.Event()
 
-    def attempt() -> None:
-        try:
-            made.append(call())
-        except BaseException as error:  # noqa: BLE001 - raised below
-            failed.append(error)
-        if late.is_set() and made:
-            made[0].destroy()
+    def attempt() -> LaneGroups:
+        made = create()
+        if late.is_set():
+            made.destroy()
+        return made
 
-    thread = threading.Thread(target=attempt, name="syncline-connect", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if failed:
-        raise failed[0]
-    if not made:
+    try:
+        return within(limit_s, attempt)
+    except TooLateError as error:
         late.set()
         if _group_name is not None:
-            _c10d._process_group_name = _group_name  # which the thread may have changed
-        raise RuntimeError(f"no connection to all other ranks within {limit_s:.0f} s")
-    return made[0]
+            _c10d._process_group_name = _group_name  # which the attempt may have changed
+        raise RuntimeError(f"no connection to all other ranks within {limit_s:.0f} s") from error
 
 
 def _new_group(parent: dist.ProcessGroup, timeout: timedelta, level: Level | None = None) -> Any:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncline.engine.agreement import meet
-from syncline.engine.comm import LaneGroups, gather_bytes
+from syncline.engine.comm import LaneGroups, close_lanes, gather_bytes
 from syncline.engine.given import lying_like
 from syncline.engine.guard import Guard
 from syncline.engine.lane import Job, Lane, make_lane
@@ -27,7 +27,7 @@ from syncline.engine.passes import Bucket, Flight, Pass, counts
 from syncline.engine.pieces import Cut, cut, dealt_to, joined, layout_of
 from syncline.engine.place import Place
 from syncline.engine.route import Route, tell
-from syncline.engine.stats import sent_over
+from syncline.engine.stats import sent_over, span_of
 from syncline.engine.stepping import Stepping
 from syncline.errors import ExchangeError, UsageError, first_line
 from syncline.exchange import Climbing
@@ -157,7 +157,7 @@ class Conveyor:
     def _begin(self, now: Pass) -> None:
         now.began_s = time.monotonic()
         if self.last.began_s is not None:
-            self._guard.stepped(self.last.jobs, now.began_s - self.last.began_s)
+            self._guard.stepped(span_of(self.last.jobs), now.began_s - self.last.began_s)
 
     def _land(self, flight: Flight) -> None:
         """Waits for a bucket: on CUDA, backward's stream does. Then nothing of it is needed any more."""
@@ -383,11 +383,7 @@ class Conveyor:
         for hook in self._hooks:
             hook.remove()
         self._guard.stop()
-        for lane in self.lanes:
-            lane.close()
-        if not any(lane.stuck for lane in self.lanes):
-            for groups in self.groups:
-                groups.destroy()
+        close_lanes(self.lanes, self.groups)
         self._hooks, self.lanes, self.groups, self.buckets = [], [], [], []
         self._pass = self.last = Pass()
 

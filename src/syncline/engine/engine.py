@@ -22,12 +22,12 @@ from torch import Tensor
 
 from syncline.engine.agreement import agree
 from syncline.engine.checkpoint import misfit_of
-from syncline.engine.comm import LaneGroups
+from syncline.engine.comm import LaneGroups, close_lanes
 from syncline.engine.guard import Guard
 from syncline.engine.lane import Job, Lane, Phases, make_lane
 from syncline.engine.place import Place
 from syncline.engine.route import Route, tell
-from syncline.engine.stats import predicted_for, sent_over
+from syncline.engine.stats import Span, predicted_for, sent_over, span_of
 from syncline.errors import ExchangeError, SynclineError, UsageError, first_line
 from syncline.exchange import Climbing, Exchange, Layout, Slot, State, Work
 
@@ -183,9 +183,10 @@ class Engine:
         step.began_s = time.monotonic()
         if self.last_step.began_s is not None:
             step.period_s = step.began_s - self.last_step.began_s
-            self._guard.stepped(self.last_step.jobs, step.period_s)
-        if self.route.expected_s is not None:
-            self._watch(self.last_step)
+            span = span_of(self.last_step.jobs)
+            self._guard.stepped(span, step.period_s)
+            if self.route.expected_s is not None:
+                self._watch(span)
         for listener in tuple(self.listeners):
             listener(self, step)
 
@@ -364,12 +365,10 @@ class Engine:
         self.steps += 1
         self._since += 1
 
-    def _watch(self, step: Step) -> None:
+    def _watch(self, span: Span | None) -> None:
         """Notes how long the exchange of a step took that is over."""
-        seconds = [job.marks.seconds() for job in step.jobs]
-        known = [one for one in seconds if one is not None]
-        if known and len(known) == len(seconds) and self._since > _UNSETTLED:
-            self._spans_s.append(max(one["end"] for one in known) - min(one["ready"] for one in known))
+        if span is not None and self._since > _UNSETTLED:
+            self._spans_s.append(span.exchange_s)
         if not self._warned and len(self._spans_s) == _WATCHED and self._groups[0].comm.rank == 0:
             told = self.drift()
             if told is not None:
@@ -474,11 +473,7 @@ class Engine:
 
     def close(self) -> None:
         self._guard.stop()
-        for lane in self._lanes:
-            lane.close()
-        if not any(lane.stuck for lane in self._lanes):
-            for groups in self._groups:
-                groups.destroy()
+        close_lanes(self._lanes, self._groups)
         # Jobs know their engine and it knows them: without this, threads and connections stay until Python looks.
         self._groups, self._lanes, self.buckets, self.listeners = [], [], {}, []
         self.last_step = self._step = Step()

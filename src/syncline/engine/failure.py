@@ -9,14 +9,14 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import torch
 
 from syncline._version import __version__
-from syncline.errors import SynclineError
+from syncline.engine.signs import Suspect
+from syncline.errors import SynclineError, first_line
 from syncline.files import read_json, write_json
 
 FOLDER_VARIABLE = "SYNCLINE_FAILURES"
@@ -48,29 +48,22 @@ class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Since it was ready."""
 
 
-class Named(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A rank that it may be because of."""
-
-    rank: int
-    why: str
-
-
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one rank knew when an exchange had failed."""
 
     schema: int = 1
     rank: int
     world_size: int
-    host: str
-    process: int
-    date: str
+    host: str = msgspec.field(default_factory=socket.gethostname)
+    process: int = msgspec.field(default_factory=os.getpid)
+    date: str = msgspec.field(default_factory=lambda: _now())
     syncline: str = __version__
     torch: str = str(torch.__version__)
     backend: str
     timeout_s: float
     step: int
     error: str
-    suspects: tuple[Named, ...]
+    suspects: tuple[Suspect, ...]
     pending: tuple[Pending, ...]
     events: tuple[Event, ...]
     """The last ones, in the order in which they happened."""
@@ -80,40 +73,19 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return read_json(path, cls)
 
 
-def leave(
-    *,
-    rank: int,
-    world_size: int,
-    backend: str,
-    timeout_s: float,
-    step: int,
-    error: str,
-    suspects: Sequence[Named],
-    pending: Sequence[Pending],
-    events: Sequence[Event],
-) -> str:
-    """Writes it → where it is, or why it is nowhere, for the error's own words."""
+def leave(failure: Failure) -> str:
+    """Writes it → where it is, or why it is nowhere, to be appended to the error."""
     folder = os.environ.get(FOLDER_VARIABLE, FOLDER)
     if not folder:
         return ""
-    path = Path(folder) / f"rank-{rank}.json"
-    failure = Failure(
-        rank=rank,
-        world_size=world_size,
-        host=socket.gethostname(),
-        process=os.getpid(),
-        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds"),
-        backend=backend,
-        timeout_s=timeout_s,
-        step=step,
-        error=error,
-        suspects=tuple(suspects),
-        pending=tuple(pending),
-        events=tuple(events),
-    )
+    path = Path(folder) / f"rank-{failure.rank}.json"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_json(path, failure)
     except (OSError, SynclineError) as problem:
-        return f"its last events could not be written: {str(problem).splitlines()[0]}"
-    return f"its last events are in {path.absolute()}"
+        return f"; its last events could not be written: {first_line(problem)}"
+    return f"; its last events are in {path.absolute()}"
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")

@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,8 +22,9 @@ from syncline.engine import failure
 from syncline.engine.comm import LaneGroups, backend_of
 from syncline.engine.lane import Job, Lane
 from syncline.engine.route import tell
-from syncline.engine.vigil import At, Suspect, is_collective, suspected, vigil
-from syncline.exchange import settings
+from syncline.engine.signs import At, Suspect, is_collective, suspected
+from syncline.engine.stats import Span
+from syncline.engine.vigil import vigil
 
 _EVENTS = 400
 _STEPS = 50
@@ -57,7 +58,7 @@ class Guard:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self._rank = dist.get_rank()
         self.straggler: str | None = None
-        """Who keeps the others waiting, if somebody does; rank 0 knows."""
+        """Who keeps the others waiting, if somebody does; the first rank knows."""
         self._events: deque[tuple[float, str, int, int, int, str, int]] = deque(maxlen=_EVENTS)
         self._places: dict[int, tuple[int, int]] = {}
         """By lane, the step and the bucket that it issues now."""
@@ -132,13 +133,10 @@ class Guard:
         self._moved_s[lane], self._last[lane] = now_s, what
         self._events.append((now_s, what, lane, step, bucket, level, sent_bytes))
 
-    def stepped(self, jobs: Iterable[Job], period_s: float | None) -> None:
+    def stepped(self, span: Span | None, period_s: float) -> None:
         """A step is over, and took so long: what this rank did not spend waiting for the last bucket was its own."""
-        seconds = [job.marks.seconds() for job in jobs]
-        known = [one for one in seconds if one is not None]
-        if period_s is not None and known and len(known) == len(seconds):
-            waited_s = max(one["end"] for one in known) - max(one["ready"] for one in known)
-            self._own_s.append(max(0.0, period_s - waited_s))
+        if span is not None:
+            self._own_s.append(max(0.0, period_s - span.exposed_s))
 
     # --- for the vigil ------------------------------------------------------------------------------------------
 
@@ -237,8 +235,7 @@ class Guard:
                 found.say(error, own=own)
                 if not own:
                     suspects = found.suspects(self.ranks, self)
-        where = self._leave(error, suspects)
-        return "".join(f"; {part}" for part in (suspected(suspects), where) if part)
+        return suspected(suspects) + self._leave(error, suspects)
 
     def _leave(self, error: str, suspects: list[Suspect]) -> str:
         now_s = time.monotonic()
@@ -249,7 +246,7 @@ class Guard:
                     step=one.step,
                     bucket=one.job.bucket,
                     bytes=one.job.flat.numel() * one.job.flat.element_size(),
-                    exchange=str(settings(one.job.exchange).get("type", "")) if one.job.exchange is not None else "",
+                    exchange=type(one.job.exchange).__name__ if one.job.exchange is not None else "",
                     age_s=now_s - one.since_s,
                 )
                 for waiting in self._open.values()
@@ -263,15 +260,17 @@ class Guard:
             for at_s, what, lane, step, bucket, level, sent in tuple(self._events)
         ]
         return failure.leave(
-            rank=self._rank,
-            world_size=dist.get_world_size() if dist.is_initialized() else len(self.ranks),
-            backend=self._backend,
-            timeout_s=self.timeout_s,
-            step=self._step,
-            error=error,
-            suspects=[failure.Named(rank=one.rank, why=one.why) for one in suspects],
-            pending=pending,
-            events=events,
+            failure.Failure(
+                rank=self._rank,
+                world_size=dist.get_world_size() if dist.is_initialized() else len(self.ranks),
+                backend=self._backend,
+                timeout_s=self.timeout_s,
+                step=self._step,
+                error=error,
+                suspects=tuple(suspects),
+                pending=tuple(pending),
+                events=tuple(events),
+            )
         )
 
 

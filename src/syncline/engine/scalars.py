@@ -14,6 +14,7 @@ import torch
 
 from syncline.engine.engine import Engine, Step
 from syncline.engine.route import tell
+from syncline.engine.stats import span_of
 from syncline.errors import first_line
 from syncline.exchange import wire
 
@@ -46,12 +47,8 @@ def scalars_of(engine: Engine, step: Step, *, deep: bool = False) -> dict[str, f
 
 
 def _times_ms(step: Step) -> dict[str, float]:
-    known = [seconds for job in step.jobs if (seconds := job.marks.seconds()) is not None]
-    if not known or len(known) < len(step.jobs):
-        return {}
-    first, last = (pick(seconds["ready"] for seconds in known) for pick in (min, max))
-    end = max(seconds["end"] for seconds in known)
-    return {"exchange_ms": (end - first) * 1e3, "exposed_ms": (end - last) * 1e3}
+    span = span_of(step.jobs)
+    return {} if span is None else {"exchange_ms": span.exchange_s * 1e3, "exposed_ms": span.exposed_s * 1e3}
 
 
 def _deep(engine: Engine, step: Step) -> dict[str, float]:

@@ -22,78 +22,29 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 import msgspec
 import torch.distributed as dist
 
+from syncline.engine.signs import At, Exchanging, Heard, Sign, Suspect
 from syncline.errors import first_line
+from syncline.files import one_line
 
 BEAT_S = 1.0
 _RANKS_PER_S = 64
 """So many signs a second are nothing to a store; more ranks beat less often."""
-_SILENT_BEATS = 2.2
-"""A rank that has left no new sign for so long is not heard of."""
 _PATIENT_BEATS = 3.3
 _ANSWER_S = 2.0
 """How long a store may take to answer."""
 _STRAGGLERS_S = 10.0
 
-_COLLECTIVE = ("connection", "timed out", "timeout", "gloo", "nccl", "socket", "reset by peer", "broken pipe")
-"""In the words of a backend whose collective has failed: somebody else's doing, more likely than not."""
 
-
-class At(msgspec.Struct, frozen=True, array_like=True):
-    """How far a rank is with one model's exchanges."""
-
-    submitted: int
-    step: int
-    own_s: float | None = None
-    """What a step takes this rank itself, without what it waits for others."""
-    inside_s: float = 0.0
-    """For how long it has been inside of an exchange without coming to a collective."""
-
-
-class Sign(msgspec.Struct, frozen=True):
-    """What a rank says of itself."""
-
-    beat: int
-    met: dict[str, int] = {}
-    """By group, how often it has come to where all of its ranks meet, to attach, save, load and so on."""
-    at: dict[str, At] = {}
-    failed: str = ""
-    own: bool = False
-    """Whether what failed was its own doing, and not that of a collective."""
-    left: str = ""
-    """What ended its program."""
-
-
-@dataclass(frozen=True)
-class Suspect:
-    rank: int
-    why: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.why})"
-
-
-@dataclass
-class _Heard:
-    sign: Sign
-    first_s: float
-    changed_s: float | None = None
-
-
-class Watched(Protocol):
+class Watched(Exchanging, Protocol):
     """An engine, as far as this looks after it."""
 
-    name: str
-    """The same on all of its ranks."""
     ranks: tuple[int, ...]
-
-    def at(self) -> At: ...
 
     def end_overdue(self, now_s: float) -> None:
         """Ends what has not moved for too long."""
@@ -119,7 +70,7 @@ class Vigil:
         self._holders = 1
         """Who may be about to have something watched: whoever made it is one."""
         self._sign = Sign(0)
-        self._heard: dict[int, _Heard] = {}
+        self._heard = Heard(self.beat_s)
         self._silent: str | None = None
         """Why the store does not answer, if it does not."""
         self._silent_until_s = 0.0
@@ -188,10 +139,10 @@ class Vigil:
         """Something has failed here, which others may want to know; the first such thing counts."""
         with self._lock:
             if not self._sign.failed:
-                self._sign = msgspec.structs.replace(self._sign, failed=_printable(failed, 300), own=own)
+                self._sign = msgspec.structs.replace(self._sign, failed=one_line(failed), own=own)
         self._wake.set()
 
-    def suspects(self, ranks: Sequence[int], place: Watched | str) -> list[Suspect]:
+    def suspects(self, ranks: Sequence[int], place: Exchanging | str) -> list[Suspect]:
         """Of these ranks, those that this one fails because of, as far as can be known: in an exchange, or where a
         group meets. Takes seconds."""
         others = [rank for rank in ranks if rank != self._rank]
@@ -200,69 +151,24 @@ class Vigil:
             self._asked_until_s = until_s
             self._wake.set()
             while (left_s := until_s - time.monotonic()) > 0 and self.usable and not (self._gone or self._blind):
-                if all(self._known(rank) for rank in others):
+                if all(map(self._heard.knows, others)):
                     break
                 self._lock.wait(min(left_s, self.beat_s / 4))
             return self._judged(others, place)
-
-    def _known(self, rank: int) -> bool:
-        heard = self._heard.get(rank)
-        if heard is None:
-            return False
-        return bool(heard.sign.failed or heard.sign.left) or self._fresh(heard) or self._mute_s(heard) is not None
-
-    def _fresh(self, heard: _Heard) -> bool:
-        return heard.changed_s is not None and time.monotonic() - heard.changed_s < _SILENT_BEATS * self.beat_s
-
-    def _mute_s(self, heard: _Heard) -> float | None:
-        """For how long it has left no sign, where that is long."""
-        mute_s = time.monotonic() - (heard.changed_s or heard.first_s)
-        return mute_s if mute_s >= _SILENT_BEATS * self.beat_s else None
 
     @property
     def _unanswered(self) -> bool:
         since_s = self._asking_since_s
         return self._silent is not None or (since_s is not None and time.monotonic() - since_s > _ANSWER_S)
 
-    def _judged(self, others: Sequence[int], place: Watched | str) -> list[Suspect]:
+    def _judged(self, others: Sequence[int], place: Exchanging | str) -> list[Suspect]:
         if self._blind or (self._rank == 0 and (self._gone or self._unanswered)):
             return []
         if self._gone:
             return [Suspect(0, "the job's store, which it or its launcher served, is gone")]
         if self._unanswered:
             return [Suspect(0, "or this rank's own link: the job's store does not answer")]
-        mute, guilty, behind, earlier = [], [], [], []
-        for rank in others:
-            heard = self._heard.get(rank)
-            if heard is None:
-                mute.append(Suspect(rank, "it has left no sign here"))
-                continue
-            sign = heard.sign
-            if sign.left:
-                guilty.append(Suspect(rank, f"its program ended: {sign.left}"))
-            elif sign.failed and sign.own:
-                guilty.append(Suspect(rank, sign.failed))
-            elif sign.failed:
-                earlier.append(Suspect(rank, f"it failed too: {sign.failed}"))
-            elif not self._fresh(heard):
-                seconds = self._mute_s(heard)
-                mute.append(Suspect(rank, "no sign of life" + ("" if seconds is None else f" for {seconds:.0f} s")))
-            elif (told := self._behind(sign, place)) is not None:
-                behind.append(Suspect(rank, told))
-        return guilty or mute or behind or earlier
-
-    def _behind(self, sign: Sign, place: Watched | str) -> str | None:
-        if isinstance(place, str):
-            come = sign.met.get(place, 0) < self._sign.met.get(place, 0)
-            return "alive, and has not come here" if come else None
-        mine, theirs = place.at(), sign.at.get(place.name)
-        if theirs is None:
-            return "alive, and has nothing attached"
-        if theirs.submitted < mine.submitted:
-            return f"alive, in step {theirs.step}, and has not come to this exchange"
-        if theirs.inside_s > self.beat_s:
-            return f"alive, and has been inside of an exchange for {theirs.inside_s:.0f} s without a collective"
-        return None
+        return self._heard.suspects(others, self._sign, place)
 
     # --- the thread that looks after lanes ----------------------------------------------------------------------
 
@@ -353,12 +259,8 @@ class Vigil:
         if compares and self._silent is None:
             self._compared_s = now_s
             for one in led:
-                one.compare({rank: heard.sign.at[one.name] for rank, heard in self._there(one)})
+                one.compare({**self._heard.at(one.name, one.ranks), self._rank: one.at()})
         return True
-
-    def _there(self, watched: Watched) -> list[tuple[int, _Heard]]:
-        found = [(rank, heard) for rank, heard in self._heard.items() if watched.name in heard.sign.at]
-        return [(rank, heard) for rank, heard in found if rank in watched.ranks]
 
     def _leave_sign(self, at: dict[str, At]) -> None:
         with self._lock:
@@ -370,21 +272,11 @@ class Vigil:
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         there = [rank for rank in others if rank in self._heard or self._store.check([_key(rank)])]
         signs = self._store.multi_get([_key(rank) for rank in there]) if there else []
-        now_s = time.monotonic()
         with self._lock:
             self._silent = None
             for rank, data in zip(there, signs, strict=True):
                 with contextlib.suppress(msgspec.MsgspecError):
-                    self._note(rank, msgspec.json.decode(data, type=Sign), now_s)
-            self._heard[self._rank] = _Heard(self._sign, now_s, now_s)
-
-    def _note(self, rank: int, sign: Sign, now_s: float) -> None:
-        before = self._heard.get(rank)
-        if before is None:
-            self._heard[rank] = _Heard(sign, now_s)
-        else:
-            changed_s = now_s if sign.beat != before.sign.beat else before.changed_s
-            self._heard[rank] = _Heard(sign, before.first_s, changed_s)
+                    self._heard.note(rank, msgspec.json.decode(data, type=Sign))
 
     def _fall_silent(self, error: BaseException) -> None:
         with self._lock:
@@ -401,31 +293,10 @@ class Vigil:
         ended_by = getattr(sys, "last_value", None)
         with self._lock:
             if ended_by is not None:
-                text = _printable(f"{type(ended_by).__name__}: {first_line(ended_by)}", 200)
+                text = one_line(f"{type(ended_by).__name__}: {first_line(ended_by)}")
                 self._sign, self._left = msgspec.structs.replace(self._sign, left=text), True
             self._over = True
         self._end()
-
-
-def _printable(text: str, most: int) -> str:
-    return text[:most].encode("utf-8", "replace").decode()
-
-
-def is_collective(error: BaseException | None) -> bool:
-    """Whether a backend raised it because of another rank, as far as its words tell."""
-    if isinstance(error, TimeoutError):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    words = first_line(error).lower()
-    return isinstance(error, dist.DistError) or any(word in words for word in _COLLECTIVE)
-
-
-def suspected(suspects: Sequence[Suspect]) -> str:
-    if not suspects:
-        return ""
-    named = ", ".join(map(str, suspects[:3])) + (f" and {len(suspects) - 3} more" if len(suspects) > 3 else "")
-    return f"suspect: {named}"
 
 
 def _key(rank: int) -> str:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from syncline.engine.agreement import agree
 from syncline.engine.comm import GroupComm, backend_of, gather_bytes, group_device
-from syncline.errors import SynclineError, UsageError
+from syncline.errors import SynclineError, UsageError, first_line
 from syncline.exchange import WORLD, Counter, Topology, Work, wire
 from syncline.measure import topology
 from syncline.measure.fit import fit
@@ -94,8 +94,8 @@ def probe(*, budget_s: float = 45.0, kinds: Sequence[str] = wire.KINDS, on_progr
     except RuntimeError as error:
         if isinstance(error, SynclineError | torch.cuda.OutOfMemoryError):
             raise
-        reason = str(error).splitlines()[0].partition(" This is typically")[0]
-        raise SynclineError(f"a collective failed while probing; has another rank ended? {reason}") from error
+        told = f"a collective failed while probing; has another rank ended? {first_line(error)}"
+        raise SynclineError(told) from error
     finally:
         dist.destroy_process_group(control)
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 from syncline.errors import SynclineError
 
 T = TypeVar("T")
-_NAME = "syncline doctor's trial"
+_NAME = "syncline-trial"
 
 
 class TooLateError(SynclineError):
