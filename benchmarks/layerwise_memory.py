@@ -321,62 +321,73 @@ CAPPED = {
         "layerwise+oktopk, host": [14, 13, 12, 11, 10],
         "layerwise+oktopk, parked": [16, 15, 14, 13, 12],
     },
-    "gpt2-large": {"sparse-only": [1], "layerwise+oktopk, parked": [4, 2]},
+    "gpt2-large": {"sparse-only": [1], "memory-only": [5, 4, 3, 2], "layerwise+oktopk, parked": [8, 6, 4, 2]},
     "gpt-small": {"sparse-only": [2], "memory-only": [4], "layerwise+oktopk": [8]},
 }
 """Batches per rank to try, the largest first."""
+SLOW_S = 5.0
+"""Of steps that take longer, fewer are made."""
 
 
-def throughput(rank: Rank, name: str, method: str, batches: list[int], cap_bytes: int) -> Any:
+def throughput(rank: Rank, name: str, method: str, batch: int, cap_bytes: int) -> Any:
     device, plain = joined(rank, name)
     if device.type == "cuda":
         torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.mem_get_info()[1])
-    loss_of = MODELS[name][1]
-    for batch in batches:
-        clean(device)
-        step: Any = None
-        trainer: Any = None
-        said, fits = "", torch.ones((), device=device)
+    clean(device)
+    step, trainer = stepping(method, plain.to(device).train(), MODELS[name][1](batch, device), device)
+    warm = seconds_of(step, 3, device)  # buckets are settled, kernels compiled, and all that is kept is there
+    slow = torch.tensor(float(warm[-1] > SLOW_S), device=device)
+    dist.all_reduce(slow, op=dist.ReduceOp.MAX)
+    if not slow:
+        seconds_of(step, 3, device)
+    seconds = seconds_of(step, 3 if slow else 12, device)
+    low, took, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    rate = rank.world_size * batch / took
+    rank.say(f"{name}, {method}, batch {batch}: {took * 1e3:.0f} ms, {rate:.2f} samples/s, {peak / 2**30:.2f} GiB")
+    if trainer is not None:
+        trainer.close()
+    return {
+        "batch": batch,
+        "samples_per_s": rate,
+        "step_ms": took * 1e3,
+        "step_ms_low": low * 1e3,
+        "step_ms_high": high * 1e3,
+        "steps": len(seconds),
+        "peak": peak,
+    }
+
+
+def best_batch(args: argparse.Namespace, spec: ClusterSpec, name: str, method: str) -> dict[str, Any]:
+    """The largest that fits, each tried by ranks of its own: nothing is left of one that did not fit."""
+    refused: dict[int, str] = {}
+    for batch in [args.batch] if args.batch else CAPPED[name][method]:
+        start = time.perf_counter()
         try:
-            step, trainer = stepping(method, copy.deepcopy(plain).to(device).train(), loss_of(batch, device), device)
-            for _ in range(4):  # buckets are settled, kernels compiled, and all that is kept is there
-                step()
-        except torch.cuda.OutOfMemoryError as error:
-            said = str(error).splitlines()[0][:120]
-            fits.zero_()
-        dist.all_reduce(fits, op=dist.ReduceOp.MIN)
-        if not fits:
-            rank.say(f"{name}, {method}, batch {batch}: does not fit: {said}")
-            del step, trainer
-            continue
-        seconds = seconds_of(step, 1, device)
-        seconds = seconds_of(step, 2 if seconds[-1] > 5 else 8, device)
-        took = statistics.median(seconds)
-        peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
-        rate = rank.world_size * batch / took
-        rank.say(f"{name}, {method}, batch {batch}: {took * 1e3:.0f} ms, {rate:.2f} samples/s, {peak / 2**30:.2f} GiB")
-        return {"batch": batch, "step_ms": took * 1e3, "samples_per_s": rate, "peak": peak, "seconds": seconds}
-    return {"batch": 0}
+            answers = launch(
+                spec,
+                lambda rank, batch=batch: throughput(rank, name, method, batch, parse_bytes(args.cap)),
+                deadline_s=args.deadline,
+                on_event=lambda number, event: print(f"    {event}", flush=True) if number == 0 else None,
+            )
+        except syncline.SynclineError as error:
+            found = [line.strip() for line in str(error).splitlines() if "out of memory" in line]
+            refused[batch] = (found or str(error).splitlines())[0][:200]
+            took = time.perf_counter() - start
+            print(f"    {name}, {method}, batch {batch}: {refused[batch]} ({took:.0f} s)", flush=True)
+            if not found:
+                return {"batch": 0, "refused": refused, "error": str(error)[:400]}
+        else:
+            return {**answers[0], "refused": refused}
+    return {"batch": 0, "refused": refused}
 
 
 def capped(args: argparse.Namespace) -> None:
     rows = []
     spec = ClusterSpec(hosts=args.ranks, device=args.device, rate_bps=int((args.rate or 1) * 1e9))
     for name in args.models.split(";"):
-        for method, batches in CAPPED[name].items():
-            row: dict[str, Any] = {"model": name, "method": method, "tried": batches}
-            try:
-                answers = launch(
-                    spec,
-                    lambda rank, of=(name, method, batches): throughput(rank, *of, parse_bytes(args.cap)),
-                    deadline_s=args.deadline,
-                    on_event=lambda number, event: print(f"    {event}", flush=True) if number == 0 else None,
-                )
-                row |= answers[0]
-            except syncline.SynclineError as error:
-                print(f"    {name}, {method}: {str(error).splitlines()[0][:300]}", flush=True)
-                row["error"] = str(error)[:300]
-            rows.append(row)
+        for method in [method for method in CAPPED[name] if method in args.methods.split(";")]:
+            rows.append({"model": name, "method": method, **best_batch(args, spec, name, method)})
             if args.json:
                 save(args, {"cap": args.cap, "rows": rows})
 

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
 from exchanges import ErrorFeedback, Residual
-from syncline.cluster import ClusterSpec, Rank, launch
+from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes
+from syncline.engine.failure import Failure
 from syncline.exchange import Comm, Layout, State, Work
 
 if __name__ != "__main__":  # asking for a GPU is already enough to keep CUDA from forked ranks
@@ -140,6 +147,43 @@ def _main(rank: Rank) -> dict[str, Any]:
     return seen
 
 
+VICTIM, TIMEOUT_S = 2, 20.0
+
+
+def _wait_for_survivors(rank: int) -> None:
+    store, survivors = dist.distributed_c10d._get_default_store(), [one for one in range(4) if one != VICTIM]
+    for what in ("is through", "has seen it"):
+        store.set(f"{rank} {what}", "")
+        if rank == 0 or what == "is through":
+            store.wait([f"{one} {what}" for one in survivors], timedelta(seconds=10))
+
+
+def _struck(fault: signal.Signals, folder: Path) -> list[Any]:
+    """How ranks end of whom one is killed or stopped in the middle of its training, and after how long."""
+
+    def train(rank: Rank) -> None:
+        os.environ["SYNCLINE_FAILURES"] = str(folder)
+        rank.init_process_group(timeout_s=TIMEOUT_S)
+        ddp = _ddp()
+        syncline.attach(ddp, syncline.OkTopk(density=0.05))
+        _train(ddp, rank.rank)
+        torch.cuda.synchronize()
+        dist.barrier()
+        rank.say(time.monotonic())
+        if rank.rank == VICTIM:
+            os.kill(os.getpid(), fault)
+        try:
+            _train(ddp, rank.rank)
+            torch.cuda.synchronize()
+        finally:  # rank 0 has the store, and must not be missed too
+            _wait_for_survivors(rank.rank)
+
+    struck_s: dict[int, float] = {}
+    spec = ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=10_000_000_000, device="cuda")
+    outcomes = launch_outcomes(spec, train, deadline_s=90, grace_s=TIMEOUT_S + 10, on_event=struck_s.__setitem__)
+    return [[one.error, one.finished_at_s - struck_s[VICTIM], one.traceback[-2000:]] for one in outcomes]
+
+
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
     # A process of its own: ranks can only be forked from one that has not touched CUDA, as this one has by now.
@@ -187,6 +231,30 @@ def test_a_non_finite_step_leaves_the_state_finite(seen: list[dict[str, Any]]) -
     assert all(rank["kept is finite"] for rank in seen)
 
 
+def _ended_by(fault: str, folder: Path) -> list[Any]:
+    ran = subprocess.run(
+        [sys.executable, __file__, fault, str(folder)], capture_output=True, text=True, timeout=5 * TIMEOUT_S + 60
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_a_killed_rank_is_named_by_every_survivor(tmp_path: Path) -> None:
+    for rank, (error, after_s, _) in enumerate(_ended_by("kill", tmp_path)):
+        if rank != VICTIM:
+            assert "ExchangeError" in error and f"suspect: rank {VICTIM} (no sign of life" in error
+            assert after_s < TIMEOUT_S + 10
+
+
+def test_a_silent_rank_is_named_before_nccl_ends_the_survivors(tmp_path: Path) -> None:
+    ended = _ended_by("stop", tmp_path)
+    for rank in (rank for rank in range(len(ended)) if rank != VICTIM):
+        note = Failure.load(tmp_path / f"rank-{rank}.json")
+        assert [one.rank for one in note.suspects] == [VICTIM], note.suspects
+        assert max(one.age_s for one in note.pending) < TIMEOUT_S
+        assert "SIGABRT" in ended[rank][0]
+
+
 @pytest.mark.parametrize("name", ["dense", "oktopk", "mirror"])
 def test_layer_by_layer_ranks_agree_and_drop_together(seen: list[dict[str, Any]], name: str) -> None:
     ranks = [rank[f"layerwise, {name}"] for rank in seen]
@@ -198,4 +266,8 @@ def test_layer_by_layer_ranks_agree_and_drop_together(seen: list[dict[str, Any]]
 
 
 if __name__ == "__main__":
+    FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+    if sys.argv[1:]:
+        print(json.dumps(_struck(FAULTS[sys.argv[1]], Path(sys.argv[2]))))
+        sys.exit()
     print(json.dumps(launch(ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=10_000_000_000, device="cuda"), _main)))

@@ -23,10 +23,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import syncline
 from ddp_helpers import SMALL_BUCKETS, TIMEOUT_S, Mlp, on_ranks, seeded, square_loss_step, train
 from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
-from syncline.engine import failure, guard, vigil
+from syncline.engine import failure, guard, signs, vigil
 from syncline.engine.failure import Failure
 from syncline.engine.guard import Guard
-from syncline.engine.signs import At, is_collective
+from syncline.engine.lane import HostMarks, Job
+from syncline.engine.signs import At, Sign, is_collective
 from syncline.exchange import Comm, Layout, State, Work
 
 LOST = 1
@@ -277,6 +278,47 @@ def test_where_nothing_can_be_left_the_error_says_so_and_is_the_same(
     told = Guard(group, timedelta(seconds=5)).explain("it failed", cause=RuntimeError("Connection closed by peer"))
     assert told == "" if where == "asked not to" else told.startswith("; its last events could not be written: ")
     assert "\n" not in told
+
+
+def test_an_error_is_told_even_by_a_device_that_answers_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
+) -> None:
+    class Broken(HostMarks):
+        def seconds(self) -> dict[str, float] | None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def nothing(*_: object) -> None:
+        return None
+
+    monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path))
+    group = dist.group.WORLD
+    assert group is not None
+    watched = Guard(group, timedelta(seconds=5))
+    job = Job(bucket=3, lane=0, flat=torch.zeros(2), run=nothing, waits=False, on_done=nothing, marks=Broken())
+    watched.begin(job, 7)
+    assert watched.explain("it failed", own=True) == f"; its last events are in {tmp_path / 'rank-0.json'}"
+    assert [(one.step, one.bucket) for one in Failure.load(tmp_path / "rank-0.json").pending] == [(7, 3)]
+    monkeypatch.setattr(failure, "leave", lambda _: 1 // 0)
+    told = Guard(group, timedelta(seconds=5)).explain("it failed", own=True)
+    assert told == "; nothing more could be found out: integer division or modulo by zero"
+
+
+def test_silence_is_only_what_somebody_has_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(signs.time, "monotonic", lambda: now_s)
+    heard = signs.Heard(1.0)
+    heard.note(1, Sign(1))
+    now_s = 101.0
+    heard.note(1, Sign(2))
+    assert heard.knows(1) and not heard.suspects([1], Sign(1), "here")
+    now_s = 110.0  # nobody has looked since
+    assert not heard.knows(1)
+    heard.note(1, Sign(11))
+    assert heard.knows(1) and not heard.suspects([1], Sign(1), "here")
+    now_s = 115.0
+    heard.note(1, Sign(11))
+    assert heard.knows(1)
+    assert [str(one) for one in heard.suspects([1], Sign(1), "here")] == ["rank 1 (no sign of life for 5 s)"]
 
 
 def test_what_is_left_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:

@@ -141,10 +141,17 @@ class Cell:
             refuses=fatal and exchanges,
             skipped=self.struck_step if self.fault in ("nan", "inf") and self.phase != "tune" else None,
             like=like,
-            # Ranks compare DDP's new buckets at the beginning of its second forward, without a hook.
-            or_torch=self.phase == "warm-up" and self.struck_step == 1 and self.place in ("before", "timed"),
+            or_torch=self._may_meet_ddp,
             raises=self.fault in DISKS,
         )
+
+
+    @property
+    def _may_meet_ddp(self) -> bool:
+        """Ranks compare DDP's new buckets at the beginning of its second forward, without a hook."""
+        if self.phase == "attach":
+            return self.place == "timed"  # which may be as late as that
+        return self.phase == "warm-up" and self.struck_step == 1 and self.place in ("before", "timed")
 
 
 NAMES_SUSPECTS = True

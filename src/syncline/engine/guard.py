@@ -25,6 +25,7 @@ from syncline.engine.route import tell
 from syncline.engine.signs import At, Suspect, is_collective, suspected
 from syncline.engine.stats import Span
 from syncline.engine.vigil import vigil
+from syncline.errors import first_line
 
 _EVENTS = 400
 _STEPS = 50
@@ -218,6 +219,8 @@ class Guard:
             return self._explanation
         try:
             self._explanation = self._explain(error, not is_collective(cause) if own is None else own)
+        except Exception as problem:  # noqa: BLE001 - the error itself must be told, whatever else is broken by now
+            self._explanation = f"; nothing more could be found out: {first_line(problem)}"
         finally:
             self._explained.set()
         return self._explanation
@@ -251,7 +254,7 @@ class Guard:
                 )
                 for waiting in self._open.values()
                 for one in waiting
-                if one.job.marks.seconds() is None
+                if _under_way(one.job)
             ]
         events = [
             failure.Event(
@@ -272,6 +275,13 @@ class Guard:
                 events=tuple(events),
             )
         )
+
+
+def _under_way(job: Job) -> bool:
+    try:
+        return job.marks.seconds() is None
+    except RuntimeError:  # of a device that answers nothing any more
+        return True
 
 
 def _issued(guard: weakref.ref[Guard], lane: int, kind: str, level: str, sent_bytes: int) -> None:

@@ -70,6 +70,8 @@ class Exchanging(Protocol):
 class _Heard:
     sign: Sign
     first_s: float
+    read_s: float
+    """When it was looked for last: nothing is known of the time since."""
     changed_s: float | None = None
 
 
@@ -83,10 +85,10 @@ class Heard:
     def note(self, rank: int, sign: Sign) -> None:
         now_s, before = time.monotonic(), self._of.get(rank)
         if before is None:
-            self._of[rank] = _Heard(sign, now_s)
+            self._of[rank] = _Heard(sign, now_s, now_s)
         else:
             changed_s = now_s if sign.beat != before.sign.beat else before.changed_s
-            self._of[rank] = _Heard(sign, before.first_s, changed_s)
+            self._of[rank] = _Heard(sign, before.first_s, now_s, changed_s)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._of
@@ -108,7 +110,7 @@ class Heard:
 
     def _mute_s(self, heard: _Heard) -> float | None:
         """For how long it has left no sign, where that is long."""
-        mute_s = time.monotonic() - (heard.changed_s or heard.first_s)
+        mute_s = heard.read_s - (heard.changed_s or heard.first_s)
         return mute_s if mute_s >= _SILENT_BEATS * self._beat_s else None
 
     def suspects(self, others: Sequence[int], mine: Sign, place: Exchanging | str) -> list[Suspect]:
