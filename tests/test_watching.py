@@ -313,10 +313,13 @@ def test_silence_is_only_what_somebody_has_listened_to(monkeypatch: pytest.Monke
     assert heard.knows(1) and not heard.suspects([1], Sign(1), "here")
     now_s = 110.0  # nobody has looked since
     assert not heard.knows(1)
-    heard.note(1, Sign(11))
+    heard.note(1, Sign(11))  # left at some time
+    assert not heard.knows(1)
+    now_s = 111.0
+    heard.note(1, Sign(12))
     assert heard.knows(1) and not heard.suspects([1], Sign(1), "here")
-    now_s = 115.0
-    heard.note(1, Sign(11))
+    now_s = 116.0
+    heard.note(1, Sign(12))
     assert heard.knows(1)
     assert [str(one) for one in heard.suspects([1], Sign(1), "here")] == ["rank 1 (no sign of life for 5 s)"]
 

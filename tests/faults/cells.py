@@ -145,7 +145,6 @@ class Cell:
             raises=self.fault in DISKS,
         )
 
-
     @property
     def _may_meet_ddp(self) -> bool:
         """Ranks compare DDP's new buckets at the beginning of its second forward, without a hook."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -86,9 +86,12 @@ class Heard:
         now_s, before = time.monotonic(), self._of.get(rank)
         if before is None:
             self._of[rank] = _Heard(sign, now_s, now_s)
+        elif sign.beat == before.sign.beat:
+            self._of[rank] = replace(before, sign=sign, read_s=now_s)
+        elif now_s - before.read_s >= _SILENT_BEATS * self._beat_s:  # it may have been left long ago
+            self._of[rank] = _Heard(sign, now_s, now_s)
         else:
-            changed_s = now_s if sign.beat != before.sign.beat else before.changed_s
-            self._of[rank] = _Heard(sign, before.first_s, now_s, changed_s)
+            self._of[rank] = replace(before, sign=sign, read_s=now_s, changed_s=now_s)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._of
