@@ -135,7 +135,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, torch.device], L
     "vit-large": (_vit, _images, 32),
     "bert-base": (_bert, _tokens(512, 30522), 16),
     "gpt-small": (functools.partial(zoo.build_model, "gpt-small"), _zoo("gpt-small"), 4),
-    "cnn": (functools.partial(zoo.build_model, "cnn"), _zoo("cnn"), 32),
+    "resnet50": (functools.partial(zoo.build_model, "resnet50"), _zoo("resnet50"), 8),
 }
 
 
