@@ -84,6 +84,26 @@ def test_what_this_torch_lacks_is_told_and_is_no_failure(monkeypatch: pytest.Mon
     assert not found.problems
 
 
+@pytest.mark.parametrize(
+    ("asked", "shared", "told"),
+    [
+        ("3", "True", "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+        ("3", "False", "3 restarts, each with a store of its own"),
+        ("0", "True", None),
+        ("", "True", None),
+    ],
+)
+def test_restarts_that_would_be_in_vain_are_told(
+    asked: str, shared: str, told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", asked)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    found = examine()
+    assert found is not None and not found.problems
+    restarts = [one for one in found.findings if one.what == "restarts by torchrun"]
+    assert [told in one.why + one.remedy for one in restarts] == ([] if told is None else [True])
+
+
 def test_mistakes_get_one_line_and_exit_2(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = runner.invoke(app, ["doctor", "--json", "/nowhere/doctor.json"])
     assert answer.exit_code == 2

@@ -110,6 +110,7 @@ def examine(wait_s: float = 30.0) -> Checkup | None:
     findings = (
         _loopback(),
         *([_job(met, incomplete)] if job else []),
+        *([_restarts()] if meeting.restarts() else []),
         *([] if met is not None and met.hosts > 1 else [_between_hosts(found, gloo)]),
         _nccl(gpus, nccl),
         _emulation(shaped),
@@ -211,6 +212,18 @@ def _job(met: meeting.Meeting | None, incomplete: Sequence[str]) -> Finding:
         remedy=f"name interfaces that reach each other in {GLOO} (gloo listens on {listening})",
         needed=True,
     )
+
+
+def _restarts() -> Finding:
+    what = "restarts by torchrun"
+    if meeting.outlives_ranks():
+        return Finding(
+            what=what,
+            works=False,
+            why="its store outlives the ranks: those of the next attempt find the addresses of the dead in it",
+            remedy="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and use --standalone or --rdzv-backend c10d",
+        )
+    return Finding(what=what, works=True, why=f"{_count(meeting.restarts(), 'restart')}, each with a store of its own")
 
 
 def _between_hosts(found: Sequence[Interface], gloo: Choice) -> Finding:

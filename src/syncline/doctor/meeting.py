@@ -77,6 +77,17 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: environment[name] for name in NEEDED if name in environment}
 
 
+def restarts(environment: Mapping[str, str] = os.environ) -> int:
+    """How often torchrun would start the ranks again."""
+    asked = environment.get("TORCHELASTIC_MAX_RESTARTS", "")
+    return int(asked) if asked.isdecimal() and asked.isascii() else 0
+
+
+def outlives_ranks(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether ranks meet in torchrun's own store, which it keeps from one attempt to the next."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def try_loopback() -> float:
     """Seconds until two ranks in this process have met and summed over the loopback interface; or the error."""
     store, begin = HashStore(), time.monotonic()
