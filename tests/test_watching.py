@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import stat
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -23,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import syncline
 from ddp_helpers import SMALL_BUCKETS, TIMEOUT_S, Mlp, on_ranks, seeded, square_loss_step, train
 from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
+from syncline.doctor import examine_notes
 from syncline.engine import failure, guard, signs, vigil
 from syncline.engine.failure import Failure
 from syncline.engine.guard import Guard
@@ -88,6 +91,9 @@ def test_a_dead_rank_is_named_by_every_survivor_and_the_last_events_are_left(
         assert "all_reduce" in kinds or "all_to_all" in kinds
         assert {event.step for event in note.events} >= {0, 1, 2, 3}
     assert not (tmp_path / "notes" / f"rank-{LOST}.json").exists()
+    together = examine_notes()
+    assert together.missing == (LOST,) and [note.rank for note in together.notes] == [0, 2]
+    assert [(one.rank, one.by, one.left_note) for one in together.accused] == [(LOST, (0, 2), False)]
 
 
 def test_a_rank_that_does_not_come_is_named_and_told_from_a_dead_one() -> None:
@@ -128,6 +134,31 @@ def test_who_does_not_come_to_attach_is_named() -> None:
         assert outcome.error is None, outcome
         assert f"suspect: rank {LOST} (it has left no sign here)" in outcome.value
         assert "All ranks of the model's process group must call attach" in outcome.value
+
+
+def test_a_program_that_falls_with_a_collective_of_its_own_names_who_was_missing(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "scripts" / "falls.py"
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), "127.0.0.1", str(store.port), str(rank)],
+            env={**os.environ, failure.FOLDER_VARIABLE: str(tmp_path)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        said = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for one in ranks:
+            one.kill()
+    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1]
+    for rank in (0, 2):
+        assert "the program ended in a collective of its own or of DDP's: RuntimeError: " in said[rank]
+        assert f"suspect: rank {LOST} (no sign of life" in said[rank]
+        assert "rank 0 (" not in said[rank] and "rank 2 (" not in said[rank]
+    assert [(one.rank, one.by) for one in examine_notes(tmp_path).accused] == [(LOST, (0, 2))]
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from syncline._version import __version__
-from syncline.cli import bench, cluster, demo, doctor, plan, predict, probe, profile, report, run
+from syncline.cli import bench, cluster, demo, doctor, failure, plan, predict, probe, profile, report, run
 
 app = typer.Typer(
     name="syncline",
@@ -42,6 +42,7 @@ app.command("probe")(probe.probe_command)
 app.command("predict")(predict.predict_command)
 app.command("plan")(plan.plan_command)
 app.command("report")(report.report)
+app.command("failure")(failure.failure)
 app.add_typer(cluster.app, name="cluster")
 
 

@@ -1,5 +1,7 @@
-"""What this machine, and the job that started this process, can do: looked at and tried, never assumed."""
+"""What this machine, and the job that started this process, can do: looked at and tried, never assumed. And what became
+of a job that failed, by the notes that it left."""
 
 from syncline.doctor.checkup import Checkup, Finding, examine
+from syncline.doctor.postmortem import Accused, Postmortem, examine_notes
 
-__all__ = ["Checkup", "Finding", "examine"]
+__all__ = ["Accused", "Checkup", "Finding", "Postmortem", "examine", "examine_notes"]

@@ -208,6 +208,10 @@ class Guard:
             if not known:
                 tell(self.straggler)
 
+    def fell_with(self, error: str) -> None:
+        text = f"the program ended in a collective of its own or of DDP's: {error}"
+        tell(text + self.explain(text, own=False))
+
     # --- when something fails -----------------------------------------------------------------------------------
 
     def explain(self, error: str, *, own: bool | None = None, cause: BaseException | None = None) -> str:
@@ -232,13 +236,12 @@ class Guard:
         return f"{error}" + ("" if self._explanation in str(error) else self._explanation)
 
     def _explain(self, error: str, own: bool) -> str:
-        suspects: list[Suspect] = []
         with vigil() as found:
             if found is not None:
                 found.say(error, own=own)
-                if not own:
-                    suspects = found.suspects(self.ranks, self)
-        return suspected(suspects) + self._leave(error, suspects)
+            left = self._leave(error, [])  # now: a launcher may end this process before more is known
+            suspects = found.suspects(self.ranks, self) if found is not None and not own else []
+        return suspected(suspects) + (self._leave(error, suspects) if suspects else left)
 
     def _leave(self, error: str, suspects: list[Suspect]) -> str:
         now_s = time.monotonic()

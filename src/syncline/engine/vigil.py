@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import msgspec
 import torch.distributed as dist
 
-from syncline.engine.signs import At, Exchanging, Heard, Sign, Suspect
+from syncline.engine.signs import At, Exchanging, Heard, Sign, Suspect, is_collective
 from syncline.errors import first_line
 from syncline.files import one_line
 
@@ -54,6 +54,9 @@ class Watched(Exchanging, Protocol):
 
     def compare(self, at: dict[int, At]) -> None:
         """Looks for a straggler among its ranks, this one among them."""
+
+    def fell_with(self, error: str) -> None:
+        """Tells what is known of a collective that was none of its own, and ends the program."""
 
 
 class Vigil:
@@ -291,10 +294,16 @@ class Vigil:
         if self._pid != os.getpid():
             return
         ended_by = getattr(sys, "last_value", None)
+        if ended_by is not None and not self._sign.failed:  # who has failed has told it already
+            text = one_line(f"{type(ended_by).__name__}: {first_line(ended_by)}")
+            if is_collective(ended_by):  # somebody else's doing, in a collective that is not watched
+                for one in (self._looked_at() or ())[:1]:
+                    with contextlib.suppress(Exception):  # nothing may keep a program from ending
+                        one.fell_with(text)
+            else:
+                with self._lock:
+                    self._sign, self._left = msgspec.structs.replace(self._sign, left=text), True
         with self._lock:
-            if ended_by is not None:
-                text = one_line(f"{type(ended_by).__name__}: {first_line(ended_by)}")
-                self._sign, self._left = msgspec.structs.replace(self._sign, left=text), True
             self._over = True
         self._end()
 

@@ -1,0 +1,105 @@
+"""`syncline failure`: what the notes of a job that failed say together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from syncline.cli import options, screen
+from syncline.doctor import Accused, Postmortem, examine_notes
+from syncline.engine.failure import Failure
+from syncline.files import one_line, write_json
+from syncline.units import size_text
+
+_LONGEST_LIST = 8
+
+
+def failure(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(help="Where ranks have left their notes. Default: $SYNCLINE_FAILURES, or syncline-failure."),
+    ] = None,
+    events: Annotated[int, typer.Option(min=0, metavar="N", help="Show so many of each rank's last events, too.")] = 0,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all of it for machines.")] = None,
+) -> None:
+    """Read what ranks left behind when an exchange failed: who failed where, whom they suspect, and what to look at.
+
+    syncline failure
+
+    syncline failure collected/ --events 10
+    """
+    with options.one_line_errors("syncline failure"):
+        screen.check_writable(json)
+        found = examine_notes(folder)
+        if json is not None:
+            write_json(json, found)
+        show(found, screen.out, events)
+
+
+def show(found: Postmortem, console: Console, events: int = 0) -> None:
+    last = max(found.notes, key=lambda note: note.date)
+    console.print(
+        f"{last.world_size} ranks over {one_line(last.backend)}, timeout {last.timeout_s:g} s · "
+        f"{len(found.notes)} left a note · {one_line(last.date)[:19].replace('T', ' ')} · "
+        f"syncline {one_line(last.syncline)}, torch {one_line(last.torch)}"
+    )
+    console.print()
+    rows = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    columns = ["rank", "host", "step", "failed", *(["was exchanging"] if any(n.pending for n in found.notes) else [])]
+    for column in columns:
+        rows.add_column(column, justify="right" if column in ("rank", "step") else "left", overflow="fold")
+    for note in found.notes:
+        cells = [str(note.rank), one_line(note.host), str(note.step), one_line(note.error), _pending(note)]
+        rows.add_row(*cells[: len(columns)])
+    console.print(rows)
+    console.print()
+    for note in found.notes if events else ():
+        _show_events(note, events, console)
+    if found.missing:
+        console.print(f"No note of {_ranks(found.missing)}{_of_earlier(found)}.")
+    for one in found.accused:
+        console.print(_accusation(one), style="red" if one.by == found.accused[0].by else None)
+    if not found.accused:
+        first = f" Look first at {_ranks(found.missing)}." if found.missing else ""
+        console.print(f"No note names a suspect: what failed is what each says of itself.{first}")
+
+
+def _pending(note: Failure) -> str:
+    if not note.pending:
+        return ""
+    one = max(note.pending, key=lambda pending: pending.age_s)
+    more = f" and {len(note.pending) - 1} more" if len(note.pending) > 1 else ""
+    exchange = f", {one_line(one.exchange)}" if one.exchange else ""
+    return f"bucket {one.bucket}, {size_text(one.bytes)}{exchange}, for {one.age_s:.1f} s{more}"
+
+
+def _show_events(note: Failure, events: int, console: Console) -> None:
+    console.print(f"rank {note.rank}, before it failed:")
+    rows = Table.grid(padding=(0, 2, 0, 2))
+    rows.add_column(justify="right")
+    for event in note.events[-events:]:
+        level = f"{one_line(event.level)}, " if event.level else ""
+        sent = f"{level}{size_text(event.sent_bytes)}" if event.sent_bytes else ""
+        place = f"step {event.step}, bucket {event.bucket}, lane {event.lane}"
+        rows.add_row(f"{event.before_s:.3f} s", one_line(event.what), place, sent)
+    console.print(rows)
+    console.print()
+
+
+def _accusation(one: Accused) -> str:
+    note = "; it left no note" if not one.left_note else ""
+    return f"Suspect: rank {one.rank} ({one_line(one.why)}), say {_ranks(one.by)}{note}. Next: {one.what_to_do}."
+
+
+def _of_earlier(found: Postmortem) -> str:
+    return f" (that of {_ranks(found.earlier)} is of another failure)" if found.earlier else ""
+
+
+def _ranks(ranks: tuple[int, ...]) -> str:
+    named = ", ".join(map(str, ranks[:_LONGEST_LIST]))
+    more = f" and {len(ranks) - _LONGEST_LIST} more" if len(ranks) > _LONGEST_LIST else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"

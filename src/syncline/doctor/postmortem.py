@@ -1,0 +1,109 @@
+"""What the notes of a job that failed say together: whom they suspect, and who has left none."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from syncline.engine.failure import FOLDER, FOLDER_VARIABLE, Failure
+from syncline.errors import UsageError
+from syncline.files import FileError
+
+_APART_S = 300.0
+"""Beyond the timeout, what may lie between the notes of one failure: hosts' clocks differ."""
+
+_MOST_RANKS = 1_000_000
+
+_WHAT_TO_DO = (
+    ("no sign of life", "its process ended or stands still, or its host or link is gone: see its output and its host"),
+    ("no sign here", "it had not come so far: see its output, and whether its host reaches the others"),
+    ("has not come", "it did something else meanwhile: fewer batches, a checkpoint, an exception that was caught"),
+    ("has nothing attached", "it runs another program, or has detached its model: see its output"),
+    ("without a collective", "its exchange hangs in code of its own"),
+    ("store", "whoever serves the store has ended: rank 0, or the launcher on its host; see its output"),
+)
+"""By the words with which a rank is suspected."""
+
+
+class Accused(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank, and who suspects it."""
+
+    rank: int
+    by: tuple[int, ...]
+    why: str
+    """In the words of the first of them."""
+    left_note: bool
+
+    @property
+    def what_to_do(self) -> str:
+        return next((told for words, told in _WHAT_TO_DO if words in self.why), "see its output")
+
+
+class Postmortem(msgspec.Struct, frozen=True, kw_only=True):
+    schema: int = 1
+    notes: tuple[Failure, ...]
+    """By rank, those of the last failure."""
+    earlier: tuple[int, ...]
+    """Ranks whose note is of another one."""
+    missing: tuple[int, ...]
+    """Ranks without a note of the last failure."""
+    accused: tuple[Accused, ...]
+    """Those that most others suspect first."""
+
+
+def examine_notes(folder: str | os.PathLike[str] | None = None) -> Postmortem:
+    """Of the folder that failures are left in, where no other is named. Hosts have a folder each, unless they share it:
+    notes are to be brought together first."""
+    folder = Path(os.environ.get(FOLDER_VARIABLE) or FOLDER) if folder is None else Path(folder)
+    if not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder: name the one in which ranks have left their rank-N.json")
+    at: dict[int, datetime.datetime] = {}
+    found: list[Failure] = []
+    for path in sorted(folder.glob("rank-*.json")):
+        note = Failure.load(path)
+        if not 0 <= note.rank < note.world_size <= _MOST_RANKS:
+            raise FileError(f"{path}: $.rank is {note.rank} of {note.world_size}: no rank has left it")
+        if note.rank in at:
+            raise FileError(f"{path}: is a second note of rank {note.rank}: give each job a folder of its own")
+        at[note.rank] = _moment(note, path)
+        found.append(note)
+    if not found:
+        raise UsageError(f"{folder} has no rank-N.json: each rank leaves its own, on its own host")
+    found.sort(key=lambda note: note.rank)
+    last = max(found, key=lambda note: at[note.rank])
+    notes = [note for note in found if _together(note, last, (at[last.rank] - at[note.rank]).total_seconds())]
+    there = {note.rank for note in notes}
+    return Postmortem(
+        notes=tuple(notes),
+        earlier=tuple(note.rank for note in found if note.rank not in there),
+        missing=tuple(rank for rank in range(last.world_size) if rank not in there),
+        accused=_accused(notes),
+    )
+
+
+def _moment(note: Failure, path: Path) -> datetime.datetime:
+    try:
+        moment = datetime.datetime.fromisoformat(note.date)
+    except ValueError as error:
+        raise FileError(f"{path}: $.date is not a date in ISO 8601") from error
+    return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.timezone.utc)
+
+
+def _together(note: Failure, last: Failure, apart_s: float) -> bool:
+    return note.world_size == last.world_size and apart_s <= last.timeout_s + _APART_S
+
+
+def _accused(notes: Sequence[Failure]) -> tuple[Accused, ...]:
+    by: dict[int, list[int]] = {}
+    why: dict[int, str] = {}
+    for note in notes:
+        for suspect in note.suspects:
+            by.setdefault(suspect.rank, []).append(note.rank)
+            why.setdefault(suspect.rank, suspect.why)
+    left = {note.rank for note in notes}
+    accused = [Accused(rank=rank, by=tuple(by[rank]), why=why[rank], left_note=rank in left) for rank in by]
+    return tuple(sorted(accused, key=lambda one: (-len(one.by), one.rank)))

@@ -1,0 +1,131 @@
+"""`syncline failure`: what ranks left behind, read together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from syncline.cli import app
+from syncline.doctor import examine_notes
+from syncline.engine.failure import FOLDER_VARIABLE, Event, Failure, Pending
+from syncline.engine.signs import Suspect
+
+runner = CliRunner()
+GONE = Suspect(2, "no sign of life for 2 s")
+
+
+def leave(folder: Path, rank: int, *suspects: Suspect, **other: Any) -> Path:
+    note = Failure(
+        rank=rank,
+        host=other.pop("host", f"host{rank}"),
+        world_size=other.pop("world_size", 4),
+        date=other.pop("date", "2026-11-16T09:32:58.884+00:00"),
+        backend="gloo",
+        timeout_s=10.0,
+        step=6,
+        error=other.pop("error", "exchanging bucket 0 failed in step 6: Connection closed by peer"),
+        suspects=suspects,
+        pending=(Pending(lane=0, step=6, bucket=0, bytes=526336, exchange="OkTopk", age_s=1.5),),
+        events=(
+            Event(before_s=2.0, what="ready", lane=0, step=6, bucket=0),
+            Event(before_s=1.9, what="all_to_all", lane=0, step=6, bucket=0, level="world", sent_bytes=4096),
+        ),
+        **other,
+    )
+    path = folder / f"rank-{rank}.json"
+    path.write_bytes(msgspec.json.encode(note))
+    return path
+
+
+def said(*arguments: object) -> str:
+    answer = runner.invoke(app, ["failure", *map(str, arguments)])
+    assert answer.exit_code == 0, answer.output
+    return " ".join(answer.output.split())
+
+
+def test_whom_most_suspect_comes_first_with_what_to_look_at(tmp_path: Path) -> None:
+    leave(tmp_path, 0, GONE)
+    leave(tmp_path, 1, GONE)
+    leave(tmp_path, 3, Suspect(0, "the job's store, which it or its launcher served, is gone"))
+    found = examine_notes(tmp_path)
+    assert [(one.rank, one.by, one.left_note) for one in found.accused] == [(2, (0, 1), False), (0, (3,), True)]
+    assert found.missing == (2,) and not found.earlier
+    text = said(tmp_path, "--events", 1, "--json", tmp_path / "all.json")
+    assert "No note of rank 2." in text
+    assert "Suspect: rank 2 (no sign of life for 2 s), say ranks 0, 1; it left no note. Next: its process ended" in text
+    assert "say rank 3. Next: whoever serves the store has ended" in text
+    assert text.count("all_to_all step 6, bucket 0, lane 0 world") == 3 and "ready" not in text
+    assert json.loads((tmp_path / "all.json").read_text())["missing"] == [2]
+
+
+def test_a_note_of_another_failure_does_not_count(tmp_path: Path) -> None:
+    leave(tmp_path, 0, GONE)
+    leave(tmp_path, 1, Suspect(3, "no sign of life for 9 s"), date="2026-11-15T09:32:58.884+00:00")
+    leave(tmp_path, 2, date="2026-11-16T09:33:08", world_size=3)  # by a clock without a zone, of a smaller job, later
+    found = examine_notes(tmp_path)
+    assert [note.rank for note in found.notes] == [2]
+    assert found.earlier == (0, 1) and found.missing == (0, 1) and not found.accused
+    text = said(tmp_path)
+    assert "No note of ranks 0, 1 (that of ranks 0, 1 is of another failure)." in text
+    assert "No note names a suspect: what failed is what each says of itself. Look first at ranks 0, 1." in text
+
+
+def test_the_folder_is_where_ranks_leave_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    leave(tmp_path, 0, GONE)
+    assert "Suspect: rank 2" in said()
+    monkeypatch.delenv(FOLDER_VARIABLE)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "syncline-failure").mkdir()
+    leave(tmp_path / "syncline-failure", 1, Suspect(3, "alive, in step 5, and has not come to this exchange"))
+    assert "Suspect: rank 3" in said()
+
+
+def test_nothing_that_a_note_says_reaches_the_terminal_as_more_than_text(tmp_path: Path) -> None:
+    leave(tmp_path, 0, Suspect(1, "[bold]\x1b[2Jgone\n"), error="\x1b]0;title\x07[red]no", host="[link=x]")
+    answer = runner.invoke(app, ["failure", str(tmp_path), "--events", "5"])
+    assert answer.exit_code == 0
+    assert "\x1b" not in answer.output and "\x07" not in answer.output
+    assert "[bold]" in answer.output and "[red]no" in answer.output and "[link=x]" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("no folder", "is not a folder: name the one in which ranks have left their rank-N.json"),
+        ("nothing", "has no rank-N.json: each rank leaves its own, on its own host"),
+        ("half", "is not complete JSON"),
+        ("another", "rank"),
+        ("too many", "$.rank is 0 of 1000000000000: no rank has left it"),
+        ("outside", "$.rank is 4 of 4: no rank has left it"),
+        ("twice", "is a second note of rank 0: give each job a folder of its own"),
+        ("date", "$.date is not a date in ISO 8601"),
+    ],
+)
+def test_what_is_no_note_is_refused_in_one_line(wrong: str, told: str, tmp_path: Path) -> None:
+    folder = tmp_path / "notes"
+    if wrong != "no folder":
+        folder.mkdir()
+    if wrong == "half":
+        path = leave(folder, 0)
+        path.write_text(path.read_text()[:-9])
+    elif wrong == "another":
+        (folder / "rank-0.json").write_text('{"schema": 1}')
+    elif wrong == "too many":
+        leave(folder, 0, world_size=10**12)
+    elif wrong == "outside":
+        leave(folder, 4)
+    elif wrong == "twice":
+        leave(folder, 0).rename(folder / "rank-9.json")
+        leave(folder, 0)
+    elif wrong == "date":
+        leave(folder, 0, date="yesterday")
+    answer = runner.invoke(app, ["failure", str(folder)])
+    assert answer.exit_code == 2
+    assert len(answer.output.splitlines()) == 1 and answer.output.startswith("syncline failure: ")
+    assert told in answer.output
