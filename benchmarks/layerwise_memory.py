@@ -336,7 +336,7 @@ def throughput(rank: Rank, name: str, method: str, batch: int, cap_bytes: int) -
     clean(device)
     step, trainer = stepping(method, plain.to(device).train(), MODELS[name][1](batch, device), device)
     warm = seconds_of(step, 3, device)  # buckets are settled, kernels compiled, and all that is kept is there
-    slow = torch.tensor(float(warm[-1] > SLOW_S), device=device)
+    slow = torch.tensor(float(min(warm) > SLOW_S), device=device)
     dist.all_reduce(slow, op=dist.ReduceOp.MAX)
     if not slow:
         seconds_of(step, 3, device)
@@ -384,7 +384,7 @@ def best_batch(args: argparse.Namespace, spec: ClusterSpec, name: str, method: s
 
 def capped(args: argparse.Namespace) -> None:
     rows = []
-    spec = ClusterSpec(hosts=args.ranks, device=args.device, rate_bps=int((args.rate or 1) * 1e9))
+    spec = ClusterSpec(hosts=args.ranks, device=args.device, rate_bps=int(args.rate * 1e9))
     for name in args.models.split(";"):
         for method in [method for method in CAPPED[name] if method in args.methods.split(";")]:
             rows.append({"model": name, "method": method, **best_batch(args, spec, name, method)})
@@ -401,19 +401,21 @@ def save(args: argparse.Namespace, found: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
-    parser.add_argument("--models", default="resnet152;gpt2-medium;byte-gpt-medium, 8192 bytes")
+    parser.add_argument("--models", help=f"of {'; '.join(MODELS)}; under a cap of {'; '.join(CAPPED)}")
     parser.add_argument("--methods", default=";".join(METHODS))
     parser.add_argument("--batch", type=int)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rate", type=float, default=0, help="Gbit/s; 0: as fast as loopback is")
+    parser.add_argument("--ranks", type=int, help="2, or 4 under a cap")
+    parser.add_argument("--rate", type=float, help="Gbit/s; 0: as fast as loopback is, and 1 under a cap")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--cap", help="what the allocator may take, like 12GiB")
     parser.add_argument("--deadline", type=float, default=200)
     args = parser.parse_args()
     if args.cap:
+        args.models, args.ranks, args.rate = args.models or "gpt2-medium;gpt2-large", args.ranks or 4, args.rate or 1.0
         capped(args)
         return
+    args.models, args.ranks = args.models or "resnet152;gpt2-medium;byte-gpt-medium, 8192 bytes", args.ranks or 2
     found = []
     for name in args.models.split(";"):
         batch = args.batch or MODELS[name][2]

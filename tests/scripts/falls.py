@@ -1,11 +1,13 @@
 """A rank of three, in a collective of its own that one does not come to, because it is gone.
 
-Its arguments: address and port of a store that outlives all of them, its rank.
+Its arguments: address and port of a store, its rank, who serves the store: `test`, which outlives all of them, or
+`rank 0`; then rank 2 is late, and asks when rank 0 knows already.
 """
 
 import os
 import signal
 import sys
+import time
 from datetime import timedelta
 
 import torch
@@ -15,13 +17,17 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
 
-address, port, rank = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=30))
+address, port, rank, server = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+serves = server == "rank 0" and rank == 0
+store = dist.TCPStore(address, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=30))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
 model = DDP(nn.Linear(4, 4))
 syncline.attach(model)
 for _ in range(3):
     model(torch.ones(2, 4)).sum().backward()
 if rank == 1:
+    dist.distributed_c10d._get_default_store().wait(["syncline/vigil/0/1"], timedelta(seconds=30))  # its first sign
     os.kill(os.getpid(), signal.SIGKILL)
+if server == "rank 0" and rank == 2:
+    time.sleep(1.5)
 dist.all_reduce(torch.ones(1))

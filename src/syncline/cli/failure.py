@@ -41,10 +41,10 @@ def failure(
 
 
 def show(found: Postmortem, console: Console, events: int = 0) -> None:
-    last = max(found.notes, key=lambda note: note.date)
+    last = found.last
     console.print(
         f"{last.world_size} ranks over {one_line(last.backend)}, timeout {last.timeout_s:g} s · "
-        f"{len(found.notes)} left a note · {one_line(last.date)[:19].replace('T', ' ')} · "
+        f"{len(found.notes)} left a note · {one_line(last.date)} · "
         f"syncline {one_line(last.syncline)}, torch {one_line(last.torch)}"
     )
     console.print()
@@ -62,7 +62,7 @@ def show(found: Postmortem, console: Console, events: int = 0) -> None:
     if found.missing:
         console.print(f"No note of {_ranks(found.missing)}{_of_earlier(found)}.")
     for one in found.accused:
-        console.print(_accusation(one), style="red" if one.by == found.accused[0].by else None)
+        console.print(_accusation(one), style="red" if one is found.accused[0] else None)
     if not found.accused:
         first = f" Look first at {_ranks(found.missing)}." if found.missing else ""
         console.print(f"No note names a suspect: what failed is what each says of itself.{first}")
@@ -92,7 +92,8 @@ def _show_events(note: Failure, events: int, console: Console) -> None:
 
 def _accusation(one: Accused) -> str:
     note = "; it left no note" if not one.left_note else ""
-    return f"Suspect: rank {one.rank} ({one_line(one.why)}), say {_ranks(one.by)}{note}. Next: {one.what_to_do}."
+    say = "say" if len(one.by) > 1 else "says"
+    return f"Suspect: rank {one.rank} ({one_line(one.why)}), {say} {_ranks(one.by)}{note}. Next: {one.what_to_do}."
 
 
 def _of_earlier(found: Postmortem) -> str:

@@ -18,15 +18,17 @@ _APART_S = 300.0
 
 _MOST_RANKS = 1_000_000
 
-_WHAT_TO_DO = (
-    ("no sign of life", "its process ended or stands still, or its host or link is gone: see its output and its host"),
-    ("no sign here", "it had not come so far: see its output, and whether its host reaches the others"),
-    ("has not come", "it did something else meanwhile: fewer batches, a checkpoint, an exception that was caught"),
-    ("has nothing attached", "it runs another program, or has detached its model: see its output"),
-    ("without a collective", "its exchange hangs in code of its own"),
-    ("store", "whoever serves the store has ended: rank 0, or the launcher on its host; see its output"),
-)
-"""By the words with which a rank is suspected."""
+_WHAT_TO_DO = {
+    "no sign of life": "its process ended or stands still, or its host or link is gone: see its output and its host",
+    "it has left no sign here": "it had not come so far: see its output, and whether its host reaches the others",
+    "alive, and has nothing attached": "it runs another program, or has detached its model: see its output",
+    "alive, and has been inside": "its exchange hangs in code of its own: see its output",
+    "alive, ": "it did something else meanwhile: fewer batches, a checkpoint, an exception that was caught",
+    "the job's store": "whoever serves the store has ended, rank 0 or the launcher on its host: see its output",
+    "or this rank's own link": "see whether its host, and the link of those who say so, are up",
+}
+"""By how the reason begins for which a rank is suspected; others are errors of its own."""
+_STORE = "the job's store"
 
 
 class Accused(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,13 +42,15 @@ class Accused(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def what_to_do(self) -> str:
-        return next((told for words, told in _WHAT_TO_DO if words in self.why), "see its output")
+        return next((told for words, told in _WHAT_TO_DO.items() if self.why.startswith(words)), "see its output")
 
 
 class Postmortem(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = 1
     notes: tuple[Failure, ...]
     """By rank, those of the last failure."""
+    last: Failure
+    """The latest of them."""
     earlier: tuple[int, ...]
     """Ranks whose note is of another one."""
     missing: tuple[int, ...]
@@ -58,43 +62,59 @@ class Postmortem(msgspec.Struct, frozen=True, kw_only=True):
 def examine_notes(folder: str | os.PathLike[str] | None = None) -> Postmortem:
     """Of the folder that failures are left in, where no other is named. Hosts have a folder each, unless they share it:
     notes are to be brought together first."""
-    folder = Path(os.environ.get(FOLDER_VARIABLE) or FOLDER) if folder is None else Path(folder)
-    if not folder.is_dir():
-        raise UsageError(f"{folder} is not a folder: name the one in which ranks have left their rank-N.json")
     at: dict[int, datetime.datetime] = {}
     found: list[Failure] = []
-    for path in sorted(folder.glob("rank-*.json")):
+    for path in _paths(_default() if folder is None else Path(folder)):
         note = Failure.load(path)
         if not 0 <= note.rank < note.world_size <= _MOST_RANKS:
-            raise FileError(f"{path}: $.rank is {note.rank} of {note.world_size}: no rank has left it")
+            raise FileError(f"{path}: rank: is {note.rank} of {note.world_size}: no rank has left it")
         if note.rank in at:
             raise FileError(f"{path}: is a second note of rank {note.rank}: give each job a folder of its own")
         at[note.rank] = _moment(note, path)
         found.append(note)
-    if not found:
-        raise UsageError(f"{folder} has no rank-N.json: each rank leaves its own, on its own host")
     found.sort(key=lambda note: note.rank)
     last = max(found, key=lambda note: at[note.rank])
     notes = [note for note in found if _together(note, last, (at[last.rank] - at[note.rank]).total_seconds())]
     there = {note.rank for note in notes}
     return Postmortem(
         notes=tuple(notes),
+        last=last,
         earlier=tuple(note.rank for note in found if note.rank not in there),
         missing=tuple(rank for rank in range(last.world_size) if rank not in there),
         accused=_accused(notes),
     )
 
 
+def _default() -> Path:
+    folder = os.environ.get(FOLDER_VARIABLE, FOLDER)
+    if not folder:
+        raise UsageError(f"{FOLDER_VARIABLE} is set to nothing: ranks leave no notes; name a folder that has some")
+    return Path(folder)
+
+
+def _paths(folder: Path) -> list[Path]:
+    try:
+        if not folder.is_dir():
+            raise UsageError(f"{folder} is not a folder: name the one in which ranks have left their rank-N.json")
+        paths = sorted(path for path in folder.iterdir() if path.match("rank-*.json") and path.is_file())
+    except OSError as error:
+        raise FileError(f"{folder}: cannot be read: {error.strerror or error}") from error
+    if not paths:
+        raise UsageError(f"{folder} has no rank-N.json: each rank leaves its own, on its own host")
+    return paths
+
+
 def _moment(note: Failure, path: Path) -> datetime.datetime:
     try:
         moment = datetime.datetime.fromisoformat(note.date)
     except ValueError as error:
-        raise FileError(f"{path}: $.date is not a date in ISO 8601") from error
+        raise FileError(f"{path}: date: is not a date in ISO 8601") from error
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.timezone.utc)
 
 
 def _together(note: Failure, last: Failure, apart_s: float) -> bool:
-    return note.world_size == last.world_size and apart_s <= last.timeout_s + _APART_S
+    alike = (note.world_size, note.run, note.attempt) == (last.world_size, last.run, last.attempt)
+    return note is last or (alike and apart_s <= max(0.0, last.timeout_s) + _APART_S)
 
 
 def _accused(notes: Sequence[Failure]) -> tuple[Accused, ...]:
@@ -106,4 +126,7 @@ def _accused(notes: Sequence[Failure]) -> tuple[Accused, ...]:
             why.setdefault(suspect.rank, suspect.why)
     left = {note.rank for note in notes}
     accused = [Accused(rank=rank, by=tuple(by[rank]), why=why[rank], left_note=rank in left) for rank in by]
-    return tuple(sorted(accused, key=lambda one: (-len(one.by), one.rank)))
+    # Whoever serves the store is missed by all who ask after it has left, having failed like them and said so.
+    return tuple(
+        sorted(accused, key=lambda one: (one.why.startswith(_STORE) and one.left_note, -len(one.by), one.rank))
+    )

@@ -61,6 +61,9 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     torch: str = str(torch.__version__)
     backend: str
     timeout_s: float
+    run: str = msgspec.field(default_factory=lambda: os.environ.get("TORCHELASTIC_RUN_ID", ""))
+    attempt: str = msgspec.field(default_factory=lambda: os.environ.get("TORCHELASTIC_RESTART_COUNT", ""))
+    """torchrun's, of the job and of its restarts."""
     step: int
     error: str
     suspects: tuple[Suspect, ...]

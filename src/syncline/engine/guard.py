@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import statistics
+import sys
 import threading
 import time
 import weakref
@@ -164,7 +165,9 @@ class Guard:
         for moved_s, one in late:
             mute_s = now_s - moved_s
             if not one.job.marks.on_host:
-                if mute_s > _DEVICE * self.timeout_s and one.job.marks.seconds() is None:
+                if one.job.marks.seconds() is not None:
+                    self._told = False
+                elif mute_s > _DEVICE * self.timeout_s:
                     self._tell_stuck(one, mute_s)
             elif mute_s > self.timeout_s + max(_GRACE_S, _GRACE * self.timeout_s) and lanes:
                 # Not in this thread, which has the signs to read by which the others are named.
@@ -183,9 +186,13 @@ class Guard:
             f"exchanging bucket {one.job.bucket} of step {one.step} has taken {mute_s:.0f} s, and NCCL ends this "
             f"process after {self.timeout_s:.0f} s"
         )
-        told = threading.Thread(target=lambda: tell(text + self.explain(text, own=False)), daemon=True)
-        told.name = "syncline-stuck"
-        told.start()
+        threading.Thread(target=self._alarm, args=(text,), name="syncline-stuck", daemon=True).start()
+
+    def _alarm(self, text: str) -> None:
+        """Nothing has failed yet, and it may still go on."""
+        with vigil() as found:
+            suspects = [] if found is None else found.suspects(self.ranks, self)
+        tell(text + suspected(suspects) + self._leave(text, suspects))
 
     def compare(self, at: dict[int, At]) -> None:
         own_s = {rank: one.own_s for rank, one in at.items() if one.own_s is not None}
@@ -210,7 +217,7 @@ class Guard:
 
     def fell_with(self, error: str) -> None:
         text = f"the program ended in a collective of its own or of DDP's: {error}"
-        tell(text + self.explain(text, own=False))
+        print(f"syncline: {text}{self.explain(text, own=False)}", file=sys.stderr, flush=True)
 
     # --- when something fails -----------------------------------------------------------------------------------
 
@@ -244,6 +251,12 @@ class Guard:
         return suspected(suspects) + (self._leave(error, suspects) if suspects else left)
 
     def _leave(self, error: str, suspects: list[Suspect]) -> str:
+        try:
+            return failure.leave(self._note_of(error, suspects))
+        except Exception as problem:  # noqa: BLE001 - the error itself must be told, whatever else is broken by now
+            return f"; its last events are lost: {first_line(problem)}"
+
+    def _note_of(self, error: str, suspects: list[Suspect]) -> failure.Failure:
         now_s = time.monotonic()
         with self._lock:
             pending = [
@@ -265,18 +278,16 @@ class Guard:
             )
             for at_s, what, lane, step, bucket, level, sent in tuple(self._events)
         ]
-        return failure.leave(
-            failure.Failure(
-                rank=self._rank,
-                world_size=dist.get_world_size() if dist.is_initialized() else len(self.ranks),
-                backend=self._backend,
-                timeout_s=self.timeout_s,
-                step=self._step,
-                error=error,
-                suspects=tuple(suspects),
-                pending=tuple(pending),
-                events=tuple(events),
-            )
+        return failure.Failure(
+            rank=self._rank,
+            world_size=dist.get_world_size() if dist.is_initialized() else len(self.ranks),
+            backend=self._backend,
+            timeout_s=self.timeout_s,
+            step=self._step,
+            error=error,
+            suspects=tuple(suspects),
+            pending=tuple(pending),
+            events=tuple(events),
         )
 
 

@@ -5,6 +5,7 @@ No clocks are compared: a sign carries a counter, and its age is counted by whoe
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,6 +44,8 @@ class Sign(msgspec.Struct, frozen=True):
     failed: str = ""
     own: bool = False
     """Whether what failed was its own doing, and not that of a collective."""
+    asks: bool = False
+    """Whether it reads the others' signs, and needs the store for that."""
     left: str = ""
     """What ended its program."""
 
@@ -66,13 +69,15 @@ class Exchanging(Protocol):
     def at(self) -> At: ...
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Heard:
     sign: Sign
-    first_s: float
+    changed_s: float
+    """When it was seen for the first time."""
     read_s: float
     """When it was looked for last: nothing is known of the time since."""
-    changed_s: float | None = None
+    left_after_s: float = -math.inf
+    """When it was not there yet: it was left between then and `changed_s`."""
 
 
 class Heard:
@@ -87,11 +92,9 @@ class Heard:
         if before is None:
             self._of[rank] = _Heard(sign, now_s, now_s)
         elif sign.beat == before.sign.beat:
-            self._of[rank] = replace(before, sign=sign, read_s=now_s)
-        elif now_s - before.read_s >= _SILENT_BEATS * self._beat_s:  # it may have been left long ago
-            self._of[rank] = _Heard(sign, now_s, now_s)
+            self._of[rank] = replace(before, read_s=now_s)
         else:
-            self._of[rank] = replace(before, sign=sign, read_s=now_s, changed_s=now_s)
+            self._of[rank] = _Heard(sign, now_s, now_s, before.read_s)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._of
@@ -101,24 +104,40 @@ class Heard:
         signs = {rank: self._of[rank].sign for rank in ranks if rank in self._of}
         return {rank: sign.at[name] for rank, sign in signs.items() if name in sign.at}
 
-    def knows(self, rank: int) -> bool:
-        """Whether it is there, has failed, or has been silent for long enough."""
+    def knows(self, rank: int, asked_s: float) -> bool:
+        """Whether it has been there since somebody asked, has failed, or has been silent for long enough."""
+        heard = self._of.get(rank)
+        if heard is None or heard.read_s < asked_s:
+            return False
+        return _failed(heard) or heard.left_after_s >= asked_s or self._mute_s(heard) is not None
+
+    def is_through(self, rank: int) -> bool:
+        """Whether nobody needs to stay because of it."""
         heard = self._of.get(rank)
         if heard is None:
             return False
-        return bool(heard.sign.failed or heard.sign.left) or self._fresh(heard) or self._mute_s(heard) is not None
-
-    def _fresh(self, heard: _Heard) -> bool:
-        return heard.changed_s is not None and time.monotonic() - heard.changed_s < _SILENT_BEATS * self._beat_s
+        return (_failed(heard) and not heard.sign.asks) or self._mute_s(heard) is not None
 
     def _mute_s(self, heard: _Heard) -> float | None:
         """For how long it has left no sign, where that is long."""
-        mute_s = heard.read_s - (heard.changed_s or heard.first_s)
+        mute_s = heard.read_s - heard.changed_s
         return mute_s if mute_s >= _SILENT_BEATS * self._beat_s else None
 
-    def suspects(self, others: Sequence[int], mine: Sign, place: Exchanging | str) -> list[Suspect]:
+    def known(self, others: Sequence[int]) -> list[Suspect]:
+        """Of these ranks, those that were suspect when they were heard of last, whatever has become of them since."""
+        heard = {rank: self._of[rank] for rank in others if rank in self._of}
+        guilty = [told for rank, one in heard.items() if (told := _guilt(rank, one.sign)) is not None]
+        mute = {rank: self._mute_s(one) for rank, one in heard.items() if not _failed(one)}
+        return guilty or [_silent(rank, seconds) for rank, seconds in mute.items() if seconds is not None]
+
+    def failed_of(self, rank: int) -> str:
+        """What has failed there, but not by itself; nothing, if nothing has."""
+        heard = self._of.get(rank)
+        return heard.sign.failed if heard is not None and not heard.sign.own else ""
+
+    def suspects(self, others: Sequence[int], mine: Sign, place: Exchanging | str, asked_s: float) -> list[Suspect]:
         """Of these ranks, those because of which one fails whose own sign is `mine`: in an exchange, or where a group
-        meets."""
+        meets. What was heard before it asked does not count."""
         mute, guilty, behind, earlier = [], [], [], []
         for rank in others:
             heard = self._of.get(rank)
@@ -126,17 +145,14 @@ class Heard:
                 mute.append(Suspect(rank, "it has left no sign here"))
                 continue
             sign = heard.sign
-            if sign.left:
-                guilty.append(Suspect(rank, f"its program ended: {sign.left}"))
-            elif sign.failed and sign.own:
-                guilty.append(Suspect(rank, sign.failed))
+            if (told := _guilt(rank, sign)) is not None:
+                guilty.append(told)
             elif sign.failed:
                 earlier.append(Suspect(rank, f"it failed too: {sign.failed}"))
-            elif not self._fresh(heard):
-                seconds = self._mute_s(heard)
-                mute.append(Suspect(rank, "no sign of life" + ("" if seconds is None else f" for {seconds:.0f} s")))
-            elif (told := self._behind(sign, mine.met, place)) is not None:
-                behind.append(Suspect(rank, told))
+            elif heard.left_after_s < asked_s:
+                mute.append(_silent(rank, self._mute_s(heard)))
+            elif (why := self._behind(sign, mine.met, place)) is not None:
+                behind.append(Suspect(rank, why))
         return guilty or mute or behind or earlier
 
     def _behind(self, sign: Sign, met: Mapping[str, int], place: Exchanging | str) -> str | None:
@@ -152,8 +168,28 @@ class Heard:
         return None
 
 
+def _failed(heard: _Heard) -> bool:
+    return bool(heard.sign.failed or heard.sign.left)
+
+
+def _guilt(rank: int, sign: Sign) -> Suspect | None:
+    if sign.left:
+        return Suspect(rank, f"its program ended: {sign.left}")
+    return Suspect(rank, sign.failed) if sign.failed and sign.own else None
+
+
+def _silent(rank: int, seconds: float | None) -> Suspect:
+    return Suspect(rank, "no sign of life" + ("" if seconds is None else f" for {seconds:.0f} s"))
+
+
+def is_backends(error: BaseException) -> bool:
+    """Whether gloo or NCCL raised it, wherever that was. Other things time out, and lose connections, too."""
+    words = first_line(error).lower()
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and ("gloo" in words or "nccl" in words))
+
+
 def is_collective(error: BaseException | None) -> bool:
-    """Whether a backend raised it because of another rank, as far as its words tell."""
+    """Whether a backend raised it, inside of an exchange, because of another rank, as far as its words tell."""
     if isinstance(error, TimeoutError):
         return True
     if not isinstance(error, RuntimeError):

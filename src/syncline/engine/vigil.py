@@ -21,14 +21,14 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 import msgspec
 import torch.distributed as dist
 
-from syncline.engine.signs import At, Exchanging, Heard, Sign, Suspect, is_collective
+from syncline.engine.signs import At, Exchanging, Heard, Sign, Suspect, is_backends
 from syncline.errors import first_line
 from syncline.files import one_line
 
@@ -39,6 +39,10 @@ _PATIENT_BEATS = 3.3
 _ANSWER_S = 2.0
 """How long a store may take to answer."""
 _STRAGGLERS_S = 10.0
+_STAYS_S = 10.0
+"""For how long whoever serves the store lets others ask, at most, when it ends."""
+_TOLD = 60
+"""So many letters of what has failed tell it from something else."""
 
 
 class Watched(Exchanging, Protocol):
@@ -56,7 +60,7 @@ class Watched(Exchanging, Protocol):
         """Looks for a straggler among its ranks, this one among them."""
 
     def fell_with(self, error: str) -> None:
-        """Tells what is known of a collective that was none of its own, and ends the program."""
+        """Tells what is known of a collective that was none of its own, and has ended the program."""
 
 
 class Vigil:
@@ -85,6 +89,8 @@ class Vigil:
         self._asking_since_s: float | None = None
         self._asked_until_s = 0.0
         self._compared_s = time.monotonic()
+        self._raised_before = getattr(sys, "last_value", None)
+        """In an interactive session; what ends the program is another one."""
         self._lock = threading.Condition()
         self._wake = threading.Event()
         self._over = False
@@ -149,29 +155,40 @@ class Vigil:
         """Of these ranks, those that this one fails because of, as far as can be known: in an exchange, or where a
         group meets. Takes seconds."""
         others = [rank for rank in ranks if rank != self._rank]
-        until_s = time.monotonic() + _PATIENT_BEATS * self.beat_s
+        asked_s = time.monotonic()
+        until_s = asked_s + _PATIENT_BEATS * self.beat_s
         with self._lock:
-            self._asked_until_s = until_s
+            self._sign = msgspec.structs.replace(self._sign, asks=True)
+            self._listen(until_s, lambda: all(self._heard.knows(rank, asked_s) for rank in others))
+            self._sign = msgspec.structs.replace(self._sign, asks=False)
             self._wake.set()
-            while (left_s := until_s - time.monotonic()) > 0 and self.usable and not (self._gone or self._blind):
-                if all(map(self._heard.knows, others)):
-                    break
-                self._lock.wait(min(left_s, self.beat_s / 4))
-            return self._judged(others, place)
+            return self._judged(others, place, asked_s)
+
+    def _listen(self, until_s: float, enough: Callable[[], bool]) -> None:
+        """With the lock held: signs are read more often, until what they say is enough."""
+        self._asked_until_s = until_s
+        self._wake.set()
+        while (left_s := until_s - time.monotonic()) > 0 and self.usable and not (self._gone or self._blind):
+            if enough():
+                break
+            self._lock.wait(min(left_s, self.beat_s / 4))
 
     @property
     def _unanswered(self) -> bool:
         since_s = self._asking_since_s
         return self._silent is not None or (since_s is not None and time.monotonic() - since_s > _ANSWER_S)
 
-    def _judged(self, others: Sequence[int], place: Exchanging | str) -> list[Suspect]:
+    def _judged(self, others: Sequence[int], place: Exchanging | str, asked_s: float) -> list[Suspect]:
         if self._blind or (self._rank == 0 and (self._gone or self._unanswered)):
             return []
         if self._gone:
-            return [Suspect(0, "the job's store, which it or its launcher served, is gone")]
+            told = "the job's store, which it or its launcher served, is gone"
+            if failed := self._heard.failed_of(0):  # it had the same trouble, and was the first to leave
+                told = f"it failed too, and took the job's store with it: {failed}"
+            return self._heard.known(others) or [Suspect(0, told)]
         if self._unanswered:
             return [Suspect(0, "or this rank's own link: the job's store does not answer")]
-        return self._heard.suspects(others, self._sign, place)
+        return self._heard.suspects(others, self._sign, place, asked_s)
 
     # --- the thread that looks after lanes ----------------------------------------------------------------------
 
@@ -209,7 +226,7 @@ class Vigil:
                 asked = time.monotonic() < self._asked_until_s
                 self._wake.wait(self.beat_s / 4 if asked else self.beat_s)
                 self._wake.clear()
-            if self._left and not (self._gone or self._silent):
+            if self._left and self._store is not None and not (self._gone or self._silent):
                 with contextlib.suppress(RuntimeError, OSError):
                     self._leave_sign({})
         finally:
@@ -254,6 +271,7 @@ class Vigil:
         self._asking_since_s = now_s
         try:
             self._leave_sign({one.name: one.at() for one in watched})
+            self._silent = None
             if late or compares or asked:
                 self._read()
         except (RuntimeError, OSError) as error:  # the store's host is gone, or cannot be reached
@@ -276,7 +294,6 @@ class Vigil:
         there = [rank for rank in others if rank in self._heard or self._store.check([_key(rank)])]
         signs = self._store.multi_get([_key(rank) for rank in there]) if there else []
         with self._lock:
-            self._silent = None
             for rank, data in zip(there, signs, strict=True):
                 with contextlib.suppress(msgspec.MsgspecError):
                     self._heard.note(rank, msgspec.json.decode(data, type=Sign))
@@ -294,18 +311,28 @@ class Vigil:
         if self._pid != os.getpid():
             return
         ended_by = getattr(sys, "last_value", None)
-        if ended_by is not None and not self._sign.failed:  # who has failed has told it already
-            text = one_line(f"{type(ended_by).__name__}: {first_line(ended_by)}")
-            if is_collective(ended_by):  # somebody else's doing, in a collective that is not watched
-                for one in (self._looked_at() or ())[:1]:
-                    with contextlib.suppress(Exception):  # nothing may keep a program from ending
-                        one.fell_with(text)
-            else:
-                with self._lock:
-                    self._sign, self._left = msgspec.structs.replace(self._sign, left=text), True
+        if ended_by is not None and ended_by is not self._raised_before:
+            with contextlib.suppress(Exception):  # nothing may keep a program from ending
+                self._tell_end(ended_by)
         with self._lock:
             self._over = True
         self._end()
+
+    def _tell_end(self, ended_by: BaseException) -> None:
+        text = one_line(f"{type(ended_by).__name__}: {first_line(ended_by)}")
+        told = bool(self._sign.failed) and self._sign.failed[:_TOLD] in one_line(str(ended_by))
+        if not told and is_backends(ended_by):  # somebody else's doing, in a collective that is not watched
+            for one in sorted(self._looked_at() or (), key=lambda one: -len(one.ranks))[:1]:
+                one.fell_with(text)
+        elif not told:
+            with self._lock:
+                self._sign, self._left = msgspec.structs.replace(self._sign, left=text), True
+        if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            # The store may go with this process, and others may still be asking.
+            others = [rank for rank in range(self._ranks) if rank != self._rank]
+            with self._lock:
+                until_s = time.monotonic() + min(_PATIENT_BEATS * self.beat_s, _STAYS_S)
+                self._listen(until_s, lambda: all(map(self._heard.is_through, others)))
 
 
 def _key(rank: int) -> str:
