@@ -128,6 +128,26 @@ def test_the_folder_is_where_ranks_leave_them(tmp_path: Path, monkeypatch: pytes
     assert answer.exit_code == 2 and "SYNCLINE_FAILURES is set to nothing: ranks leave no notes" in answer.output
 
 
+def test_a_damaged_note_is_named_and_the_others_are_read(tmp_path: Path) -> None:
+    leave(tmp_path, 1, GONE).rename(tmp_path / "rank-9.json")
+    leave(tmp_path, 1, GONE)
+    path = leave(tmp_path, 0, GONE)
+    path.write_text(path.read_text()[:-9])
+    text = said(tmp_path)
+    assert "Suspect: rank 2 (no sign of life for 2 s), says rank 1" in text
+    assert "rank-0.json: is not complete JSON" in text
+    assert "rank-9.json: is a second note of rank 1: give each job a folder of its own" in text
+
+
+def test_victims_are_no_suspects_where_others_are(tmp_path: Path) -> None:
+    victim = "it failed too: exchanging bucket 0 failed in step 6"
+    leave(tmp_path, 0, Suspect(1, victim))
+    assert [one.rank for one in examine_notes(tmp_path).accused] == [1]
+    leave(tmp_path, 1, Suspect(2, "alive, in step 5, and has not come to this collective"))
+    leave(tmp_path, 3, Suspect(1, victim), Suspect(0, victim))
+    assert [one.rank for one in examine_notes(tmp_path).accused] == [2]
+
+
 def test_odd_things_among_the_notes_hurt_nobody(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank-3.json")
     (tmp_path / "rank-4.json").mkdir()
@@ -153,7 +173,6 @@ def test_nothing_that_a_note_says_reaches_the_terminal_as_more_than_text(tmp_pat
         ("another", "rank: is missing"),
         ("too many", "rank: is 0 of 1000000000000: no rank has left it"),
         ("outside", "rank: is 4 of 4: no rank has left it"),
-        ("twice", "is a second note of rank 0: give each job a folder of its own"),
         ("date", "date: is not a date in ISO 8601"),
         ("long", "cannot be read: File name too long"),
     ],
@@ -171,9 +190,6 @@ def test_what_is_no_note_is_refused_in_one_line(wrong: str, told: str, tmp_path:
         leave(folder, 0, world_size=10**12)
     elif wrong == "outside":
         leave(folder, 4)
-    elif wrong == "twice":
-        leave(folder, 0).rename(folder / "rank-9.json")
-        leave(folder, 0)
     elif wrong == "date":
         leave(folder, 0, date="yesterday")
     answer = runner.invoke(app, ["failure", str(folder) + ("x" * 300 if wrong == "long" else "")])

@@ -313,7 +313,9 @@ def test_where_nothing_can_be_left_the_error_says_so_and_is_the_same(
     group = dist.group.WORLD
     assert group is not None
     told = Guard(group, timedelta(seconds=5)).explain("it failed", cause=RuntimeError("Connection closed by peer"))
-    assert told == "" if where == "asked not to" else told.startswith("; its last events could not be written: ")
+    assert (
+        told == "" if where == "asked not to" else told.startswith("; this rank's last events could not be written: ")
+    )
     assert "\n" not in told
 
 
@@ -333,11 +335,11 @@ def test_an_error_is_told_even_by_a_device_that_answers_nothing(
     watched = Guard(group, timedelta(seconds=5))
     job = Job(bucket=3, lane=0, flat=torch.zeros(2), run=nothing, waits=False, on_done=nothing, marks=Broken())
     watched.begin(job, 7)
-    assert watched.explain("it failed", own=True) == f"; its last events are in {tmp_path / 'rank-0.json'}"
+    assert watched.explain("it failed", own=True) == f"; this rank's last events are in {tmp_path / 'rank-0.json'}"
     assert [(one.step, one.bucket) for one in Failure.load(tmp_path / "rank-0.json").pending] == [(7, 3)]
     monkeypatch.setattr(failure, "leave", lambda _: 1 // 0)
     told = Guard(group, timedelta(seconds=5)).explain("it failed", own=True)
-    assert told == "; its last events are lost: integer division or modulo by zero"
+    assert told == "; this rank's last events are lost: integer division or modulo by zero"
 
 
 def heard_of(suspects: list[Any]) -> list[str]:
@@ -371,12 +373,18 @@ def test_only_what_was_heard_since_one_asked_counts(monkeypatch: pytest.MonkeyPa
     assert heard_of(heard.suspects(others, Sign(1), "here", asked_s)) == ["rank 1 (no sign of life for 2 s)"]
     assert heard_of(heard.known(others)) == ["rank 1 (no sign of life for 2 s)"]
 
-    note(114.0, Sign(13, failed="it met with a failure", own=False))
+    assert not heard.are_victims(others)
+    note(113.5, Sign(13))
+    assert not heard.suspects(others, Sign(1), "here", 113.0)
+    outside = heard.suspects(others, Sign(1), "here", 113.0, outside=True)
+    assert heard_of(outside) == ["rank 1 (alive, and has not come to this collective)"]
+    note(114.0, Sign(14, failed="it met with a failure", own=False))
     assert not heard.knows(1, 115.0) and heard.knows(1, 114.0) and heard.is_through(1)
     assert not heard.known(others) and heard.failed_of(1) == "it met with a failure"
-    note(114.5, Sign(14, failed="it met with a failure", asks=True))
+    assert heard.are_victims(others)
+    note(114.5, Sign(15, failed="it met with a failure", asks=True))
     assert not heard.is_through(1)
-    note(115.0, Sign(15, left="ValueError: no"))
+    note(115.0, Sign(16, left="ValueError: no"))
     assert heard_of(heard.known(others)) == ["rank 1 (its program ended: ValueError: no)"]
 
 
@@ -384,6 +392,7 @@ def test_only_what_was_heard_since_one_asked_counts(monkeypatch: pytest.MonkeyPa
     ("error", "backends"),
     [
         (RuntimeError("[/__w/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
         (dist.DistBackendError("remote process exited or there was a network error"), True),
         (RuntimeError("DataLoader timed out after 60 seconds"), False),
         (TimeoutError("timed out: GET http://data/"), False),
@@ -437,7 +446,7 @@ def test_what_is_left_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest
     watched = Guard(group, timedelta(seconds=5))
     told = watched.explain("it failed", own=True)
     note = tmp_path / "notes" / "rank-0.json"
-    assert told == f"; its last events are in {note}"
+    assert told == f"; this rank's last events are in {note}"
     assert watched.explain("it failed again", own=True) == told  # once
     assert Failure.load(note).error == "it failed"
     assert stat.S_IMODE(note.parent.stat().st_mode) & 0o077 == 0

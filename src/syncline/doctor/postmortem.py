@@ -29,6 +29,7 @@ _WHAT_TO_DO = {
 }
 """By how the reason begins for which a rank is suspected; others are errors of its own."""
 _STORE = "the job's store"
+_VICTIM = "it failed too"
 
 
 class Accused(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +58,8 @@ class Postmortem(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks without a note of the last failure."""
     accused: tuple[Accused, ...]
     """Those that most others suspect first."""
+    damaged: tuple[str, ...] = ()
+    """Files that cannot be used, and why."""
 
 
 def examine_notes(folder: str | os.PathLike[str] | None = None) -> Postmortem:
@@ -64,14 +67,20 @@ def examine_notes(folder: str | os.PathLike[str] | None = None) -> Postmortem:
     notes are to be brought together first."""
     at: dict[int, datetime.datetime] = {}
     found: list[Failure] = []
+    damaged: list[FileError] = []
     for path in _paths(_default() if folder is None else Path(folder)):
-        note = Failure.load(path)
-        if not 0 <= note.rank < note.world_size <= _MOST_RANKS:
-            raise FileError(f"{path}: rank: is {note.rank} of {note.world_size}: no rank has left it")
-        if note.rank in at:
-            raise FileError(f"{path}: is a second note of rank {note.rank}: give each job a folder of its own")
-        at[note.rank] = _moment(note, path)
-        found.append(note)
+        try:
+            note = Failure.load(path)
+            if not 0 <= note.rank < note.world_size <= _MOST_RANKS:
+                raise FileError(f"{path}: rank: is {note.rank} of {note.world_size}: no rank has left it")
+            if note.rank in at:
+                raise FileError(f"{path}: is a second note of rank {note.rank}: give each job a folder of its own")
+            at[note.rank] = _moment(note, path)
+            found.append(note)
+        except FileError as error:
+            damaged.append(error)
+    if not found:
+        raise damaged[0]
     found.sort(key=lambda note: note.rank)
     last = max(found, key=lambda note: at[note.rank])
     notes = [note for note in found if _together(note, last, (at[last.rank] - at[note.rank]).total_seconds())]
@@ -82,6 +91,7 @@ def examine_notes(folder: str | os.PathLike[str] | None = None) -> Postmortem:
         earlier=tuple(note.rank for note in found if note.rank not in there),
         missing=tuple(rank for rank in range(last.world_size) if rank not in there),
         accused=_accused(notes),
+        damaged=tuple(map(str, damaged)),
     )
 
 
@@ -126,7 +136,9 @@ def _accused(notes: Sequence[Failure]) -> tuple[Accused, ...]:
             why.setdefault(suspect.rank, suspect.why)
     left = {note.rank for note in notes}
     accused = [Accused(rank=rank, by=tuple(by[rank]), why=why[rank], left_note=rank in left) for rank in by]
-    # Whoever serves the store is missed by all who ask after it has left, having failed like them and said so.
+    # Who failed too is a victim; and whoever serves the store is missed by all who ask after it has left, having failed
+    # like them and said so.
+    culprits = [one for one in accused if not one.why.startswith(_VICTIM)] or accused
     return tuple(
-        sorted(accused, key=lambda one: (one.why.startswith(_STORE) and one.left_note, -len(one.by), one.rank))
+        sorted(culprits, key=lambda one: (one.why.startswith(_STORE) and one.left_note, -len(one.by), one.rank))
     )

@@ -86,8 +86,8 @@ def leave(failure: Failure) -> str:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_json(path, failure)
     except (OSError, SynclineError) as problem:
-        return f"; its last events could not be written: {first_line(problem)}"
-    return f"; its last events are in {path.absolute()}"
+        return f"; this rank's last events could not be written: {first_line(problem)}"
+    return f"; this rank's last events are in {path.absolute()}"
 
 
 def _now() -> str:

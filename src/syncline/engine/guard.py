@@ -217,19 +217,23 @@ class Guard:
 
     def fell_with(self, error: str) -> None:
         text = f"the program ended in a collective of its own or of DDP's: {error}"
-        print(f"syncline: {text}{self.explain(text, own=False)}", file=sys.stderr, flush=True)
+        told = self.explain(text, own=False, outside=True)
+        print(f"syncline: {text}{told}", file=sys.stderr, flush=True)
 
     # --- when something fails -----------------------------------------------------------------------------------
 
-    def explain(self, error: str, *, own: bool | None = None, cause: BaseException | None = None) -> str:
-        """Once: who is suspected, and where the last events are, to be appended to the error. Takes seconds."""
+    def explain(
+        self, error: str, *, own: bool | None = None, cause: BaseException | None = None, outside: bool = False
+    ) -> str:
+        """Once: who is suspected, and where the last events are, to be appended to the error. `outside` of exchanges:
+        in a collective that is not watched. Takes seconds."""
         with self._lock:
             first, self._explains = not self._explains, True
         if not first:
             self._explained.wait(_EXPLAINED_S)
             return self._explanation
         try:
-            self._explanation = self._explain(error, not is_collective(cause) if own is None else own)
+            self._explanation = self._explain(error, not is_collective(cause) if own is None else own, outside)
         except Exception as problem:  # noqa: BLE001 - the error itself must be told, whatever else is broken by now
             self._explanation = f"; nothing more could be found out: {first_line(problem)}"
         finally:
@@ -242,19 +246,19 @@ class Guard:
             self._explained.wait(_EXPLAINED_S)
         return f"{error}" + ("" if self._explanation in str(error) else self._explanation)
 
-    def _explain(self, error: str, own: bool) -> str:
+    def _explain(self, error: str, own: bool, outside: bool) -> str:
         with vigil() as found:
             if found is not None:
                 found.say(error, own=own)
             left = self._leave(error, [])  # now: a launcher may end this process before more is known
-            suspects = found.suspects(self.ranks, self) if found is not None and not own else []
+            suspects = found.suspects(self.ranks, self, outside=outside) if found is not None and not own else []
         return suspected(suspects) + (self._leave(error, suspects) if suspects else left)
 
     def _leave(self, error: str, suspects: list[Suspect]) -> str:
         try:
             return failure.leave(self._note_of(error, suspects))
         except Exception as problem:  # noqa: BLE001 - the error itself must be told, whatever else is broken by now
-            return f"; its last events are lost: {first_line(problem)}"
+            return f"; this rank's last events are lost: {first_line(problem)}"
 
     def _note_of(self, error: str, suspects: list[Suspect]) -> failure.Failure:
         now_s = time.monotonic()

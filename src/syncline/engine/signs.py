@@ -23,6 +23,9 @@ _COLLECTIVE = ("connection", "timed out", "timeout", "gloo", "nccl", "socket", "
 """In the words of a backend whose collective has failed: somebody else's doing, more likely than not."""
 
 
+_BACKENDS = ("gloo", "nccl", "caused pair closure")
+
+
 class At(msgspec.Struct, frozen=True, array_like=True):
     """How far a rank is with one model's exchanges."""
 
@@ -135,9 +138,16 @@ class Heard:
         heard = self._of.get(rank)
         return heard.sign.failed if heard is not None and not heard.sign.own else ""
 
-    def suspects(self, others: Sequence[int], mine: Sign, place: Exchanging | str, asked_s: float) -> list[Suspect]:
+    def are_victims(self, others: Sequence[int]) -> bool:
+        """Whether all of these have failed: who has not may be about to, or may be whom they wait for."""
+        return all(rank in self._of and _failed(self._of[rank]) for rank in others)
+
+    def suspects(
+        self, others: Sequence[int], mine: Sign, place: Exchanging | str, asked_s: float, *, outside: bool = False
+    ) -> list[Suspect]:
         """Of these ranks, those because of which one fails whose own sign is `mine`: in an exchange, or where a group
-        meets. What was heard before it asked does not count."""
+        meets, or `outside`, in a collective of which nothing is known. What was heard before it asked does not count.
+        """
         mute, guilty, behind, earlier = [], [], [], []
         for rank in others:
             heard = self._of.get(rank)
@@ -151,6 +161,8 @@ class Heard:
                 earlier.append(Suspect(rank, f"it failed too: {sign.failed}"))
             elif heard.left_after_s < asked_s:
                 mute.append(_silent(rank, self._mute_s(heard)))
+            elif outside:
+                behind.append(Suspect(rank, f"alive{_in_step(sign, place)}, and has not come to this collective"))
             elif (why := self._behind(sign, mine.met, place)) is not None:
                 behind.append(Suspect(rank, why))
         return guilty or mute or behind or earlier
@@ -178,6 +190,11 @@ def _guilt(rank: int, sign: Sign) -> Suspect | None:
     return Suspect(rank, sign.failed) if sign.failed and sign.own else None
 
 
+def _in_step(sign: Sign, place: Exchanging | str) -> str:
+    at = None if isinstance(place, str) else sign.at.get(place.name)
+    return "" if at is None else f", in step {at.step}"
+
+
 def _silent(rank: int, seconds: float | None) -> Suspect:
     return Suspect(rank, "no sign of life" + ("" if seconds is None else f" for {seconds:.0f} s"))
 
@@ -185,7 +202,9 @@ def _silent(rank: int, seconds: float | None) -> Suspect:
 def is_backends(error: BaseException) -> bool:
     """Whether gloo or NCCL raised it, wherever that was. Other things time out, and lose connections, too."""
     words = first_line(error).lower()
-    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and ("gloo" in words or "nccl" in words))
+    return isinstance(error, dist.DistError) or (
+        type(error) is RuntimeError and any(word in words for word in _BACKENDS)
+    )
 
 
 def is_collective(error: BaseException | None) -> bool:

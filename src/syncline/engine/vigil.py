@@ -151,18 +151,24 @@ class Vigil:
                 self._sign = msgspec.structs.replace(self._sign, failed=one_line(failed), own=own)
         self._wake.set()
 
-    def suspects(self, ranks: Sequence[int], place: Exchanging | str) -> list[Suspect]:
+    def suspects(self, ranks: Sequence[int], place: Exchanging | str, *, outside: bool = False) -> list[Suspect]:
         """Of these ranks, those that this one fails because of, as far as can be known: in an exchange, or where a
-        group meets. Takes seconds."""
+        group meets, or `outside`, in a collective that is not watched. Takes seconds."""
         others = [rank for rank in ranks if rank != self._rank]
         asked_s = time.monotonic()
         until_s = asked_s + _PATIENT_BEATS * self.beat_s
         with self._lock:
             self._sign = msgspec.structs.replace(self._sign, asks=True)
-            self._listen(until_s, lambda: all(self._heard.knows(rank, asked_s) for rank in others))
+            self._listen(until_s, lambda: self._heard_enough(others, asked_s, outside))
             self._sign = msgspec.structs.replace(self._sign, asks=False)
             self._wake.set()
-            return self._judged(others, place, asked_s)
+            return self._judged(others, place, asked_s, outside)
+
+    def _heard_enough(self, others: Sequence[int], asked_s: float, outside: bool) -> bool:
+        if not all(self._heard.knows(rank, asked_s) for rank in others):
+            return False
+        # Others' time may be up a little later, and who is then left is whom all have waited for.
+        return not outside or bool(self._heard.known(others)) or self._heard.are_victims(others)
 
     def _listen(self, until_s: float, enough: Callable[[], bool]) -> None:
         """With the lock held: signs are read more often, until what they say is enough."""
@@ -178,7 +184,7 @@ class Vigil:
         since_s = self._asking_since_s
         return self._silent is not None or (since_s is not None and time.monotonic() - since_s > _ANSWER_S)
 
-    def _judged(self, others: Sequence[int], place: Exchanging | str, asked_s: float) -> list[Suspect]:
+    def _judged(self, others: Sequence[int], place: Exchanging | str, asked_s: float, outside: bool) -> list[Suspect]:
         if self._blind or (self._rank == 0 and (self._gone or self._unanswered)):
             return []
         if self._gone:
@@ -188,7 +194,7 @@ class Vigil:
             return self._heard.known(others) or [Suspect(0, told)]
         if self._unanswered:
             return [Suspect(0, "or this rank's own link: the job's store does not answer")]
-        return self._heard.suspects(others, self._sign, place, asked_s)
+        return self._heard.suspects(others, self._sign, place, asked_s, outside=outside)
 
     # --- the thread that looks after lanes ----------------------------------------------------------------------
 
