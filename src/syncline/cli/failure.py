@@ -60,7 +60,7 @@ def show(found: Postmortem, console: Console, events: int = 0) -> None:
     for note in found.notes if events else ():
         _show_events(note, events, console)
     for problem in found.damaged:
-        console.print(f"Cannot be used: {one_line(problem)}", style="yellow")
+        console.print(f"Cannot be used: {one_line(problem)}", style="yellow", soft_wrap=True)
     if found.missing:
         console.print(f"No note of {_ranks(found.missing)}{_of_earlier(found)}.")
     for one in found.accused:
