@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
 from exchanges import ErrorFeedback, Residual
+from survivors import wait_for
 from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes
 from syncline.engine.failure import Failure
 from syncline.exchange import Comm, Layout, State, Work
@@ -151,14 +151,6 @@ def _main(rank: Rank) -> dict[str, Any]:
 VICTIM, TIMEOUT_S = 2, 20.0
 
 
-def _wait_for_survivors(rank: int) -> None:
-    store, survivors = dist.distributed_c10d._get_default_store(), [one for one in range(4) if one != VICTIM]
-    for what in ("is through", "has seen it"):
-        store.set(f"{rank} {what}", "")
-        if rank == 0 or what == "is through":
-            store.wait([f"{one} {what}" for one in survivors], timedelta(seconds=10))
-
-
 def _struck(fault: signal.Signals, folder: Path) -> list[Any]:
     """How ranks end of whom one is killed or stopped in the middle of its training, and after how long."""
 
@@ -178,7 +170,7 @@ def _struck(fault: signal.Signals, folder: Path) -> list[Any]:
             torch.cuda.synchronize()
         finally:  # rank 0 has the store, and must not be missed too
             with contextlib.suppress(dist.DistStoreError):
-                _wait_for_survivors(rank.rank)
+                wait_for(rank, *(one for one in range(rank.world_size) if one != VICTIM))
 
     struck_s: dict[int, float] = {}
     spec = ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=10_000_000_000, device="cuda")

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
 from ddp_helpers import SMALL_BUCKETS, TIMEOUT_S, Mlp, on_ranks, seeded, square_loss_step, train
+from survivors import wait_for
 from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
 from syncline.cluster.ports import reserved_port
 from syncline.doctor import examine_notes
@@ -42,20 +43,16 @@ def outcomes_of(main: Callable[[Rank], Any], ranks: int = 3) -> list[Outcome]:
     return launch_outcomes(ClusterSpec(hosts=ranks), main, deadline_s=60.0, grace_s=30.0, shaped=False)
 
 
+def guard_of_one(timeout_s: float) -> Guard:
+    group = dist.group.WORLD
+    assert group is not None
+    return Guard(group, timedelta(seconds=timeout_s))
+
+
 def failing_step(rank: Rank, model: DDP) -> str:
     with pytest.raises(RuntimeError) as caught:
         train(model, square_loss_step(rank), 1)
     return str(caught.value)
-
-
-def wait_for(rank: Rank, *ranks: int) -> None:
-    """Until all of these have come here. The store is in rank 0's process, which stays until all have seen it."""
-    store, limit = dist.distributed_c10d._get_default_store(), timedelta(seconds=30)
-    store.set(f"{rank.rank} is through", "")
-    store.wait([f"{other} is through" for other in ranks], limit)
-    store.set(f"{rank.rank} has seen it", "")
-    if rank.rank == 0:
-        store.wait([f"{other} has seen it" for other in ranks], limit)
 
 
 @pytest.mark.parametrize("exchange", [syncline.Dense(), syncline.OkTopk(density=0.5)], ids=["dense", "sparse"])
@@ -281,9 +278,7 @@ def own(*seconds: float | None) -> dict[int, At]:
 
 
 def test_a_straggler_is_one_that_stays_behind(one_rank: None) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    watched = Guard(group, timedelta(seconds=5))
+    watched = guard_of_one(5)
     watched.ranks = (0, 1, 2)
     for at in (
         own(0.1, 0.1, 0.3),  # once may be chance
@@ -310,9 +305,7 @@ def test_where_nothing_can_be_left_the_error_says_so_and_is_the_same(
     (tmp_path / "file").write_text("")
     folder = {"nowhere": "/proc/nowhere", "a file": str(tmp_path / "file"), "asked not to": ""}[where]
     monkeypatch.setenv(failure.FOLDER_VARIABLE, folder)
-    group = dist.group.WORLD
-    assert group is not None
-    told = Guard(group, timedelta(seconds=5)).explain("it failed", cause=RuntimeError("Connection closed by peer"))
+    told = guard_of_one(5).explain("it failed", cause=RuntimeError("Connection closed by peer"))
     assert (
         told == "" if where == "asked not to" else told.startswith("; this rank's last events could not be written: ")
     )
@@ -330,15 +323,13 @@ def test_an_error_is_told_even_by_a_device_that_answers_nothing(
         return None
 
     monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path))
-    group = dist.group.WORLD
-    assert group is not None
-    watched = Guard(group, timedelta(seconds=5))
+    watched = guard_of_one(5)
     job = Job(bucket=3, lane=0, flat=torch.zeros(2), run=nothing, waits=False, on_done=nothing, marks=Broken())
     watched.begin(job, 7)
     assert watched.explain("it failed", own=True) == f"; this rank's last events are in {tmp_path / 'rank-0.json'}"
     assert [(one.step, one.bucket) for one in Failure.load(tmp_path / "rank-0.json").pending] == [(7, 3)]
     monkeypatch.setattr(failure, "leave", lambda _: 1 // 0)
-    told = Guard(group, timedelta(seconds=5)).explain("it failed", own=True)
+    told = guard_of_one(5).explain("it failed", own=True)
     assert told == "; this rank's last events are lost: integer division or modulo by zero"
 
 
@@ -413,9 +404,7 @@ def test_what_a_device_has_not_ended_is_told_in_time_and_again_the_next_time(
     said: list[str] = []
     monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr(guard, "tell", said.append)
-    group = dist.group.WORLD
-    assert group is not None
-    watched = Guard(group, timedelta(seconds=10))
+    watched = guard_of_one(10)
 
     def overdue(job: Job, after_s: float) -> None:
         before = set(threading.enumerate())
@@ -441,9 +430,7 @@ def test_what_a_device_has_not_ended_is_told_in_time_and_again_the_next_time(
 
 def test_what_is_left_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
     monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path / "notes"))
-    group = dist.group.WORLD
-    assert group is not None
-    watched = Guard(group, timedelta(seconds=5))
+    watched = guard_of_one(5)
     told = watched.explain("it failed", own=True)
     note = tmp_path / "notes" / "rank-0.json"
     assert told == f"; this rank's last events are in {note}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import safetensors.torch
 import torch
@@ -200,11 +201,8 @@ def _warming(subject: Subject) -> Iterator[None]:
         subject.at("inside", -1)
         return warm(*arguments, **options)
 
-    comm._new_group, comm._warm = strike_and_make, strike_and_warm
-    try:
+    with mock.patch.multiple(comm, _new_group=strike_and_make, _warm=strike_and_warm):
         yield
-    finally:
-        comm._new_group, comm._warm = make, warm
 
 
 # --- stories ----------------------------------------------------------------------------------------------------
@@ -331,11 +329,8 @@ def _saving(subject: Subject) -> Iterator[None]:
         subject.at("placing")
         return place(*arguments, **options)
 
-    checkpoint.write_draft, checkpoint.put_in_place = written, placed
-    try:
+    with mock.patch.multiple(checkpoint, write_draft=written, put_in_place=placed):
         yield
-    finally:
-        checkpoint.write_draft, checkpoint.put_in_place = write, place
 
 
 def resume(rank: Rank, told: Told, folder: Path) -> None:

@@ -18,6 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from syncline import torchrun
 from syncline._version import __version__
 from syncline.cluster import why_not_shaped
 from syncline.cluster.mps import PROGRAM as MPS
@@ -110,7 +111,7 @@ def examine(wait_s: float = 30.0) -> Checkup | None:
     findings = (
         _loopback(),
         *([_job(met, incomplete)] if job else []),
-        *([_restarts()] if meeting.restarts() else []),
+        *([_restarts()] if torchrun.restarts() else []),
         *([] if met is not None and met.hosts > 1 else [_between_hosts(found, gloo)]),
         _nccl(gpus, nccl),
         _emulation(shaped),
@@ -216,14 +217,14 @@ def _job(met: meeting.Meeting | None, incomplete: Sequence[str]) -> Finding:
 
 def _restarts() -> Finding:
     what = "restarts by torchrun"
-    if meeting.outlives_ranks():
+    if torchrun.keeps_store():
         return Finding(
             what=what,
             works=False,
             why="its store outlives the ranks: those of the next attempt find the addresses of the dead in it",
             remedy="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, and use --standalone or --rdzv-backend c10d",
         )
-    return Finding(what=what, works=True, why=f"{_count(meeting.restarts(), 'restart')}, each with a store of its own")
+    return Finding(what=what, works=True, why=f"{_count(torchrun.restarts(), 'restart')}, each with a store of its own")
 
 
 def _between_hosts(found: Sequence[Interface], gloo: Choice) -> Finding:

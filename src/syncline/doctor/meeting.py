@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
+from syncline import torchrun
 from syncline.doctor.interfaces import gloo_choice, interfaces
 from syncline.errors import UsageError
 from syncline.measure.topology import host_identity, number
@@ -77,17 +78,6 @@ def variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {name: environment[name] for name in NEEDED if name in environment}
 
 
-def restarts(environment: Mapping[str, str] = os.environ) -> int:
-    """How often torchrun would start the ranks again."""
-    asked = environment.get("TORCHELASTIC_MAX_RESTARTS", "")
-    return int(asked) if asked.isdecimal() and asked.isascii() else 0
-
-
-def outlives_ranks(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether ranks meet in torchrun's own store, which it keeps from one attempt to the next."""
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
 def try_loopback() -> float:
     """Seconds until two ranks in this process have met and summed over the loopback interface; or the error."""
     store, begin = HashStore(), time.monotonic()
@@ -113,8 +103,7 @@ def meet(wait_s: float, environment: Mapping[str, str] = os.environ) -> Meeting 
         raise UsageError(f"RANK={rank} and WORLD_SIZE={ranks}: a rank is one of 0 to {ranks - 1}")
     address, port = environment["MASTER_ADDR"], _whole("MASTER_PORT", environment)
     master = f"{address}:{port}"
-    # torchrun's agent keeps the store itself, as a rule; otherwise rank 0 does.
-    ours = rank == 0 and environment.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+    ours = rank == 0 and not torchrun.keeps_store(environment)
     try:
         if not ours:
             _reach(address, port, wait_s)
@@ -125,7 +114,7 @@ def meet(wait_s: float, environment: Mapping[str, str] = os.environ) -> Meeting 
     except (RuntimeError, OSError) as error:
         verb = "cannot listen at" if ours else "does not reach"
         return Meeting(ranks=ranks, master=master, problem=f"rank {rank} {verb} {master}: {line(error)}")
-    store = PrefixStore(f"syncline doctor {environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = PrefixStore(f"syncline doctor {torchrun.attempt(environment)}", store)
     if rank == 0:
         return _host(store, ranks, master, wait_s)
     _guest(store, rank, ranks, wait_s)

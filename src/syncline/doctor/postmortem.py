@@ -50,8 +50,6 @@ class Postmortem(msgspec.Struct, frozen=True, kw_only=True):
     schema: int = 1
     notes: tuple[Failure, ...]
     """By rank, those of the last failure."""
-    last: Failure
-    """The latest of them."""
     earlier: tuple[int, ...]
     """Ranks whose note is of another one."""
     missing: tuple[int, ...]
@@ -61,34 +59,37 @@ class Postmortem(msgspec.Struct, frozen=True, kw_only=True):
     damaged: tuple[str, ...] = ()
     """Files that cannot be used, and why."""
 
+    @property
+    def last(self) -> Failure:
+        return max(self.notes, key=_moment)
+
 
 def examine_notes(folder: str | os.PathLike[str] | None = None) -> Postmortem:
     """Of the folder that failures are left in, where no other is named. Hosts have a folder each, unless they share it:
     notes are to be brought together first."""
-    at: dict[int, datetime.datetime] = {}
-    found: list[Failure] = []
+    found: dict[int, Failure] = {}
     damaged: list[FileError] = []
     for path in _paths(_default() if folder is None else Path(folder)):
         try:
             note = Failure.load(path)
             if not 0 <= note.rank < note.world_size <= _MOST_RANKS:
                 raise FileError(f"{path}: rank: is {note.rank} of {note.world_size}: no rank has left it")
-            if note.rank in at:
+            if note.rank in found:
                 raise FileError(f"{path}: is a second note of rank {note.rank}: give each job a folder of its own")
-            at[note.rank] = _moment(note, path)
-            found.append(note)
+            _moment(note)
+            found[note.rank] = note
         except FileError as error:
             damaged.append(error)
+        except ValueError:
+            damaged.append(FileError(f"{path}: date: is not a date in ISO 8601"))
     if not found:
         raise damaged[0]
-    found.sort(key=lambda note: note.rank)
-    last = max(found, key=lambda note: at[note.rank])
-    notes = [note for note in found if _together(note, last, (at[last.rank] - at[note.rank]).total_seconds())]
+    last = max(found.values(), key=_moment)
+    notes = [found[rank] for rank in sorted(found) if _together(found[rank], last)]
     there = {note.rank for note in notes}
     return Postmortem(
         notes=tuple(notes),
-        last=last,
-        earlier=tuple(note.rank for note in found if note.rank not in there),
+        earlier=tuple(sorted(found.keys() - there)),
         missing=tuple(rank for rank in range(last.world_size) if rank not in there),
         accused=_accused(notes),
         damaged=tuple(map(str, damaged)),
@@ -114,15 +115,13 @@ def _paths(folder: Path) -> list[Path]:
     return paths
 
 
-def _moment(note: Failure, path: Path) -> datetime.datetime:
-    try:
-        moment = datetime.datetime.fromisoformat(note.date)
-    except ValueError as error:
-        raise FileError(f"{path}: date: is not a date in ISO 8601") from error
+def _moment(note: Failure) -> datetime.datetime:
+    moment = datetime.datetime.fromisoformat(note.date)
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.timezone.utc)
 
 
-def _together(note: Failure, last: Failure, apart_s: float) -> bool:
+def _together(note: Failure, last: Failure) -> bool:
+    apart_s = (_moment(last) - _moment(note)).total_seconds()
     alike = (note.world_size, note.run, note.attempt) == (last.world_size, last.run, last.attempt)
     return note is last or (alike and apart_s <= max(0.0, last.timeout_s) + _APART_S)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from syncline import torchrun
 from syncline._version import __version__
 from syncline.engine.signs import Suspect
 from syncline.errors import SynclineError, first_line
@@ -61,8 +62,8 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     torch: str = str(torch.__version__)
     backend: str
     timeout_s: float
-    run: str = msgspec.field(default_factory=lambda: os.environ.get("TORCHELASTIC_RUN_ID", ""))
-    attempt: str = msgspec.field(default_factory=lambda: os.environ.get("TORCHELASTIC_RESTART_COUNT", ""))
+    run: str = msgspec.field(default_factory=torchrun.run_id)
+    attempt: str = msgspec.field(default_factory=torchrun.attempt)
     """torchrun's, of the job and of its restarts."""
     step: int
     error: str

@@ -165,7 +165,7 @@ class Guard:
         for moved_s, one in late:
             mute_s = now_s - moved_s
             if not one.job.marks.on_host:
-                if one.job.marks.seconds() is not None:
+                if not _under_way(one.job):
                     self._told = False
                 elif mute_s > _DEVICE * self.timeout_s:
                     self._tell_stuck(one, mute_s)

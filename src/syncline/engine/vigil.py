@@ -28,6 +28,7 @@ from typing import Any, Protocol
 import msgspec
 import torch.distributed as dist
 
+from syncline import torchrun
 from syncline.engine.signs import At, Exchanging, Heard, Sign, Suspect, is_backends
 from syncline.errors import first_line
 from syncline.files import one_line
@@ -333,7 +334,7 @@ class Vigil:
         elif not told:
             with self._lock:
                 self._sign, self._left = msgspec.structs.replace(self._sign, left=text), True
-        if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if self._rank == 0 and not torchrun.keeps_store():
             # The store may go with this process, and others may still be asking.
             others = [rank for rank in range(self._ranks) if rank != self._rank]
             with self._lock:
@@ -342,8 +343,7 @@ class Vigil:
 
 
 def _key(rank: int) -> str:
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # whose store may outlive the ranks of the one before
-    return f"syncline/vigil/{attempt}/{rank}"
+    return f"syncline/vigil/{torchrun.attempt()}/{rank}"
 
 
 _vigil: Vigil | None = None
