@@ -12,6 +12,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -275,17 +276,26 @@ def test_ranks_do_not_collect_what_the_caller_left_behind() -> None:
             if os.getpid() != caller:
                 wait_for_ever()
 
+    def eager_fork() -> int:
+        """Python collects with the next allocations, which are those of libraries that look after a new fork."""
+        gc.set_threshold(1, 1, 1)
+        return fork()
+
     def main(rank: Rank) -> int:
         gc.collect()
         return rank.rank
 
-    caller = os.getpid()
-    gc.disable()
+    caller, fork, thresholds = os.getpid(), os.fork, gc.get_threshold()
+    gc.collect()
+    gc.set_threshold(1_000_000)
     try:
         Left()
-        assert launch(TWO, main, shaped=False, deadline_s=30) == [0, 1]
+        with mock.patch("os.fork", eager_fork), mock.patch("syncline.cluster.isolation.START_S", 20.0):
+            assert launch(TWO, main, shaped=False, deadline_s=30) == [0, 1]
+        assert gc.isenabled()
     finally:
-        gc.enable()
+        gc.set_threshold(*thresholds)
+        gc.collect()  # or what is left would wait for a fork of another test
 
 
 @needs_namespaces

@@ -43,12 +43,20 @@ def fork(main: Callable[[], int], complaints: Complaints) -> int:
     join threads that only the parent has, and hang.
     """
     _flush()  # what is still buffered would be written once by each process that inherits the buffer
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
-        pid = os.fork()
+    collects = gc.isenabled()
+    gc.disable()  # or the child could collect before it has frozen anything: libraries run code of theirs in a new fork
+    pid = -1
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork", category=DeprecationWarning)
+            pid = os.fork()
+    finally:
+        if pid == 0:
+            gc.freeze()
+        if collects:
+            gc.enable()
     if pid:
         return pid
-    gc.freeze()
     status = 1
     try:
         status = main()
