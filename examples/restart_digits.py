@@ -168,7 +168,13 @@ def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--losses", type=Path, metavar="FILE", help="where rank 0 adds a line for each step")
     parser.add_argument("--die-at", type=int, metavar="STEP", help="has a rank kill itself there, in the first attempt")
     parser.add_argument("--die-rank", type=int, default=1)
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    for name in ("every", "steps", "batch"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: must be 1 or more")
+    if options.checkpoint_dir.exists() and not options.checkpoint_dir.is_dir():
+        parser.error(f"--checkpoint-dir {options.checkpoint_dir}: is not a folder")
+    return options
 
 
 if __name__ == "__main__":

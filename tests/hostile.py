@@ -34,6 +34,8 @@ from torch import Tensor
 
 import made_up
 from syncline.bench.result import BenchResult, Cluster, Model, Row
+from syncline.engine.failure import Event, Failure, Pending
+from syncline.engine.signs import Kind, Suspect
 from syncline.engine.state import HEADER, SCHEMA, load_state, seal_of, sealed, write_draft
 from syncline.errors import ExchangeError, SynclineError
 from syncline.exchange import AllgatherTopk, Comm, Dense, Hierarchical, Layout, OkTopk, Topology, Work, settings
@@ -522,6 +524,26 @@ RECORD = RunRecord(
         ),
     ),
 )
+FAILURE = Failure(
+    rank=1,
+    world_size=4,
+    host="host1",
+    process=123,
+    date="2026-11-16T09:32:58.884+00:00",
+    backend="gloo",
+    timeout_s=10.0,
+    run="job",
+    attempt="0",
+    job="0123456789abcdef",
+    step=6,
+    error="exchanging bucket 0 failed in step 6: Connection closed by peer",
+    suspects=(Suspect(2, Kind.SILENT, "no sign of life for 2 s"), Suspect(0, Kind.VICTIM, "it failed too")),
+    pending=(Pending(lane=0, step=6, bucket=0, bytes=526336, exchange="OkTopk", age_s=1.5),),
+    events=(
+        Event(before_s=2.0, what="ready", lane=0, step=6, bucket=0),
+        Event(before_s=1.9, what="all_to_all", lane=0, step=6, bucket=0, level="world", sent_bytes=4096),
+    ),
+)
 BENCH = BenchResult(
     cluster=Cluster(hosts=2, per_host=[2, 1], rate_bps=10**9, device="cpu", emulated=True, burst_bytes=80_000),
     model=Model(name="mlp", parameters=100, gradient_bytes=400),
@@ -614,6 +636,13 @@ def check_record(record: RunRecord) -> None:
             assert all(min(bucket.bucket, bucket.lane, bucket.bytes) >= 0 for bucket in span.buckets)
         for pace in model.paces:
             assert min(pace.step_s, pace.low_s, pace.high_s, pace.forward_s, pace.backward_s, pace.exposed_s) >= 0
+
+
+def check_failure(failure: Failure) -> None:
+    _sensible(failure)
+    assert 0 <= failure.rank < failure.world_size and failure.timeout_s >= 0
+    assert failure.moment().tzinfo is not None
+    assert all(isinstance(suspect.kind, Kind) for suspect in failure.suspects)
 
 
 def _json_format(name: str, type: type[T], examples: Sequence[Any], check: Callable[[T], None]) -> Files[T]:
@@ -1000,6 +1029,7 @@ FORMATS: dict[str, Format] = {
         _json_format("network", Network, (made_up.RICH_NETWORK, made_up.network((0, 1))), check_network),
         _json_format("record", RunRecord, (RECORD,), check_record),
         _json_format("bench", BenchResult, (BENCH,), _sensible),
+        _json_format("failure", Failure, (FAILURE, msgspec.structs.replace(FAILURE, step=None)), check_failure),
         _states("state", damaged_state, check_undamaged),
         _states("forged state", forged_state, check_state),
         Messages("oktopk", OkTopk(density=0.1, values="bf16"), 1000, 3, 1),

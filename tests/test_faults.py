@@ -209,7 +209,7 @@ BROKEN_FAILURES: dict[str, tuple[str, Callable[[Ran], Ran]]] = {
     "too late": ("c", change("raised", at_s=20.0)),
     "not by us": ("c", change("raised", told=False)),
     "nobody is named": ("d", change("raised", text="failed")),
-    "another is named": ("d", change("raised", text="rank 1 failed; suspect: rank 0 (gone); this rank's last events")),
+    "another is named": ("d", change("raised", text="rank 1 failed; suspect: rank 0 (gone); this rank's note")),
     "state was given": ("f", change("asked", refused=False)),
     "state was not asked for": ("f", without("asked")),
     "resumed otherwise": ("f", differently("resumed")),

@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 from syncline.cli import app
 from syncline.doctor import examine_notes
 from syncline.engine.failure import FOLDER_VARIABLE, Event, Failure, Pending
-from syncline.engine.signs import Suspect
+from syncline.engine.signs import Kind, Suspect
 
 runner = CliRunner()
-GONE = Suspect(2, "no sign of life for 2 s")
+GONE = Suspect(2, Kind.SILENT, "no sign of life for 2 s")
+STORE = Suspect(0, Kind.STORE_GONE, "the job's store, which it or its launcher served, is gone")
 
 
 def leave(folder: Path, rank: int, *suspects: Suspect, **other: Any) -> Path:
@@ -28,7 +29,7 @@ def leave(folder: Path, rank: int, *suspects: Suspect, **other: Any) -> Path:
         date=other.pop("date", "2026-11-16T09:32:58.884+00:00"),
         backend="gloo",
         timeout_s=10.0,
-        step=6,
+        step=other.pop("step", 6),
         error=other.pop("error", "exchanging bucket 0 failed in step 6: Connection closed by peer"),
         suspects=suspects,
         pending=(Pending(lane=0, step=6, bucket=0, bytes=526336, exchange="OkTopk", age_s=1.5),),
@@ -52,7 +53,7 @@ def said(*arguments: object) -> str:
 def test_whom_most_suspect_comes_first_with_what_to_look_at(tmp_path: Path) -> None:
     leave(tmp_path, 0, GONE)
     leave(tmp_path, 1, GONE)
-    leave(tmp_path, 3, Suspect(0, "the job's store, which it or its launcher served, is gone"))
+    leave(tmp_path, 3, STORE)
     found = examine_notes(tmp_path)
     assert [(one.rank, one.by, one.left_note) for one in found.accused] == [(2, (0, 1), False), (0, (3,), True)]
     assert found.missing == (2,) and not found.earlier
@@ -66,7 +67,7 @@ def test_whom_most_suspect_comes_first_with_what_to_look_at(tmp_path: Path) -> N
 
 def test_a_note_of_another_failure_does_not_count(tmp_path: Path) -> None:
     leave(tmp_path, 0, GONE)
-    leave(tmp_path, 1, Suspect(3, "no sign of life for 9 s"), date="2026-11-15T09:32:58.884+00:00")
+    leave(tmp_path, 1, Suspect(3, Kind.SILENT, "no sign of life for 9 s"), date="2026-11-15T09:32:58.884+00:00")
     leave(tmp_path, 2, date="2026-11-16T09:33:08", world_size=3)  # by a clock without a zone, of a smaller job, later
     found = examine_notes(tmp_path)
     assert [note.rank for note in found.notes] == [2]
@@ -77,39 +78,53 @@ def test_a_note_of_another_failure_does_not_count(tmp_path: Path) -> None:
 
 
 def test_who_served_the_store_and_left_a_note_is_suspected_last(tmp_path: Path) -> None:
-    gone = Suspect(0, "the job's store, which it or its launcher served, is gone")
     leave(tmp_path, 0, GONE)
-    leave(tmp_path, 1, gone)
-    leave(tmp_path, 3, gone)
+    leave(tmp_path, 1, STORE)
+    leave(tmp_path, 3, STORE)
     assert [one.rank for one in examine_notes(tmp_path).accused] == [2, 0]
     (tmp_path / "rank-0.json").unlink()  # then it may well have been the first to go
     assert [one.rank for one in examine_notes(tmp_path).accused] == [0]
 
 
 def test_each_attempt_is_a_failure_of_its_own(tmp_path: Path) -> None:
-    leave(tmp_path, 2, Suspect(1, "no sign of life for 2 s"), attempt="0")
+    leave(tmp_path, 2, Suspect(1, Kind.SILENT, "no sign of life for 2 s"), attempt="0")
     leave(tmp_path, 0, GONE, attempt="1", date="2026-11-16T09:34:58.884+00:00")
     found = examine_notes(tmp_path)
     assert [note.rank for note in found.notes] == [0] and found.earlier == (2,)
     assert [(one.rank, one.left_note) for one in found.accused] == [(2, False)]
 
 
-@pytest.mark.parametrize(
-    ("why", "next_"),
-    [
-        ("no sign of life", "its process ended or stands still"),
-        ("alive, in step 3, and has not come to this exchange", "it did something else meanwhile"),
-        ("alive, and has nothing attached", "it runs another program"),
-        ("or this rank's own link: the job's store does not answer", "see whether its host, and the link"),
-        ("its program ended: RuntimeError: cannot restore the job's store; no sign of life", "see its output"),
-        ("exchanging bucket 2 failed in step 3: it has not come", "see its output"),
-    ],
-)
-def test_what_to_do_is_about_the_reason_and_not_about_the_words_of_an_error(
-    why: str, next_: str, tmp_path: Path
-) -> None:
-    leave(tmp_path, 0, Suspect(1, why))
-    assert examine_notes(tmp_path).accused[0].what_to_do.startswith(next_)
+@pytest.mark.parametrize("kind", Kind)
+def test_for_every_reason_there_is_something_to_look_at_whatever_its_words_are(kind: Kind, tmp_path: Path) -> None:
+    leave(tmp_path, 0, Suspect(1, kind, "no sign of life, alive, the job's store"))
+    (one,) = examine_notes(tmp_path).accused
+    assert one.kind is kind
+    next_ = {
+        Kind.SILENT: "its process ended or stands still",
+        Kind.ELSEWHERE: "it did something else meanwhile",
+        Kind.DETACHED: "it runs another program",
+        Kind.INSIDE: "its exchange hangs",
+        Kind.UNSEEN: "it had not come so far",
+        Kind.STORE_GONE: "whoever serves the store",
+        Kind.STORE_MUTE: "see whether its host, and the link",
+    }
+    assert one.what_to_do.startswith(next_.get(kind, "see its output"))
+    assert f"Next: {one.what_to_do}" in said(tmp_path)
+
+
+def test_notes_of_another_job_in_the_same_folder_are_no_part_of_it_however_new(tmp_path: Path) -> None:
+    leave(tmp_path, 0, GONE, job="a1")
+    leave(tmp_path, 1, Suspect(3, Kind.SILENT, "no sign of life"), job="b2", date="2026-11-16T09:32:57.000+00:00")
+    leave(tmp_path, 3, GONE)  # it could not ask what the job is called
+    found = examine_notes(tmp_path)
+    assert [note.rank for note in found.notes] == [0, 3] and found.earlier == (1,)
+    assert [(one.rank, one.by) for one in found.accused] == [(2, (0, 3))]
+
+
+def test_a_note_from_a_meeting_has_no_step(tmp_path: Path) -> None:
+    leave(tmp_path, 0, GONE, step=None, error="the ranks did not meet to attach")
+    text = said(tmp_path)
+    assert "the ranks did" in text and "None" not in text
 
 
 def test_the_folder_is_where_ranks_leave_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +134,11 @@ def test_the_folder_is_where_ranks_leave_them(tmp_path: Path, monkeypatch: pytes
     monkeypatch.delenv(FOLDER_VARIABLE)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "syncline-failure").mkdir()
-    leave(tmp_path / "syncline-failure", 1, Suspect(3, "alive, in step 5, and has not come to this exchange"))
+    leave(
+        tmp_path / "syncline-failure",
+        1,
+        Suspect(3, Kind.ELSEWHERE, "alive, in step 5, and has not come to this exchange"),
+    )
     assert "Suspect: rank 3" in said()
     monkeypatch.setenv(FOLDER_VARIABLE, "")
     answer = runner.invoke(app, ["failure"])
@@ -139,23 +158,25 @@ def test_a_damaged_note_is_named_and_the_others_are_read(tmp_path: Path) -> None
 
 def test_victims_are_no_suspects_where_others_are(tmp_path: Path) -> None:
     victim = "it failed too: exchanging bucket 0 failed in step 6"
-    leave(tmp_path, 0, Suspect(1, victim))
+    leave(tmp_path, 0, Suspect(1, Kind.VICTIM, victim))
     assert [one.rank for one in examine_notes(tmp_path).accused] == [1]
-    leave(tmp_path, 1, Suspect(2, "alive, in step 5, and has not come to this collective"))
-    leave(tmp_path, 3, Suspect(1, victim), Suspect(0, victim))
+    leave(tmp_path, 1, Suspect(2, Kind.ELSEWHERE, "alive, in step 5, and has not come to this collective"))
+    leave(tmp_path, 3, Suspect(1, Kind.VICTIM, victim), Suspect(0, Kind.VICTIM, victim))
     assert [one.rank for one in examine_notes(tmp_path).accused] == [2]
 
 
 def test_odd_things_among_the_notes_hurt_nobody(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank-3.json")
     (tmp_path / "rank-4.json").mkdir()
-    path = leave(tmp_path, 0, GONE)
+    leave(tmp_path, 0, GONE)
+    path = leave(tmp_path, 1, GONE)
     path.write_text(path.read_text().replace('"timeout_s":10.0', '"timeout_s":-1000.0'))
-    assert "Suspect: rank 2" in said(tmp_path)
+    text = said(tmp_path)
+    assert "Suspect: rank 2" in text and "timeout_s: is -1000.0; it must not be negative" in text
 
 
 def test_nothing_that_a_note_says_reaches_the_terminal_as_more_than_text(tmp_path: Path) -> None:
-    leave(tmp_path, 0, Suspect(1, "[bold]\x1b[2Jgone\n"), error="\x1b]0;title\x07[red]no", host="[link=x]")
+    leave(tmp_path, 0, Suspect(1, Kind.FAILED, "[bold]\x1b[2Jgone\n"), error="\x1b]0;title\x07[red]no", host="[link=x]")
     answer = runner.invoke(app, ["failure", str(tmp_path), "--events", "5"])
     assert answer.exit_code == 0
     assert "\x1b" not in answer.output and "\x07" not in answer.output
@@ -183,13 +204,16 @@ def test_what_is_no_note_is_refused_in_one_line(wrong: str, told: str, tmp_path:
         path = leave(folder, 0)
         path.write_text(path.read_text()[:-9])
     elif wrong == "another":
-        (folder / "rank-0.json").write_text('{"schema": 1}')
+        (folder / "rank-0.json").write_text('{"schema": 2}')
     elif wrong == "too many":
-        leave(folder, 0, world_size=10**12)
+        path = leave(folder, 0)
+        path.write_text(path.read_text().replace('"world_size":4', '"world_size":1000000000000'))
     elif wrong == "outside":
-        leave(folder, 4)
+        path = leave(folder, 0)
+        path.write_text(path.read_text().replace('"rank":0', '"rank":4'))
     elif wrong == "date":
-        leave(folder, 0, date="yesterday")
+        path = leave(folder, 0)
+        path.write_text(path.read_text().replace("2026-", "once "))
     answer = runner.invoke(app, ["failure", str(folder) + ("x" * 300 if wrong == "long" else "")])
     assert answer.exit_code == 2
     assert len(answer.output.splitlines()) == 1 and answer.output.startswith("syncline failure: ")

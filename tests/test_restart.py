@@ -238,6 +238,22 @@ def test_a_state_that_was_cut_short_ends_the_run_with_a_line(straight: Straight,
     assert "torch/distributed/run.py" in traceback and "syncline" not in traceback.partition("FAILED")[0]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (["--steps", "-3"], "--steps -3: must be 1 or more"),
+        (["--every", "0"], "--every 0: must be 1 or more"),
+        (["--checkpoint-dir", __file__], "is not a folder"),
+    ],
+)
+def test_what_the_example_cannot_do_is_refused_in_a_line(
+    wrong: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        restart_digits.options_of(["--checkpoint-dir", str(tmp_path), *wrong])
+    assert caught.value.code == 2 and capsys.readouterr().err.rstrip().endswith(told)
+
+
 def test_a_torchrun_that_would_restart_in_vain_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")

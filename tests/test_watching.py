@@ -115,7 +115,11 @@ def test_a_rank_that_does_not_come_is_named_and_told_from_a_dead_one() -> None:
         assert f"suspect: rank {LOST} (alive, in step 1, and has not come to this exchange)" in outcome.value
 
 
-def test_who_does_not_come_to_attach_is_named() -> None:
+def test_who_does_not_come_to_attach_is_named_and_the_others_leave_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path))
+
     def main(rank: Rank) -> str:
         rank.init_process_group(3.0)
         model = DDP(seeded(Mlp), **SMALL_BUCKETS)
@@ -133,6 +137,12 @@ def test_who_does_not_come_to_attach_is_named() -> None:
         assert outcome.error is None, outcome
         assert f"suspect: rank {LOST} (it has left no sign here)" in outcome.value
         assert "All ranks of the model's process group must call attach" in outcome.value
+        assert outcome.value.endswith(f"; this rank's note is in {tmp_path / f'rank-{outcome.rank}.json'}")
+    found = examine_notes(tmp_path)
+    assert [(note.rank, note.step, note.timeout_s) for note in found.notes] == [(0, None, 3.0), (2, None, 3.0)]
+    assert [(one.rank, one.kind, one.by) for one in found.accused] == [(LOST, signs.Kind.UNSEEN, (0, 2))]
+    (job,) = {note.job for note in found.notes}
+    assert len(job) == 16
 
 
 @pytest.mark.parametrize("server", ["test", "rank 0"])
@@ -290,7 +300,8 @@ def test_a_straggler_is_one_that_stays_behind(one_rank: None) -> None:
         watched.compare(at)
         assert watched.straggler is None
     watched.compare(own(0.3, 0.1, 0.1))
-    watched.compare(own(0.3, 0.1, 0.1))
+    with pytest.warns(UserWarning, match="rank 0 takes 0.200 s per step longer"):
+        watched.compare(own(0.3, 0.1, 0.1))
     assert str(watched.straggler).startswith("rank 0 takes 0.200 s per step longer")
     watched.compare(own(0.4, 0.1, 0.1))
     assert str(watched.straggler).startswith("rank 0 takes 0.300 s per step longer")
@@ -306,9 +317,7 @@ def test_where_nothing_can_be_left_the_error_says_so_and_is_the_same(
     folder = {"nowhere": "/proc/nowhere", "a file": str(tmp_path / "file"), "asked not to": ""}[where]
     monkeypatch.setenv(failure.FOLDER_VARIABLE, folder)
     told = guard_of_one(5).explain("it failed", cause=RuntimeError("Connection closed by peer"))
-    assert (
-        told == "" if where == "asked not to" else told.startswith("; this rank's last events could not be written: ")
-    )
+    assert told == "" if where == "asked not to" else told.startswith("; this rank's note could not be written: ")
     assert "\n" not in told
 
 
@@ -326,11 +335,11 @@ def test_an_error_is_told_even_by_a_device_that_answers_nothing(
     watched = guard_of_one(5)
     job = Job(bucket=3, lane=0, flat=torch.zeros(2), run=nothing, waits=False, on_done=nothing, marks=Broken())
     watched.begin(job, 7)
-    assert watched.explain("it failed", own=True) == f"; this rank's last events are in {tmp_path / 'rank-0.json'}"
+    assert watched.explain("it failed", own=True) == f"; this rank's note is in {tmp_path / 'rank-0.json'}"
     assert [(one.step, one.bucket) for one in Failure.load(tmp_path / "rank-0.json").pending] == [(7, 3)]
-    monkeypatch.setattr(failure, "leave", lambda _: 1 // 0)
+    monkeypatch.setattr(failure, "write_json", lambda *_: 1 // 0)
     told = guard_of_one(5).explain("it failed", own=True)
-    assert told == "; this rank's last events are lost: integer division or modulo by zero"
+    assert told == "; this rank's note could not be written: integer division or modulo by zero"
 
 
 def heard_of(suspects: list[Any]) -> list[str]:
@@ -433,7 +442,7 @@ def test_what_is_left_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest
     watched = guard_of_one(5)
     told = watched.explain("it failed", own=True)
     note = tmp_path / "notes" / "rank-0.json"
-    assert told == f"; this rank's last events are in {note}"
+    assert told == f"; this rank's note is in {note}"
     assert watched.explain("it failed again", own=True) == told  # once
     assert Failure.load(note).error == "it failed"
     assert stat.S_IMODE(note.parent.stat().st_mode) & 0o077 == 0

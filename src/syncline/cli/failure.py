@@ -53,7 +53,13 @@ def show(found: Postmortem, console: Console, events: int = 0) -> None:
     for column in columns:
         rows.add_column(column, justify="right" if column in ("rank", "step") else "left", overflow="fold")
     for note in found.notes:
-        cells = [str(note.rank), one_line(note.host), str(note.step), one_line(note.error), _pending(note)]
+        cells = [
+            str(note.rank),
+            one_line(note.host),
+            "" if note.step is None else str(note.step),
+            one_line(note.error),
+            _pending(note),
+        ]
         rows.add_row(*cells[: len(columns)])
     console.print(rows)
     console.print()

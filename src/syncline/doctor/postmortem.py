@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,26 +9,25 @@ from pathlib import Path
 import msgspec
 
 from syncline.engine.failure import FOLDER, FOLDER_VARIABLE, Failure
+from syncline.engine.signs import Kind, Suspect
 from syncline.errors import UsageError
 from syncline.files import FileError
 
 _APART_S = 300.0
 """Beyond the timeout, what may lie between the notes of one failure: hosts' clocks differ."""
 
-_MOST_RANKS = 1_000_000
-
 _WHAT_TO_DO = {
-    "no sign of life": "its process ended or stands still, or its host or link is gone: see its output and its host",
-    "it has left no sign here": "it had not come so far: see its output, and whether its host reaches the others",
-    "alive, and has nothing attached": "it runs another program, or has detached its model: see its output",
-    "alive, and has been inside": "its exchange hangs in code of its own: see its output",
-    "alive, ": "it did something else meanwhile: fewer batches, a checkpoint, an exception that was caught",
-    "the job's store": "whoever serves the store has ended, rank 0 or the launcher on its host: see its output",
-    "or this rank's own link": "see whether its host, and the link of those who say so, are up",
+    Kind.FAILED: "see its output",
+    Kind.ENDED: "see its output",
+    Kind.VICTIM: "see its output",
+    Kind.SILENT: "its process ended or stands still, or its host or link is gone: see its output and its host",
+    Kind.UNSEEN: "it had not come so far: see its output, and whether its host reaches the others",
+    Kind.DETACHED: "it runs another program, or has detached its model: see its output",
+    Kind.INSIDE: "its exchange hangs in code of its own: see its output",
+    Kind.ELSEWHERE: "it did something else meanwhile: fewer batches, a checkpoint, an exception that was caught",
+    Kind.STORE_GONE: "whoever serves the store has ended, rank 0 or the launcher on its host: see its output",
+    Kind.STORE_MUTE: "see whether its host, and the link of those who say so, are up",
 }
-"""By how the reason begins for which a rank is suspected; others are errors of its own."""
-_STORE = "the job's store"
-_VICTIM = "it failed too"
 
 
 class Accused(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,13 +35,14 @@ class Accused(msgspec.Struct, frozen=True, kw_only=True):
 
     rank: int
     by: tuple[int, ...]
+    kind: Kind
     why: str
-    """In the words of the first of them."""
+    """In the words of one of them."""
     left_note: bool
 
     @property
     def what_to_do(self) -> str:
-        return next((told for words, told in _WHAT_TO_DO.items() if self.why.startswith(words)), "see its output")
+        return _WHAT_TO_DO[self.kind]
 
 
 class Postmortem(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,7 +60,7 @@ class Postmortem(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def last(self) -> Failure:
-        return max(self.notes, key=_moment)
+        return max(self.notes, key=Failure.moment)
 
 
 def examine_notes(folder: str | os.PathLike[str] | None = None) -> Postmortem:
@@ -72,19 +71,14 @@ def examine_notes(folder: str | os.PathLike[str] | None = None) -> Postmortem:
     for path in _paths(_default() if folder is None else Path(folder)):
         try:
             note = Failure.load(path)
-            if not 0 <= note.rank < note.world_size <= _MOST_RANKS:
-                raise FileError(f"{path}: rank: is {note.rank} of {note.world_size}: no rank has left it")
             if note.rank in found:
                 raise FileError(f"{path}: is a second note of rank {note.rank}: give each job a folder of its own")
-            _moment(note)
             found[note.rank] = note
         except FileError as error:
             damaged.append(error)
-        except ValueError:
-            damaged.append(FileError(f"{path}: date: is not a date in ISO 8601"))
     if not found:
         raise damaged[0]
-    last = max(found.values(), key=_moment)
+    last = max(found.values(), key=Failure.moment)
     notes = [found[rank] for rank in sorted(found) if _together(found[rank], last)]
     there = {note.rank for note in notes}
     return Postmortem(
@@ -115,29 +109,30 @@ def _paths(folder: Path) -> list[Path]:
     return paths
 
 
-def _moment(note: Failure) -> datetime.datetime:
-    moment = datetime.datetime.fromisoformat(note.date)
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.timezone.utc)
-
-
 def _together(note: Failure, last: Failure) -> bool:
-    apart_s = (_moment(last) - _moment(note)).total_seconds()
-    alike = (note.world_size, note.run, note.attempt) == (last.world_size, last.run, last.attempt)
-    return note is last or (alike and apart_s <= max(0.0, last.timeout_s) + _APART_S)
+    apart_s = (last.moment() - note.moment()).total_seconds()
+    alike = note.job == last.job
+    if not (note.job and last.job):  # one of them could not ask the store
+        alike = (note.run, note.attempt) == (last.run, last.attempt)
+    return note is last or (alike and note.world_size == last.world_size and apart_s <= last.timeout_s + _APART_S)
 
 
 def _accused(notes: Sequence[Failure]) -> tuple[Accused, ...]:
     by: dict[int, list[int]] = {}
-    why: dict[int, str] = {}
+    worst: dict[int, Suspect] = {}
     for note in notes:
         for suspect in note.suspects:
             by.setdefault(suspect.rank, []).append(note.rank)
-            why.setdefault(suspect.rank, suspect.why)
+            if suspect.rank not in worst or worst[suspect.rank].kind is Kind.VICTIM:
+                worst[suspect.rank] = suspect
     left = {note.rank for note in notes}
-    accused = [Accused(rank=rank, by=tuple(by[rank]), why=why[rank], left_note=rank in left) for rank in by]
+    accused = [
+        Accused(rank=rank, by=tuple(by[rank]), kind=one.kind, why=one.why, left_note=rank in left)
+        for rank, one in worst.items()
+    ]
     # Who failed too is a victim; and whoever serves the store is missed by all who ask after it has left, having failed
     # like them and said so.
-    culprits = [one for one in accused if not one.why.startswith(_VICTIM)] or accused
+    culprits = [one for one in accused if one.kind is not Kind.VICTIM] or accused
     return tuple(
-        sorted(culprits, key=lambda one: (one.why.startswith(_STORE) and one.left_note, -len(one.by), one.rank))
+        sorted(culprits, key=lambda one: (one.kind is Kind.STORE_GONE and one.left_note, -len(one.by), one.rank))
     )

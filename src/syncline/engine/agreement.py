@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from syncline._version import __version__
-from syncline.engine.comm import gather_bytes
-from syncline.engine.signs import is_collective, suspected
-from syncline.engine.vigil import vigil
+from syncline.engine import failure
+from syncline.engine.comm import backend_of, gather_bytes, group_timeout
+from syncline.engine.signs import Suspect, is_collective, suspected
+from syncline.engine.vigil import Vigil, vigil
 from syncline.errors import MismatchError, SynclineError, first_line
 
 Fields = Mapping[str, Any]
@@ -86,13 +87,33 @@ def meeting(group: dist.ProcessGroup, call: str, *, users: bool = False) -> Iter
             if users and ("ExchangeError:" in str(error) or not is_collective(error)):
                 raise
             told = f"the ranks did not meet to {call}: {first_line(error)}"
+            left, suspects = _leave(group, told, [], found), []
             if found is not None:
                 found.say(told, own=False)
-                told += suspected(found.suspects(dist.get_process_group_ranks(group), group.group_name))
+                suspects = found.suspects(dist.get_process_group_ranks(group), group.group_name)
+                left = _leave(group, told, suspects, found) if suspects else left
             raise MismatchError(
-                f"{told}. All ranks of the model's process group must call {call}, in the same order as their other "
-                "collectives"
+                f"{told}{suspected(suspects)}. All ranks of the model's process group must call {call}, in the same "
+                f"order as their other collectives{left}"
             ) from error
+
+
+def _leave(group: dist.ProcessGroup, error: str, suspects: list[Suspect], vigil: Vigil | None) -> str:
+    """→ where the note is."""
+    return failure.leave(
+        lambda: failure.Failure(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            backend=backend_of(group),
+            timeout_s=group_timeout(group).total_seconds(),
+            job="" if vigil is None else vigil.job,
+            step=None,
+            error=error,
+            suspects=tuple(suspects),
+            pending=(),
+            events=(),
+        )
+    )
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What a rank leaves behind when an exchange fails: one small file, for whoever asks next morning what it was.
+"""What a rank leaves behind when an exchange or a meeting fails: one small file, for whoever asks why next morning.
 
 Names, sizes and times, and nothing of what was exchanged. It goes to the folder `syncline-failure`, or to the one that
 `SYNCLINE_FAILURES` names; set to nothing, it is not written.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -17,11 +18,12 @@ import torch
 from syncline import torchrun
 from syncline._version import __version__
 from syncline.engine.signs import Suspect
-from syncline.errors import SynclineError, first_line
+from syncline.errors import first_line
 from syncline.files import read_json, write_json
 
 FOLDER_VARIABLE = "SYNCLINE_FAILURES"
 FOLDER = "syncline-failure"
+_MOST_RANKS = 1_000_000
 
 
 class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
@@ -50,9 +52,9 @@ class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one rank knew when an exchange had failed."""
+    """What one rank knew when something had failed that takes all of them."""
 
-    schema: int = 1
+    schema: int = 2
     rank: int
     world_size: int
     host: str = msgspec.field(default_factory=socket.gethostname)
@@ -65,30 +67,49 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     run: str = msgspec.field(default_factory=torchrun.run_id)
     attempt: str = msgspec.field(default_factory=torchrun.attempt)
     """torchrun's, of the job and of its restarts."""
-    step: int
+    job: str = ""
+    """The same for all ranks that have started together, and for no others; nothing, where they could not agree."""
+    step: int | None
+    """None, where ranks met for something else."""
     error: str
     suspects: tuple[Suspect, ...]
     pending: tuple[Pending, ...]
     events: tuple[Event, ...]
     """The last ones, in the order in which they happened."""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size <= _MOST_RANKS:
+            raise ValueError(f"rank: is {self.rank} of {self.world_size}: no rank has left it")
+        if not self.timeout_s >= 0:
+            raise ValueError(f"timeout_s: is {self.timeout_s}; it must not be negative")
+        self.moment()
+
+    def moment(self) -> datetime.datetime:
+        try:
+            moment = datetime.datetime.fromisoformat(self.date)
+        except ValueError:
+            raise ValueError("date: is not a date in ISO 8601") from None
+        return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.timezone.utc)
+
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Failure:
         return read_json(path, cls)
 
 
-def leave(failure: Failure) -> str:
-    """Writes it → where it is, or why it is nowhere, to be appended to the error."""
+def leave(found: Callable[[], Failure]) -> str:
+    """Writes what is found → where it is, or why it is nowhere, to be appended to the error, which must be
+    told whatever else is broken by now."""
     folder = os.environ.get(FOLDER_VARIABLE, FOLDER)
     if not folder:
         return ""
-    path = Path(folder) / f"rank-{failure.rank}.json"
     try:
+        failure = found()
+        path = Path(folder) / f"rank-{failure.rank}.json"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_json(path, failure)
-    except (OSError, SynclineError) as problem:
-        return f"; this rank's last events could not be written: {first_line(problem)}"
-    return f"; this rank's last events are in {path.absolute()}"
+    except Exception as problem:  # noqa: BLE001
+        return f"; this rank's note could not be written: {first_line(problem)}"
+    return f"; this rank's note is in {path.absolute()}"
 
 
 def _now() -> str:

@@ -1,4 +1,4 @@
-"""What is watched of one model's exchanges: where each bucket is, what happened last, and what a step takes this rank.
+"""What is watched of one model's exchanges: where each bucket is, and what happened last.
 
 The last events are kept in a ring, whatever becomes of them: noting one costs less than a microsecond, and they are all
 that is left to look at when an exchange fails. See `vigil` for who looks, and `failure` for what is left behind.
@@ -7,7 +7,6 @@ that is left to look at when an exchange fails. See `vigil` for who looks, and `
 from __future__ import annotations
 
 import functools
-import statistics
 import sys
 import threading
 import time
@@ -25,16 +24,11 @@ from syncline.engine.lane import Job, Lane
 from syncline.engine.route import tell
 from syncline.engine.signs import At, Suspect, is_collective, suspected
 from syncline.engine.stats import Span
+from syncline.engine.stragglers import Stragglers
 from syncline.engine.vigil import vigil
 from syncline.errors import first_line
 
 _EVENTS = 400
-_STEPS = 50
-"""Of which the median says what a step takes."""
-_ENOUGH_STEPS = 10
-_LAGS = 0.25
-"""A rank that takes this much of a step longer than the others is a straggler."""
-_LAGS_S = 0.005
 _GRACE = 0.5
 """What a collective may take beyond its timeout, as a part of it: the backend itself should have ended it by then."""
 _GRACE_S = 5.0
@@ -59,8 +53,7 @@ class Guard:
         self.name, self.timeout_s, self._backend = "", timeout.total_seconds(), backend_of(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self._rank = dist.get_rank()
-        self.straggler: str | None = None
-        """Who keeps the others waiting, if somebody does; the first rank knows."""
+        self._stragglers = Stragglers(self.ranks)
         self._events: deque[tuple[float, str, int, int, int, str, int]] = deque(maxlen=_EVENTS)
         self._places: dict[int, tuple[int, int]] = {}
         """By lane, the step and the bucket that it issues now."""
@@ -69,14 +62,17 @@ class Guard:
         self._last: dict[int, str] = {}
         """By lane, what happened last."""
         self._submitted = self._step = 0
-        self._own_s: deque[float] = deque(maxlen=_STEPS)
         self._lanes: Sequence[Lane] = ()
-        self._lagged: dict[int, int] = {}
         self._told = False
         self._lock = threading.Lock()
         self._explains = False
         self._explained = threading.Event()
         self._explanation = ""
+
+    @property
+    def straggler(self) -> str | None:
+        """Who keeps the others waiting, if somebody does; the first rank knows."""
+        return self._stragglers.found
 
     def start(self, groups: Sequence[LaneGroups], lanes: Sequence[Lane]) -> None:
         """From now on these are looked after, and tell what they issue."""
@@ -136,16 +132,13 @@ class Guard:
         self._events.append((now_s, what, lane, step, bucket, level, sent_bytes))
 
     def stepped(self, span: Span | None, period_s: float) -> None:
-        """A step is over, and took so long: what this rank did not spend waiting for the last bucket was its own."""
-        if span is not None:
-            self._own_s.append(max(0.0, period_s - span.exposed_s))
+        """A step is over, and took so long."""
+        self._stragglers.stepped(span, period_s)
 
     # --- for the vigil ------------------------------------------------------------------------------------------
 
     def at(self) -> At:
-        enough = len(self._own_s) >= _ENOUGH_STEPS
-        own_s = statistics.median(tuple(self._own_s)) if enough else None
-        return At(self._submitted, self._step, own_s, self._inside_s())
+        return At(self._submitted, self._step, self._stragglers.own_s(), self._inside_s())
 
     def _inside_s(self) -> float:
         """For how long a lane has been inside of an exchange without coming to a collective."""
@@ -191,29 +184,11 @@ class Guard:
     def _alarm(self, text: str) -> None:
         """Nothing has failed yet, and it may still go on."""
         with vigil() as found:
-            suspects = [] if found is None else found.suspects(self.ranks, self)
-        tell(text + suspected(suspects) + self._leave(text, suspects))
+            job, suspects = ("", []) if found is None else (found.job, found.suspects(self.ranks, self))
+        tell(text + suspected(suspects) + self._leave(text, suspects, job))
 
     def compare(self, at: dict[int, At]) -> None:
-        own_s = {rank: one.own_s for rank, one in at.items() if one.own_s is not None}
-        if len(own_s) < len(self.ranks):
-            return
-        slowest = max(own_s, key=lambda rank: own_s[rank])
-        others_s = statistics.median(seconds for rank, seconds in own_s.items() if rank != slowest)
-        lag_s = own_s[slowest] - others_s
-        if lag_s <= max(_LAGS_S, _LAGS * others_s):
-            self._lagged.clear()
-            self.straggler = None
-            return
-        self._lagged = {slowest: self._lagged.get(slowest, 0) + 1}
-        if self._lagged[slowest] == 2 or (self.straggler is not None and self._lagged[slowest] > 2):
-            known = self.straggler is not None
-            self.straggler = (
-                f"rank {slowest} takes {lag_s:.3f} s per step longer than the others, which wait for it "
-                f"({own_s[slowest]:.3f} s of its own, theirs {others_s:.3f} s; medians of the last {_STEPS} steps)"
-            )
-            if not known:
-                tell(self.straggler)
+        self._stragglers.compare(at)
 
     def fell_with(self, error: str) -> None:
         text = f"the program ended in a collective of its own or of DDP's: {error}"
@@ -225,7 +200,7 @@ class Guard:
     def explain(
         self, error: str, *, own: bool | None = None, cause: BaseException | None = None, outside: bool = False
     ) -> str:
-        """Once: who is suspected, and where the last events are, to be appended to the error. `outside` of exchanges:
+        """Once: who is suspected, and where the note is, to be appended to the error. `outside` of exchanges:
         in a collective that is not watched. Takes seconds."""
         with self._lock:
             first, self._explains = not self._explains, True
@@ -250,17 +225,15 @@ class Guard:
         with vigil() as found:
             if found is not None:
                 found.say(error, own=own)
-            left = self._leave(error, [])  # now: a launcher may end this process before more is known
+            job = "" if found is None else found.job
+            left = self._leave(error, [], job)  # now: a launcher may end this process before more is known
             suspects = found.suspects(self.ranks, self, outside=outside) if found is not None and not own else []
-        return suspected(suspects) + (self._leave(error, suspects) if suspects else left)
+        return suspected(suspects) + (self._leave(error, suspects, job) if suspects else left)
 
-    def _leave(self, error: str, suspects: list[Suspect]) -> str:
-        try:
-            return failure.leave(self._note_of(error, suspects))
-        except Exception as problem:  # noqa: BLE001 - the error itself must be told, whatever else is broken by now
-            return f"; this rank's last events are lost: {first_line(problem)}"
+    def _leave(self, error: str, suspects: list[Suspect], job: str) -> str:
+        return failure.leave(lambda: self._note_of(error, suspects, job))
 
-    def _note_of(self, error: str, suspects: list[Suspect]) -> failure.Failure:
+    def _note_of(self, error: str, suspects: list[Suspect], job: str) -> failure.Failure:
         now_s = time.monotonic()
         with self._lock:
             pending = [
@@ -287,6 +260,7 @@ class Guard:
             world_size=dist.get_world_size() if dist.is_initialized() else len(self.ranks),
             backend=self._backend,
             timeout_s=self.timeout_s,
+            job=job,
             step=self._step,
             error=error,
             suspects=tuple(suspects),

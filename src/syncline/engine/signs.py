@@ -5,6 +5,7 @@ No clocks are compared: a sign carries a counter, and its age is counted by whoe
 
 from __future__ import annotations
 
+import enum
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -53,10 +54,34 @@ class Sign(msgspec.Struct, frozen=True):
     """What ended its program."""
 
 
+class Kind(enum.Enum):
+    """What makes a rank suspect."""
+
+    FAILED = "failed"
+    """Something of its own."""
+    ENDED = "ended"
+    """Its program, by an exception."""
+    VICTIM = "victim"
+    """It failed too, in a collective."""
+    SILENT = "silent"
+    UNSEEN = "unseen"
+    """It has never left a sign."""
+    ELSEWHERE = "elsewhere"
+    """Alive, and not where the others wait."""
+    DETACHED = "detached"
+    INSIDE = "inside"
+    """Of an exchange's own code."""
+    STORE_GONE = "store-gone"
+    """Whoever served the store, rank 0 or its launcher."""
+    STORE_MUTE = "store-mute"
+    """It, or the link of whoever asks."""
+
+
 class Suspect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A rank that it may be because of."""
 
     rank: int
+    kind: Kind
     why: str
 
     def __str__(self) -> str:
@@ -152,31 +177,35 @@ class Heard:
         for rank in others:
             heard = self._of.get(rank)
             if heard is None:
-                mute.append(Suspect(rank, "it has left no sign here"))
+                mute.append(Suspect(rank, Kind.UNSEEN, "it has left no sign here"))
                 continue
             sign = heard.sign
             if (told := _guilt(rank, sign)) is not None:
                 guilty.append(told)
             elif sign.failed:
-                earlier.append(Suspect(rank, f"it failed too: {sign.failed}"))
+                earlier.append(Suspect(rank, Kind.VICTIM, f"it failed too: {sign.failed}"))
             elif heard.left_after_s < asked_s:
                 mute.append(_silent(rank, self._mute_s(heard)))
             elif outside:
-                behind.append(Suspect(rank, f"alive{_in_step(sign, place)}, and has not come to this collective"))
-            elif (why := self._behind(sign, mine.met, place)) is not None:
-                behind.append(Suspect(rank, why))
+                why = f"alive{_in_step(sign, place)}, and has not come to this collective"
+                behind.append(Suspect(rank, Kind.ELSEWHERE, why))
+            elif (told := self._behind(rank, sign, mine.met, place)) is not None:
+                behind.append(told)
         return guilty or mute or behind or earlier
 
-    def _behind(self, sign: Sign, met: Mapping[str, int], place: Exchanging | str) -> str | None:
+    def _behind(self, rank: int, sign: Sign, met: Mapping[str, int], place: Exchanging | str) -> Suspect | None:
         if isinstance(place, str):
-            return "alive, and has not come here" if sign.met.get(place, 0) < met.get(place, 0) else None
+            late = sign.met.get(place, 0) < met.get(place, 0)
+            return Suspect(rank, Kind.ELSEWHERE, "alive, and has not come here") if late else None
         mine, theirs = place.at(), sign.at.get(place.name)
         if theirs is None:
-            return "alive, and has nothing attached"
+            return Suspect(rank, Kind.DETACHED, "alive, and has nothing attached")
         if theirs.submitted < mine.submitted:
-            return f"alive, in step {theirs.step}, and has not come to this exchange"
+            why = f"alive, in step {theirs.step}, and has not come to this exchange"
+            return Suspect(rank, Kind.ELSEWHERE, why)
         if theirs.inside_s > self._beat_s:
-            return f"alive, and has been inside of an exchange for {theirs.inside_s:.0f} s without a collective"
+            why = f"alive, and has been inside of an exchange for {theirs.inside_s:.0f} s without a collective"
+            return Suspect(rank, Kind.INSIDE, why)
         return None
 
 
@@ -186,8 +215,8 @@ def _failed(heard: _Heard) -> bool:
 
 def _guilt(rank: int, sign: Sign) -> Suspect | None:
     if sign.left:
-        return Suspect(rank, f"its program ended: {sign.left}")
-    return Suspect(rank, sign.failed) if sign.failed and sign.own else None
+        return Suspect(rank, Kind.ENDED, f"its program ended: {sign.left}")
+    return Suspect(rank, Kind.FAILED, sign.failed) if sign.failed and sign.own else None
 
 
 def _in_step(sign: Sign, place: Exchanging | str) -> str:
@@ -196,7 +225,7 @@ def _in_step(sign: Sign, place: Exchanging | str) -> str:
 
 
 def _silent(rank: int, seconds: float | None) -> Suspect:
-    return Suspect(rank, "no sign of life" + ("" if seconds is None else f" for {seconds:.0f} s"))
+    return Suspect(rank, Kind.SILENT, "no sign of life" + ("" if seconds is None else f" for {seconds:.0f} s"))
 
 
 def is_backends(error: BaseException) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import secrets
 import sys
 import threading
 import time
@@ -29,7 +30,7 @@ import msgspec
 import torch.distributed as dist
 
 from syncline import torchrun
-from syncline.engine.signs import At, Exchanging, Heard, Sign, Suspect, is_backends
+from syncline.engine.signs import At, Exchanging, Heard, Kind, Sign, Suspect, is_backends
 from syncline.errors import first_line
 from syncline.files import one_line
 
@@ -77,6 +78,8 @@ class Vigil:
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._holders = 1
         """Who may be about to have something watched: whoever made it is one."""
+        self.job = ""
+        """What these ranks call their job, once all could agree on it."""
         self._sign = Sign(0)
         self._heard = Heard(self.beat_s)
         self._silent: str | None = None
@@ -189,12 +192,12 @@ class Vigil:
         if self._blind or (self._rank == 0 and (self._gone or self._unanswered)):
             return []
         if self._gone:
-            told = "the job's store, which it or its launcher served, is gone"
+            server = Suspect(0, Kind.STORE_GONE, "the job's store, which it or its launcher served, is gone")
             if failed := self._heard.failed_of(0):  # it had the same trouble, and was the first to leave
-                told = f"it failed too, and took the job's store with it: {failed}"
-            return self._heard.known(others) or [Suspect(0, told)]
+                server = Suspect(0, Kind.VICTIM, f"it failed too, and took the job's store with it: {failed}")
+            return self._heard.known(others) or [server]
         if self._unanswered:
-            return [Suspect(0, "or this rank's own link: the job's store does not answer")]
+            return [Suspect(0, Kind.STORE_MUTE, "or this rank's own link: the job's store does not answer")]
         return self._heard.suspects(others, self._sign, place, asked_s, outside=outside)
 
     # --- the thread that looks after lanes ----------------------------------------------------------------------
@@ -255,6 +258,7 @@ class Vigil:
             else:
                 self._store = self._shared.clone()
                 self._store.set_timeout(timedelta(seconds=_ANSWER_S))
+                self.job = self._store.compare_set(_key("job"), "", secrets.token_hex(8)).decode()
         except (AttributeError, NotImplementedError):
             self._blind = True
         except (RuntimeError, OSError):  # it will be no better later
@@ -342,8 +346,9 @@ class Vigil:
                 self._listen(until_s, lambda: all(map(self._heard.is_through, others)))
 
 
-def _key(rank: int) -> str:
-    return f"syncline/vigil/{torchrun.attempt()}/{rank}"
+def _key(what: int | str) -> str:
+    """In the store, of a rank's sign or of something that all share."""
+    return f"syncline/vigil/{torchrun.attempt()}/{what}"
 
 
 _vigil: Vigil | None = None
