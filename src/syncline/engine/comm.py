@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline.engine.lane import Lane, Phases
+from syncline.engine.lane import Lane, Phases, make_lane
 from syncline.errors import UsageError
 from syncline.exchange import WORLD, Comm, Counter, Level, Topology, Work
 from syncline.exchange.wire import sent_bytes
@@ -151,6 +151,22 @@ class LaneGroups:
             for sibling in self.comm.siblings.values():
                 dist.destroy_process_group(sibling.group)
         self.siblings.clear()  # a comm is among its own siblings: a cycle that would keep its group's threads alive
+
+
+def open_lanes(
+    group: dist.ProcessGroup, timeout: timedelta, count: int, device: torch.device, topology: Topology | None
+) -> tuple[list[LaneGroups], list[Lane]]:
+    """Collective: so many lanes, and the groups of each."""
+    lane_groups: list[LaneGroups] = []
+    lanes: list[Lane] = []
+    try:
+        for index in range(count):
+            lane_groups.append(LaneGroups.create(group, timeout, topology))
+            lanes.append(make_lane(device, f"syncline-lane-{index}"))
+    except BaseException:
+        close_lanes(lanes, lane_groups)
+        raise
+    return lane_groups, lanes
 
 
 def close_lanes(lanes: Sequence[Lane], lane_groups: Sequence[LaneGroups]) -> None:

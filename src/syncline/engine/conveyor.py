@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncline.engine.agreement import meet
-from syncline.engine.comm import LaneGroups, close_lanes, gather_bytes
+from syncline.engine.comm import close_lanes, gather_bytes, open_lanes
 from syncline.engine.given import lying_like
 from syncline.engine.guard import Guard
-from syncline.engine.lane import Job, Lane, make_lane
+from syncline.engine.lane import Job
 from syncline.engine.passes import Bucket, Flight, Pass, counts
 from syncline.engine.pieces import Cut, cut, dealt_to, joined, layout_of
 from syncline.engine.place import Place
@@ -73,15 +73,12 @@ class Conveyor:
         """By lane: they do not wait for each other."""
         self._told_dropped = 0
         self.workspaces = [Workspace(self._device, rest_on_host=rest_on_host) for _ in range(route.lanes)]
-        self.groups: list[LaneGroups] = []
-        self.lanes: list[Lane] = []
         self._guard = Guard(group, timeout)
         self.buckets: list[Bucket] = []
         self._hooks: list[Any] = []
+        topology = None if place is None else place.topology
+        self.groups, self.lanes = open_lanes(group, timeout, route.lanes, self._device, topology)
         try:
-            for index in range(route.lanes):
-                self.groups.append(LaneGroups.create(group, timeout, None if place is None else place.topology))
-                self.lanes.append(make_lane(self._device, f"syncline-lane-{index}"))
             self._guard.start(self.groups, self.lanes)
             self.buckets = self.furnished(first or cut(list(parameters)[::-1], parameters, cap_bytes))
         except BaseException:

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from syncline.engine.agreement import agree
 from syncline.engine.checkpoint import misfit_of
-from syncline.engine.comm import LaneGroups, close_lanes
+from syncline.engine.comm import close_lanes, open_lanes
 from syncline.engine.guard import Guard
-from syncline.engine.lane import Job, Lane, Phases, make_lane
+from syncline.engine.lane import Job, Lane, Phases
 from syncline.engine.place import Place
 from syncline.engine.route import Route, tell
 from syncline.engine.stats import Span, predicted_for, sent_over, span_of
@@ -119,14 +119,11 @@ class Engine:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._ranks = group.size()
         self._scale = scale
-        self._groups: list[LaneGroups] = []
-        self._lanes: list[Lane] = []
         self._guard = Guard(group, timeout)
         device = next(iter(parameters.values())).device
+        topology = None if place is None else place.topology
+        self._groups, self._lanes = open_lanes(group, timeout, route.lanes, device, topology)
         try:
-            for index in range(route.lanes):
-                self._groups.append(LaneGroups.create(group, timeout, None if place is None else place.topology))
-                self._lanes.append(make_lane(device, f"syncline-lane-{index}"))
             self._guard.start(self._groups, self._lanes)
         except BaseException:
             self.close()
