@@ -3,7 +3,7 @@
     python benchmarks/fuzz.py --cases 1000000 --seed 1 --json FILE
 
 Each is read, and then satisfies what its format promises and is the same when written and read again; or it is refused
-in one line. All else is a failure: another exception, a crash, a warning, more than a second. `tests/hostile.py` has
+in one line. All else is a failure: another exception, a crash, a warning, more than a second. `tests/hostile` has
 the formats, the ways to change them and the oracle. A failure is shown with the command that makes it again. Exits
 with 1 if there is one.
 """
@@ -30,7 +30,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from hostile import FORMATS, Finding, Messages
+from hostile import FORMATS
+from hostile.messages import Messages
+from hostile.oracle import Finding
 from syncline.files import write_json
 
 CHUNK = 4000

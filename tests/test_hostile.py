@@ -28,18 +28,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
 from ddp_helpers import TIMEOUT_S, Mlp, on_ranks, refusal, seeded
-from hostile import (
-    ABOUT,
-    FORMATS,
-    HEADS,
-    STATES,
-    TENSORS,
-    Files,
-    Finding,
-    Messages,
-    Trees,
-    same_state,
-)
+from hostile import FORMATS
+from hostile.messages import Messages
+from hostile.mutations import HEADS, Trees
+from hostile.oracle import Files, Finding
+from hostile.states import ABOUT, STATES, TENSORS, same_state
 from syncline.bench.result import BenchResult
 from syncline.cluster import ClusterSpec, Rank, launch, run_command, why_not_shaped
 from syncline.engine import state as state_files

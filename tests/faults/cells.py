@@ -148,9 +148,9 @@ class Cell:
     @property
     def _may_meet_ddp(self) -> bool:
         """Ranks compare DDP's new buckets at the beginning of its second forward, without a hook."""
-        if self.phase == "attach":
-            return self.place == "timed"  # which may be as late as that
-        return self.phase == "warm-up" and self.struck_step == 1 and self.place in ("before", "timed")
+        if self.phase not in ("attach", "warm-up"):
+            return False
+        return self.place == "timed" or (self.place == "before" and self.struck_step == 1)  # a timed one may be late
 
 
 NAMES_SUSPECTS = True
