@@ -208,7 +208,7 @@ def test_the_oracle_catches_a_reader_without_a_checksum(tmp_path: Path) -> None:
 def test_the_oracle_catches_readers_that_raise_write_pages_or_take_too_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hostile.SLOW_S", 0.1)
+    monkeypatch.setattr("hostile.oracle.SLOW_S", 0.1)
 
     def pages(path: Path) -> None:
         raise FileError(f"{path}: is wrong\nin many ways")
