@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import msgspec
 
 from syncline.exchange import wire
-from syncline.measure.network import WORLD, Collective, Link, Network, Overlap, Point, Startup, Switch
+from syncline.measure.fitted import Collective, Link, Overlap, Point, Startup, Switch
+from syncline.measure.network import WORLD, Network
 from syncline.measure.profile import Gradient, Profile, RankTimes
 
 MBIT = 1e6 / 8

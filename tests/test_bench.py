@@ -22,7 +22,7 @@ from syncline.bench.run import Workload, run_bench
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
 from syncline.errors import UsageError
 from syncline.files import read_json, write_json
-from syncline.measure.network import assumed_network
+from syncline.measure.assumed import assumed_network
 from syncline.measure.profile import load_profile
 from syncline.models.data import digits
 

@@ -17,7 +17,7 @@ from made_up import CASES, RICH_NETWORK
 from syncline.cli import app
 from syncline.cli.predict import PredictResult
 from syncline.files import read_json
-from syncline.measure.network import assumed_network
+from syncline.measure.assumed import assumed_network
 from syncline.measure.profile import load_profile
 from syncline.predict import Schedule, predict
 from syncline.predict.diagnosis import CAUSES

@@ -23,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import syncline
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.engine.diary import Thinned
-from syncline.measure.network import Network, assumed_links
+from syncline.measure.assumed import assumed_links
+from syncline.measure.network import Network
 
 TWO = ClusterSpec(hosts=1, per_host=(2,))
 

@@ -21,7 +21,8 @@ from made_up import network as made_up_network
 from syncline.engine.local import LocalComm, run_ranks
 from syncline.errors import UsageError
 from syncline.exchange import WORLD, Dense, Exchange, Hierarchical, Layout, Level, Slot, State, Topology, Tree, settings
-from syncline.measure.network import Network, assumed_links, assumed_network
+from syncline.measure.assumed import assumed_links, assumed_network
+from syncline.measure.network import Network
 from syncline.predict.price import topology_of
 from syncline.testing import LAWS, place_ranks, run_steps
 

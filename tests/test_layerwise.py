@@ -23,8 +23,8 @@ import syncline
 from ddp_helpers import on_ranks
 from syncline.cluster import Rank
 from syncline.engine.stepping import state_bytes
+from syncline.measure.assumed import assumed_network
 from syncline.measure.memory import metered
-from syncline.measure.network import assumed_network
 from syncline.models import gpt, zoo
 from syncline.plan.make import plan_for
 from syncline.plan.search import named

@@ -20,7 +20,8 @@ from syncline.cluster import Rank
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, wire
 from syncline.measure.backward import measure_backward
-from syncline.measure.network import Collective, Link, Network, Overlap, Switch
+from syncline.measure.fitted import Collective, Link, Overlap, Switch
+from syncline.measure.network import Network
 from syncline.measure.profile import (
     BUFFER_ITEM_BYTES,
     ITEM_BYTES,

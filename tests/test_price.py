@@ -15,7 +15,8 @@ from made_up import MBIT, collective, link
 from made_up import network as made_up_network
 from made_up import profile as made_up_profile
 from syncline.exchange import WORLD, Cost, Dense, Hierarchical, Level, Phase, Topology, Tree, Way, wire
-from syncline.measure.network import Network, assumed_links, assumed_network
+from syncline.measure.assumed import assumed_links, assumed_network
+from syncline.measure.network import Network
 from syncline.predict import Schedule, ddp_buckets, predict
 from syncline.predict.price import capacities, flow, pricing, solo_s, topology_of
 from syncline.predict.timeline import Bucket, Capacity, Collective, Span, Timeline, simulate

@@ -23,7 +23,8 @@ from syncline.bench.result import BenchResult, DemoResult, Tuning
 from syncline.cli import app
 from syncline.errors import UsageError
 from syncline.files import read_json, write_json
-from syncline.measure.network import Network, assumed_network
+from syncline.measure.assumed import assumed_network
+from syncline.measure.network import Network
 from syncline.measure.profile import Gradient, Profile, load_profile
 from syncline.plan.make import make_plan, plan_for
 from syncline.plan.plan import Plan

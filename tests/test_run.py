@@ -18,7 +18,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.cli import run as run_cli
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
-from syncline.measure.network import Network, assumed_links
+from syncline.measure.assumed import assumed_links
+from syncline.measure.network import Network
 from syncline.report.record import RunRecord
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"

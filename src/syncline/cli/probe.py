@@ -11,7 +11,8 @@ from syncline.bench.forecast import probe_emulated
 from syncline.cli import options, screen
 from syncline.errors import UsageError
 from syncline.exchange import WORLD
-from syncline.measure.network import Collective, Network, Point
+from syncline.measure.fitted import Collective, Point
+from syncline.measure.network import Network
 from syncline.measure.probe import probe
 from syncline.report import figures
 from syncline.units import size_text

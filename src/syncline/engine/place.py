@@ -13,7 +13,8 @@ from syncline.engine.agreement import agree, digest
 from syncline.engine.comm import backend_of, gather_bytes
 from syncline.errors import SynclineError, UsageError
 from syncline.exchange import Climbing, Exchange, Topology, Tree
-from syncline.measure.network import Network, assumed_links
+from syncline.measure.assumed import assumed_links
+from syncline.measure.network import Network
 from syncline.measure.topology import host_identity, number
 from syncline.predict.price import topology_of
 

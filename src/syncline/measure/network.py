@@ -19,190 +19,16 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import msgspec
 
 from syncline.errors import UsageError
 from syncline.exchange import WORLD, Level, Tree, wire
 from syncline.files import read_json, write_json
+from syncline.measure.fitted import LEVELS, MOST, Collective, Link, Overlap, Startup, check_whole
 
-LINKS = ("local", "host", "rack")
-"""From the inside out: memory that a host's ranks share, a host's uplink, a rack's."""
-LEVELS = (WORLD, "hosts", "local")
-"""All ranks, one of each host, those of a host."""
-ASSUMED_RATE_BPS = 10_000_000_000
-ETHERNET_EFFICIENCY = 1448 / 1538
-"""Payload of a full frame, over all that it occupies on a wire."""
-_MOST = 10**18
-"""Of anything that is counted or measured: more is a slip of the hand, and need not stay finite when multiplied."""
-_ROUNDING = 1e-9
 Groups = tuple[tuple[int, ...], ...]
-
-
-class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One kind of link, in each direction: every host's uplink, or every rack's."""
-
-    name: str
-    bytes_per_s: float
-    """Of payload."""
-    low_bytes_per_s: float
-    high_bytes_per_s: float
-    """Between them the true rate lies with 90 % confidence."""
-    burst_bytes: float = 0.0
-    """What an idle link lets pass at once, before its rate counts: a shaper's credit."""
-    nominal_bps: int | None = None
-    """What it is sold as, in bits, where known."""
-
-    def __post_init__(self) -> None:
-        if self.name not in LINKS:
-            raise ValueError(f"name: {self.name} is not a link; known: {', '.join(LINKS)}")
-        for field in ("bytes_per_s", "low_bytes_per_s", "high_bytes_per_s"):
-            _check(self, field, positive=True)
-        _check_interval(self, "low_bytes_per_s", "bytes_per_s", "high_bytes_per_s")
-        _check(self, "burst_bytes")
-        if self.nominal_bps is not None:
-            _check_whole(self, "nominal_bps", least=1)
-
-    def times(self, factor: float) -> Link:
-        """So many times as fast."""
-        return msgspec.structs.replace(
-            self,
-            bytes_per_s=self.bytes_per_s * factor,
-            low_bytes_per_s=self.low_bytes_per_s * factor,
-            high_bytes_per_s=self.high_bytes_per_s * factor,
-            nominal_bps=None if self.nominal_bps is None else round(self.nominal_bps * factor),
-        )
-
-    def at(self, rate_bps: int) -> Link:
-        """The same link, sold as another rate: what it loses to headers stays the same share."""
-        share = self.bytes_per_s * 8 / self.nominal_bps if self.nominal_bps else ETHERNET_EFFICIENCY
-        return msgspec.structs.replace(self.times(share * rate_bps / 8 / self.bytes_per_s), nominal_bps=rate_bps)
-
-
-class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One size of a sweep."""
-
-    bytes: int
-    """Of the buffer."""
-    sent_bytes: int
-    """By the busiest rank."""
-    low_s: float
-    median_s: float
-    high_s: float
-    fitted_s: float
-    repeats: int
-
-    def __post_init__(self) -> None:
-        for field in ("bytes", "sent_bytes", "repeats"):
-            _check_whole(self, field, least=0)
-        for field in ("low_s", "median_s", "high_s", "fitted_s"):
-            _check(self, field)
-
-
-class Switch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """From so many sent bytes on, another protocol: dearer to start, cheaper per byte."""
-
-    from_bytes: int
-    startup_s: float
-    own_s_per_byte: float
-
-    def __post_init__(self) -> None:
-        _check_whole(self, "from_bytes", least=0)
-        for field in ("startup_s", "own_s_per_byte"):
-            _check(self, field)
-
-
-class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one kind of collective costs among the ranks of one level."""
-
-    level: str
-    kind: str
-    ranks: int
-    startup_s: float
-    startup_low_s: float
-    startup_high_s: float
-    own_s_per_byte: float
-    """Per byte that the busiest rank sends, whatever the links."""
-    serial_s: float
-    """Of the start-up, what does not hide behind a busy link."""
-    load: float = 1.0
-    """How much longer than its bytes alone it occupies a link: an all-to-all's flows get in each other's way."""
-    residual: float = 0.0
-    """Root mean square of the fit's relative errors."""
-    breakpoint_bytes: int | None = None
-    """Sent bytes from which the link, not the start-up, decides; null where one line fits all sizes."""
-    switches: tuple[Switch, ...] = ()
-    """Where start-up and own time change; by `from_bytes`."""
-    points: tuple[Point, ...] = ()
-
-    def least_s(self, sent_bytes: float) -> float:
-        """What it takes alone, on links of any speed."""
-        line: Collective | Switch = self
-        for switch in self.switches:
-            if sent_bytes >= switch.from_bytes:
-                line = switch
-        return line.startup_s + line.own_s_per_byte * sent_bytes
-
-    def scaled(self, low: float, expected: float, high: float) -> Collective:
-        """With start-ups that take so many times as long."""
-        return msgspec.structs.replace(
-            self,
-            startup_s=self.startup_s * expected,
-            startup_low_s=self.startup_low_s * low,
-            startup_high_s=self.startup_high_s * high,
-            serial_s=self.serial_s * expected,
-            switches=tuple(msgspec.structs.replace(one, startup_s=one.startup_s * expected) for one in self.switches),
-        )
-
-    def without_software(self) -> Collective:
-        """What if bytes cost nothing but their time on links."""
-        free = tuple(msgspec.structs.replace(one, own_s_per_byte=0.0) for one in self.switches)
-        return msgspec.structs.replace(self, own_s_per_byte=0.0, switches=free)
-
-    def __post_init__(self) -> None:
-        if self.kind not in wire.KINDS:
-            raise ValueError(f"kind: {self.kind} is not a collective; known: {', '.join(wire.KINDS)}")
-        if self.level not in LEVELS:
-            raise ValueError(f"level: {self.level} is not a level; known: {', '.join(LEVELS)}")
-        _check_whole(self, "ranks", least=2)
-        for field in ("startup_s", "startup_low_s", "startup_high_s", "own_s_per_byte", "serial_s", "residual"):
-            _check(self, field)
-        _check_interval(self, "startup_low_s", "startup_s", "startup_high_s")
-        _check(self, "load", positive=True)
-        if self.breakpoint_bytes is not None:
-            _check_whole(self, "breakpoint_bytes", least=0)
-        if any(before.from_bytes >= after.from_bytes for before, after in itertools.pairwise(self.switches)):
-            raise ValueError("switches: must stand in the order of from_bytes, each once")
-
-
-class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What several collectives at once, each on connections of its own, do to each other."""
-
-    streams: int
-    slowdown: float
-    """How much longer their start-ups take."""
-    crowding: float = 1.0
-    """How much longer a full link takes for their bytes than for the same bytes one after the other."""
-
-    def __post_init__(self) -> None:
-        _check_whole(self, "streams", least=1)
-        if not (math.isfinite(self.slowdown) and 1 <= self.slowdown <= self.streams):
-            raise ValueError(f"slowdown: must be between 1 and streams ({self.streams}), not {self.slowdown}")
-        if not (math.isfinite(self.crowding) and self.crowding >= 1):
-            raise ValueError(f"crowding: must be at least 1, not {self.crowding}")
-        _check(self, "crowding")
-
-
-class Startup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How long a tiny all-reduce takes among so many hosts: what the growth of start-ups is known from."""
-
-    ranks: int
-    seconds: float
-
-    def __post_init__(self) -> None:
-        _check_whole(self, "ranks", least=2)
-        _check(self, "seconds")
 
 
 class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
@@ -491,84 +317,6 @@ def _between(known: list[tuple[int, float]], streams: float) -> float:
     return known[-1][1]
 
 
-def assumed_network(hosts: int, per_host: int, rate_bps: int, backend: str = "nccl") -> Network:
-    """Hosts of equal size, numbered one after the other, with links nobody measured."""
-    return assumed_links([host for host in range(hosts) for _ in range(per_host)], rate_bps, backend)
-
-
-def assumed_links(host_of_rank: Sequence[int], rate_bps: int = ASSUMED_RATE_BPS, backend: str = "nccl") -> Network:
-    """Links nobody measured: Ethernet at its rate, and the rest as on an ordinary cluster of this kind."""
-    hosts, ranks = max(host_of_rank) + 1, len(host_of_rank)
-    fullest = max(collections.Counter(host_of_rank).values())
-    goodput = rate_bps / 8 * ETHERNET_EFFICIENCY
-    hop_s = 25e-6 if backend == "nccl" else 60e-6
-    local_hop_s, local_rate = (5e-6, 20e9) if backend == "nccl" else (20e-6, 2e9)
-    ranks_at = {WORLD: ranks} if 1 in (hosts, fullest) else {WORLD: ranks, "hosts": hosts, "local": fullest}
-    links = [
-        Link(
-            name="host",
-            bytes_per_s=goodput,
-            low_bytes_per_s=0.8 * goodput,
-            high_bytes_per_s=goodput,
-            nominal_bps=rate_bps,
-        )
-    ]
-    if fullest > 1:
-        low, high = local_rate / 3, local_rate * 3
-        links.append(Link(name="local", bytes_per_s=local_rate, low_bytes_per_s=low, high_bytes_per_s=high))
-    collectives = tuple(
-        Collective(
-            level=level,
-            kind=kind,
-            ranks=size,
-            startup_s=(startup_s := each_s * wire.hops(kind, size, backend)),
-            startup_low_s=startup_s / 3,
-            startup_high_s=startup_s * 3,
-            own_s_per_byte=0.0,
-            serial_s=startup_s,
-        )
-        for level, size in ranks_at.items()
-        for each_s in (local_hop_s if level == "local" or hosts == 1 else hop_s,)
-        for kind in wire.KINDS
-        if size > 1
-    )
-    return Network(
-        backend=backend,
-        device="cuda" if backend == "nccl" else "cpu",
-        host_of_rank=tuple(host_of_rank),
-        rack_of_host=(0,) * hosts,
-        links=tuple(links),
-        collectives=collectives,
-        in_flight=1 if backend == "nccl" else 2,
-        measured=False,
-        how=f"assumed: {rate_bps / 1e9:g} Gbit/s at {ETHERNET_EFFICIENCY:.0%}, {hop_s * 1e6:.0f} µs per message",
-    )
-
-
-def _check(struct: msgspec.Struct, field: str, positive: bool = False) -> None:
-    value = getattr(struct, field)
-    if not (math.isfinite(value) and (value > 0 if positive else value >= 0)):
-        raise ValueError(f"{field}: must be {'a positive number' if positive else 'a number from 0 up'}, not {value}")
-    if value > _MOST:
-        raise ValueError(f"{field}: is too large to be meant")
-
-
-def _check_whole(struct: msgspec.Struct, field: str, least: int) -> None:
-    value = getattr(struct, field)
-    if value < least:
-        raise ValueError(f"{field}: must be at least {least}, not {value}")
-    if value > _MOST:
-        raise ValueError(f"{field}: is too large to be meant")
-
-
-def _check_interval(struct: msgspec.Struct, low: str, middle: str, high: str) -> None:
-    bottom, value, top = (getattr(struct, field) for field in (low, middle, high))
-    if bottom > value * (1 + _ROUNDING):
-        raise ValueError(f"{low}: is {bottom}, above {middle} ({value})")
-    if top < value * (1 - _ROUNDING):
-        raise ValueError(f"{high}: is {top}, below {middle} ({value})")
-
-
 def _check_placement(network: Network) -> None:
     if network.schema != 1:
         raise ValueError(f"schema: is {network.schema}, and this release knows 1")
@@ -583,7 +331,7 @@ def _check_placement(network: Network) -> None:
 
 
 def _check_parts(network: Network) -> None:
-    _check_whole(network, "in_flight", least=1)
+    check_whole(network, "in_flight", least=1)
     for field, keys in (
         ("links", [link.name for link in network.links]),
         ("collectives", [f"{entry.kind} at level {entry.level}" for entry in network.collectives]),
@@ -600,7 +348,7 @@ def _check_parts(network: Network) -> None:
     rows = network.matrix_bytes_per_s
     if rows and (len(rows) != network.hosts or any(len(row) != network.hosts for row in rows)):
         raise ValueError(f"matrix_bytes_per_s: must have a row and a column for each of the {network.hosts} hosts")
-    if any(not 0 <= value <= _MOST for row in rows for value in row):
+    if any(not 0 <= value <= MOST for row in rows for value in row):
         raise ValueError("matrix_bytes_per_s: holds something else than numbers from 0 up, or what is too large")
 
 

@@ -17,7 +17,8 @@ import numpy as np
 
 from syncline.exchange import WORLD, wire
 from syncline.measure.fit import Fit, Lines, fit
-from syncline.measure.network import Collective, Link, Network, Overlap, Point, Startup, Switch
+from syncline.measure.fitted import Collective, Link, Overlap, Point, Startup, Switch
+from syncline.measure.network import Network
 
 STREAMS = (2, 4)
 ITEM_BYTES = 4
