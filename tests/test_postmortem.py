@@ -165,6 +165,17 @@ def test_victims_are_no_suspects_where_others_are(tmp_path: Path) -> None:
     assert [one.rank for one in examine_notes(tmp_path).accused] == [2]
 
 
+def test_of_what_is_said_of_a_rank_the_worst_counts(tmp_path: Path) -> None:
+    own = Suspect(0, Kind.FAILED, "no room for this bucket")
+    leave(tmp_path, 1, STORE)
+    leave(tmp_path, 2, own)
+    leave(tmp_path, 3, Suspect(0, Kind.VICTIM, "it failed too"), Suspect(1, Kind.SILENT, "no sign of life for 3 s"))
+    leave(tmp_path, 0)
+    first, second = examine_notes(tmp_path).accused
+    assert (first.rank, first.kind, first.why, first.by) == (0, Kind.FAILED, own.why, (1, 2, 3))
+    assert second.rank == 1
+
+
 def test_odd_things_among_the_notes_hurt_nobody(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank-3.json")
     (tmp_path / "rank-4.json").mkdir()

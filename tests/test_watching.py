@@ -29,11 +29,12 @@ from survivors import wait_for
 from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
 from syncline.cluster.ports import reserved_port
 from syncline.doctor import examine_notes
-from syncline.engine import failure, guard, signs, vigil
+from syncline.engine import agreement, failure, guard, signs, vigil
 from syncline.engine.failure import Failure
 from syncline.engine.guard import Guard
 from syncline.engine.lane import HostMarks, Job
 from syncline.engine.signs import At, Sign, is_collective
+from syncline.engine.stragglers import Stragglers
 from syncline.exchange import Comm, Layout, State, Work
 
 LOST = 1
@@ -115,6 +116,71 @@ def test_a_rank_that_does_not_come_is_named_and_told_from_a_dead_one() -> None:
         assert f"suspect: rank {LOST} (alive, in step 1, and has not come to this exchange)" in outcome.value
 
 
+def test_who_waits_in_the_first_step_is_not_said_to_hang() -> None:
+    """Ranks compare a bucket before its first exchange, which is no collective of the exchange's."""
+
+    def main(rank: Rank) -> str:
+        rank.init_process_group(TIMEOUT_S)
+        model = DDP(seeded(Mlp), **SMALL_BUCKETS)
+        syncline.attach(model, syncline.Dense(), timeout_s=5.0)
+        if rank.rank == LOST:
+            wait_for(rank, 0, 2)
+            return ""
+        if rank.rank == 2:
+            time.sleep(2.0)  # so that rank 0's time is up while this one waits
+        text = failing_step(rank, model)
+        wait_for(rank, 0, 2)
+        return text
+
+    outcomes = outcomes_of(main)
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+    assert f"suspect: rank {LOST} (alive, in step 0, and has not come to this exchange)" in outcomes[0].value
+    assert "rank 2 (" not in outcomes[0].value and "rank 0 (" not in outcomes[2].value
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("detached", "it had nothing attached when it was heard of last"), ("ended", "its program ended")],
+)
+def test_who_has_detached_or_ended_well_is_not_said_to_be_dead(how: str, why: str) -> None:
+    """Ended under torchrun, whose store outlives its ranks."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def main(rank: Rank) -> str:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        mine = dist.TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
+        dist.init_process_group("gloo", store=mine, rank=rank.rank, world_size=3, timeout=timedelta(seconds=TIMEOUT_S))
+        model = DDP(seeded(Mlp), **SMALL_BUCKETS)
+        handle = syncline.attach(model, syncline.Dense(), timeout_s=4.0)
+        train(model, square_loss_step(rank), 2)
+        if rank.rank == LOST:
+            end = handle.detach if how == "detached" else vigil._leave
+            end()
+            wait_for(rank, 0, 2)
+            return ""
+        text = failing_step(rank, model)
+        wait_for(rank, 0, 2)
+        return text
+
+    outcomes = outcomes_of(main)
+    assert all(outcome.error is None for outcome in outcomes), outcomes
+    for outcome in (outcomes[0], outcomes[2]):
+        assert f"suspect: rank {LOST} ({why})" in outcome.value
+
+
+def test_an_error_of_ones_own_where_ranks_meet_is_told_as_it_is(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(agreement, "gather_bytes", no_room)
+    group = dist.group.WORLD
+    assert group is not None
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory$"):
+        agreement.meet(group, {})
+
+
 def test_who_does_not_come_to_attach_is_named_and_the_others_leave_a_note(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,8 +211,8 @@ def test_who_does_not_come_to_attach_is_named_and_the_others_leave_a_note(
     assert len(job) == 16
 
 
-@pytest.mark.parametrize("server", ["test", "rank 0"])
-def test_a_program_that_falls_with_a_collective_of_its_own_names_who_was_missing(server: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("server", "end"), [("test", "falls"), ("rank 0", "falls"), ("rank 0", "catches")])
+def test_a_program_that_ends_with_a_collective_names_who_was_missing(server: str, end: str, tmp_path: Path) -> None:
     script = Path(__file__).parent / "scripts" / "falls.py"
     with contextlib.ExitStack() as ends:
         if server == "test":
@@ -156,7 +222,7 @@ def test_a_program_that_falls_with_a_collective_of_its_own_names_who_was_missing
             port = ends.enter_context(reserved_port())
         ranks = [
             subprocess.Popen(
-                [sys.executable, str(script), "127.0.0.1", str(port), str(rank), server],
+                [sys.executable, str(script), "127.0.0.1", str(port), str(rank), server, end],
                 env={**os.environ, failure.FOLDER_VARIABLE: str(tmp_path)},
                 stderr=subprocess.PIPE,
                 text=True,
@@ -168,7 +234,8 @@ def test_a_program_that_falls_with_a_collective_of_its_own_names_who_was_missing
         said = [rank.communicate(timeout=60)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1]
     for rank in (0, 2):
-        assert "the program ended in a collective of its own or of DDP's: RuntimeError: " in said[rank]
+        told = "the program ended in a collective of its own or of DDP's: RuntimeError: "
+        assert (told if end == "falls" else "ExchangeError: exchanging bucket 0 failed in step 3: ") in said[rank]
         assert f"suspect: rank {LOST} (no sign of life" in said[rank]
         assert "rank 0 (" not in said[rank] and "rank 2 (" not in said[rank]
     assert [(one.rank, one.by) for one in examine_notes(tmp_path).accused] == [(LOST, (0, 2))]
@@ -246,7 +313,9 @@ def test_what_hangs_without_a_collective_is_ended_and_the_model_can_be_let_go(mo
     assert "nothing has moved on lane" in outcomes[LOST].value["text"]
     assert "suspect" not in outcomes[LOST].value["text"]  # it knows that it was itself
     for outcome in (outcomes[0], outcomes[2]):
-        assert f"suspect: rank {LOST} (" in outcome.value["text"] and "exchange" in outcome.value["text"]
+        assert f"suspect: rank {LOST} (" in outcome.value["text"]
+        # Who waits may see it inside, or be told when it was ended there.
+        assert "inside of an exchange for" in outcome.value["text"] or "inside of the exchange" in outcome.value["text"]
     for outcome in outcomes:
         assert outcome.value["took_s"] < timeout_s + 1 + 10
         assert outcome.value["detached_s"] < 10
@@ -287,26 +356,28 @@ def own(*seconds: float | None) -> dict[int, At]:
     return {rank: At(1, 1, one) for rank, one in enumerate(seconds)}
 
 
-def test_a_straggler_is_one_that_stays_behind(one_rank: None) -> None:
-    watched = guard_of_one(5)
-    watched.ranks = (0, 1, 2)
+def test_a_straggler_is_one_that_stays_behind() -> None:
+    watched = Stragglers((0, 1, 2))
     for at in (
         own(0.1, 0.1, 0.3),  # once may be chance
         own(0.1, 0.1, 0.11),
         own(0.1, 0.1, 0.3),
         own(0.3, 0.1, 0.1),  # and so may another each time
-        own(0.1, None, 0.3),  # and whoever has not been measured may be slower still
+        own(0.5, None, 0.3),  # and whoever has not been measured may be slower still
     ):
         watched.compare(at)
-        assert watched.straggler is None
-    watched.compare(own(0.3, 0.1, 0.1))
+        assert watched.found is None
     with pytest.warns(UserWarning, match="rank 0 takes 0.200 s per step longer"):
         watched.compare(own(0.3, 0.1, 0.1))
-    assert str(watched.straggler).startswith("rank 0 takes 0.200 s per step longer")
-    watched.compare(own(0.4, 0.1, 0.1))
-    assert str(watched.straggler).startswith("rank 0 takes 0.300 s per step longer")
+    assert str(watched.found).startswith("rank 0 takes 0.200 s per step longer")
+    watched.compare(own(0.4, 0.1, 0.1))  # nobody is told twice
+    assert str(watched.found).startswith("rank 0 takes 0.300 s per step longer")
+    watched.compare(own(0.1, 0.1, 0.5))
+    assert watched.found is None
+    with pytest.warns(UserWarning, match="rank 2 takes 0.400 s per step longer"):  # another one is
+        watched.compare(own(0.1, 0.1, 0.5))
     watched.compare(own(0.1, 0.1, 0.1))
-    assert watched.straggler is None
+    assert watched.found is None
 
 
 @pytest.mark.parametrize("where", ["nowhere", "a file", "asked not to"])
@@ -354,7 +425,7 @@ def test_only_what_was_heard_since_one_asked_counts(monkeypatch: pytest.MonkeyPa
     def note(at_s: float, sign: Sign) -> None:
         nonlocal now_s
         now_s = at_s
-        heard.note(1, sign)
+        heard.note({1: sign})
 
     note(100.0, Sign(1))
     note(101.0, Sign(2))
@@ -384,8 +455,28 @@ def test_only_what_was_heard_since_one_asked_counts(monkeypatch: pytest.MonkeyPa
     assert heard.are_victims(others)
     note(114.5, Sign(15, failed="it met with a failure", asks=True))
     assert not heard.is_through(1)
-    note(115.0, Sign(16, left="ValueError: no"))
+    note(115.0, Sign(16, left="its program ended: ValueError: no"))
     assert heard_of(heard.known(others)) == ["rank 1 (its program ended: ValueError: no)"]
+
+
+def test_who_has_not_listened_calls_nobody_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 100.0
+    monkeypatch.setattr(signs.time, "monotonic", lambda: now_s)
+    heard, others = signs.Heard(1.0), [1, 2, 3]
+
+    def suspects() -> list[str]:
+        return heard_of(heard.suspects(others, Sign(1), "here", 109.0))
+
+    heard.note({1: Sign(1), 3: Sign(1, idle=True)})
+    now_s = 120.0  # it was stopped, and rank 2 may have left its first sign meanwhile
+    assert suspects() == ["rank 3 (it had nothing attached when it was heard of last)"]
+    assert heard.is_open(1, 109.0) and not heard.is_open(2, 109.0) and not heard.is_open(3, 109.0)
+    heard.note({1: Sign(1), 3: Sign(1, idle=True)})
+    assert suspects() == ["rank 2 (it has left no sign here)"]
+    now_s = 120.5
+    heard.note({1: Sign(1), 3: Sign(1, idle=True)})
+    assert suspects() == ["rank 1 (no sign of life for 2 s)", "rank 2 (it has left no sign here)"]
+    assert heard.is_through(3) and not heard.is_open(1, 109.0)
 
 
 @pytest.mark.parametrize(
@@ -421,6 +512,9 @@ def test_what_a_device_has_not_ended_is_told_in_time_and_again_the_next_time(
         for thread in set(threading.enumerate()) - before:
             thread.join(10)
 
+    through = Job(bucket=4, lane=1, flat=torch.zeros(2), run=lambda: None, marks=OnDevice())
+    watched.begin(through, 1)  # on another lane, which is through, and stays so
+    through.marks.mark("end")
     for number in (1, 2):
         job = Job(bucket=3, lane=0, flat=torch.zeros(2), run=lambda: None, marks=OnDevice())
         watched.begin(job, number)

@@ -1,7 +1,8 @@
-"""A rank of three, in a collective of its own that one does not come to, because it is gone.
+"""A rank of three, in a collective that one does not come to, because it is gone.
 
 Its arguments: address and port of a store, its rank, who serves the store: `test`, which outlives all of them, or
-`rank 0`; then rank 2 is late, and asks when rank 0 knows already.
+`rank 0`; then rank 2 is late, and asks when rank 0 knows already. And how it ends: it `falls` with a collective of its
+own, or `catches` what is raised of an exchange, says it, and exits.
 """
 
 import os
@@ -17,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
 
-address, port, rank, server = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+address, port, rank, server, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]
 serves = server == "rank 0" and rank == 0
 store = dist.TCPStore(address, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=30))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
@@ -30,4 +31,10 @@ if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
 if server == "rank 0" and rank == 2:
     time.sleep(1.5)
-dist.all_reduce(torch.ones(1))
+if end == "falls":
+    dist.all_reduce(torch.ones(1))
+try:
+    model(torch.ones(2, 4)).sum().backward()
+except RuntimeError as error:
+    print(error, file=sys.stderr)
+    sys.exit(1)

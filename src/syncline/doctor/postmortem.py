@@ -19,15 +19,17 @@ _APART_S = 300.0
 _WHAT_TO_DO = {
     Kind.FAILED: "see its output",
     Kind.ENDED: "see its output",
-    Kind.VICTIM: "see its output",
-    Kind.SILENT: "its process ended or stands still, or its host or link is gone: see its output and its host",
-    Kind.UNSEEN: "it had not come so far: see its output, and whether its host reaches the others",
-    Kind.DETACHED: "it runs another program, or has detached its model: see its output",
     Kind.INSIDE: "its exchange hangs in code of its own: see its output",
     Kind.ELSEWHERE: "it did something else meanwhile: fewer batches, a checkpoint, an exception that was caught",
+    Kind.DETACHED: "it runs another program, or has detached its model: see its output",
+    Kind.SILENT: "its process ended or stands still, or its host or link is gone: see its output and its host",
+    Kind.UNSEEN: "it had not come so far: see its output, and whether its host reaches the others",
     Kind.STORE_GONE: "whoever serves the store has ended, rank 0 or the launcher on its host: see its output",
     Kind.STORE_MUTE: "see whether its host, and the link of those who say so, are up",
+    Kind.VICTIM: "see its output",
 }
+"""From what says most of a rank to what says least."""
+_WEIGHT = {kind: place for place, kind in enumerate(_WHAT_TO_DO)}
 
 
 class Accused(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +39,7 @@ class Accused(msgspec.Struct, frozen=True, kw_only=True):
     by: tuple[int, ...]
     kind: Kind
     why: str
-    """In the words of one of them."""
+    """The worst that one of them says, in its words."""
     left_note: bool
 
     @property
@@ -123,7 +125,7 @@ def _accused(notes: Sequence[Failure]) -> tuple[Accused, ...]:
     for note in notes:
         for suspect in note.suspects:
             by.setdefault(suspect.rank, []).append(note.rank)
-            if suspect.rank not in worst or worst[suspect.rank].kind is Kind.VICTIM:
+            if suspect.rank not in worst or _WEIGHT[suspect.kind] < _WEIGHT[worst[suspect.rank].kind]:
                 worst[suspect.rank] = suspect
     left = {note.rank for note in notes}
     accused = [

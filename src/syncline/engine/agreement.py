@@ -18,7 +18,7 @@ from syncline._version import __version__
 from syncline.engine import failure
 from syncline.engine.comm import backend_of, gather_bytes, group_timeout
 from syncline.engine.signs import Suspect, is_collective, suspected
-from syncline.engine.vigil import Vigil, vigil
+from syncline.engine.vigil import vigil
 from syncline.errors import MismatchError, SynclineError, first_line
 
 Fields = Mapping[str, Any]
@@ -84,35 +84,37 @@ def meeting(group: dist.ProcessGroup, call: str, *, users: bool = False) -> Iter
         except SynclineError:
             raise
         except RuntimeError as error:
-            if users and ("ExchangeError:" in str(error) or not is_collective(error)):
+            if users and "ExchangeError:" in str(error):
+                raise
+            if not is_collective(error):
+                if found is not None:
+                    found.say(f"{type(error).__name__}: {first_line(error)}", own=True)
                 raise
             told = f"the ranks did not meet to {call}: {first_line(error)}"
-            left, suspects = _leave(group, told, [], found), []
-            if found is not None:
-                found.say(told, own=False)
-                suspects = found.suspects(dist.get_process_group_ranks(group), group.group_name)
-                left = _leave(group, told, suspects, found) if suspects else left
+            suspects, left = failure.told(
+                told,
+                lambda suspects, job: _note_of(group, told, suspects, job),
+                lambda found: found.suspects(dist.get_process_group_ranks(group), group.group_name),
+                own=False,
+            )
             raise MismatchError(
                 f"{told}{suspected(suspects)}. All ranks of the model's process group must call {call}, in the same "
                 f"order as their other collectives{left}"
             ) from error
 
 
-def _leave(group: dist.ProcessGroup, error: str, suspects: list[Suspect], vigil: Vigil | None) -> str:
-    """→ where the note is."""
-    return failure.leave(
-        lambda: failure.Failure(
-            rank=dist.get_rank(),
-            world_size=dist.get_world_size(),
-            backend=backend_of(group),
-            timeout_s=group_timeout(group).total_seconds(),
-            job="" if vigil is None else vigil.job,
-            step=None,
-            error=error,
-            suspects=tuple(suspects),
-            pending=(),
-            events=(),
-        )
+def _note_of(group: dist.ProcessGroup, error: str, suspects: Sequence[Suspect], job: str) -> failure.Failure:
+    return failure.Failure(
+        rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
+        backend=backend_of(group),
+        timeout_s=group_timeout(group).total_seconds(),
+        job=job,
+        step=None,
+        error=error,
+        suspects=tuple(suspects),
+        pending=(),
+        events=(),
     )
 
 

@@ -29,7 +29,7 @@ from syncline.engine.place import Place
 from syncline.engine.route import Route, tell
 from syncline.engine.stats import Span, predicted_for, sent_over, span_of
 from syncline.errors import ExchangeError, SynclineError, UsageError, first_line
-from syncline.exchange import Climbing, Exchange, Layout, Slot, State, Work
+from syncline.exchange import WORLD, Climbing, Exchange, Layout, Slot, State, Work
 
 _WATCHED = 50
 """Steps of which the median is compared with what was expected."""
@@ -295,9 +295,11 @@ class Engine:
     def _prepare(self, bucket: Bucket) -> State:
         layout, comm = bucket.layout, self._groups[bucket.lane].comm
         held = {slot.name: f"{tuple(slot.shape)} at {slot.offset}" for slot in layout.slots}
+        self._guard.issued(bucket.lane, "agree", WORLD, 0)
         agree(comm.group, {"index": bucket.index, "dtype": str(layout.dtype), **held}, "a gradient bucket")
         state = bucket.exchange.prepare(layout, comm)
         if isinstance(bucket.exchange, Climbing):  # it chose by arithmetic, which other machines may do differently
+            self._guard.issued(bucket.lane, "agree", WORLD, 0)
             agree(comm.group, {"way": state.describe()}, "the way of a gradient bucket")
         with self._lock:
             mine = {slot.name: self._waiting.pop(slot.name) for slot in layout.slots if slot.name in self._waiting}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ import torch
 from syncline import torchrun
 from syncline._version import __version__
 from syncline.engine.signs import Suspect
+from syncline.engine.vigil import Vigil, vigil
 from syncline.errors import first_line
 from syncline.files import read_json, write_json
 
@@ -94,6 +95,24 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Failure:
         return read_json(path, cls)
+
+
+def told(
+    error: str,
+    note_of: Callable[[Sequence[Suspect], str], Failure],
+    find: Callable[[Vigil], Sequence[Suspect]],
+    *,
+    own: bool,
+) -> tuple[Sequence[Suspect], str]:
+    """Tells the other ranks, leaves a note, and finds out because of whom it is, unless it is this rank's `own` doing.
+    Takes seconds. `note_of` suspects, and the job's name. → the suspects, and where the note is."""
+    with vigil() as found:
+        job = "" if found is None else found.job
+        if found is not None:
+            found.say(error, own=own)
+        left = leave(lambda: note_of([], job))  # now: a launcher may end this process before more is known
+        suspects = [] if found is None or own else find(found)
+    return suspects, leave(lambda: note_of(suspects, job)) if suspects else left
 
 
 def leave(found: Callable[[], Failure]) -> str:

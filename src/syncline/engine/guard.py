@@ -63,7 +63,8 @@ class Guard:
         """By lane, what happened last."""
         self._submitted = self._step = 0
         self._lanes: Sequence[Lane] = ()
-        self._told = False
+        self._told: set[int] = set()
+        """Lanes on a device whose last exchange was told to be stuck."""
         self._lock = threading.Lock()
         self._explains = False
         self._explained = threading.Event()
@@ -159,7 +160,7 @@ class Guard:
             mute_s = now_s - moved_s
             if not one.job.marks.on_host:
                 if not _under_way(one.job):
-                    self._told = False
+                    self._told.discard(one.job.lane)
                 elif mute_s > _DEVICE * self.timeout_s:
                     self._tell_stuck(one, mute_s)
             elif mute_s > self.timeout_s + max(_GRACE_S, _GRACE * self.timeout_s) and lanes:
@@ -172,9 +173,9 @@ class Guard:
                 self._moved_s[one.job.lane] = now_s  # once, until it is due again
 
     def _tell_stuck(self, one: _Open, mute_s: float) -> None:
-        if self._told:
+        if one.job.lane in self._told:
             return
-        self._told = True
+        self._told.add(one.job.lane)
         text = (
             f"exchanging bucket {one.job.bucket} of step {one.step} has taken {mute_s:.0f} s, and NCCL ends this "
             f"process after {self.timeout_s:.0f} s"
@@ -185,7 +186,7 @@ class Guard:
         """Nothing has failed yet, and it may still go on."""
         with vigil() as found:
             job, suspects = ("", []) if found is None else (found.job, found.suspects(self.ranks, self))
-        tell(text + suspected(suspects) + self._leave(text, suspects, job))
+        tell(text + suspected(suspects) + failure.leave(lambda: self._note_of(text, suspects, job)))
 
     def compare(self, at: dict[int, At]) -> None:
         self._stragglers.compare(at)
@@ -222,18 +223,15 @@ class Guard:
         return f"{error}" + ("" if self._explanation in str(error) else self._explanation)
 
     def _explain(self, error: str, own: bool, outside: bool) -> str:
-        with vigil() as found:
-            if found is not None:
-                found.say(error, own=own)
-            job = "" if found is None else found.job
-            left = self._leave(error, [], job)  # now: a launcher may end this process before more is known
-            suspects = found.suspects(self.ranks, self, outside=outside) if found is not None and not own else []
-        return suspected(suspects) + (self._leave(error, suspects, job) if suspects else left)
+        suspects, left = failure.told(
+            error,
+            lambda suspects, job: self._note_of(error, suspects, job),
+            lambda found: found.suspects(self.ranks, self, outside=outside),
+            own=own,
+        )
+        return suspected(suspects) + left
 
-    def _leave(self, error: str, suspects: list[Suspect], job: str) -> str:
-        return failure.leave(lambda: self._note_of(error, suspects, job))
-
-    def _note_of(self, error: str, suspects: list[Suspect], job: str) -> failure.Failure:
+    def _note_of(self, error: str, suspects: Sequence[Suspect], job: str) -> failure.Failure:
         now_s = time.monotonic()
         with self._lock:
             pending = [

@@ -20,6 +20,9 @@ from syncline.errors import first_line
 _SILENT_BEATS = 2.2
 """A rank that has left no new sign for so long is not heard of."""
 
+_LISTENS_BEATS = 2.0
+"""Between two looks, at most, that count as listening."""
+
 _COLLECTIVE = ("connection", "timed out", "timeout", "gloo", "nccl", "socket", "reset by peer", "broken pipe")
 """In the words of a backend whose collective has failed: somebody else's doing, more likely than not."""
 
@@ -51,7 +54,9 @@ class Sign(msgspec.Struct, frozen=True):
     asks: bool = False
     """Whether it reads the others' signs, and needs the store for that."""
     left: str = ""
-    """What ended its program."""
+    """How its program ended."""
+    idle: bool = False
+    """Whether it has nothing attached any more, and leaves no more signs."""
 
 
 class Kind(enum.Enum):
@@ -100,12 +105,12 @@ class Exchanging(Protocol):
 @dataclass(frozen=True)
 class _Heard:
     sign: Sign
-    changed_s: float
-    """When it was seen for the first time."""
     read_s: float
     """When it was looked for last: nothing is known of the time since."""
+    mute_s: float = 0.0
+    """For how long it was looked for and did not change."""
     left_after_s: float = -math.inf
-    """When it was not there yet: it was left between then and `changed_s`."""
+    """When it was not there yet."""
 
 
 class Heard:
@@ -114,15 +119,21 @@ class Heard:
     def __init__(self, beat_s: float) -> None:
         self._beat_s = beat_s
         self._of: dict[int, _Heard] = {}
+        self._read_s = -math.inf
 
-    def note(self, rank: int, sign: Sign) -> None:
-        now_s, before = time.monotonic(), self._of.get(rank)
-        if before is None:
-            self._of[rank] = _Heard(sign, now_s, now_s)
-        elif sign.beat == before.sign.beat:
-            self._of[rank] = replace(before, read_s=now_s)
-        else:
-            self._of[rank] = _Heard(sign, now_s, now_s, before.read_s)
+    def note(self, signs: Mapping[int, Sign]) -> None:
+        """What was there when somebody looked, of all ranks that have ever left one."""
+        now_s = self._read_s = time.monotonic()
+        for rank, sign in signs.items():
+            before = self._of.get(rank)
+            if before is None:
+                self._of[rank] = _Heard(sign, now_s)
+            elif sign.beat == before.sign.beat:
+                # Whoever looks may have been stopped itself, or was too busy: then it has not listened all the time.
+                listened_s = min(now_s - before.read_s, _LISTENS_BEATS * self._beat_s)
+                self._of[rank] = replace(before, read_s=now_s, mute_s=before.mute_s + listened_s)
+            else:
+                self._of[rank] = _Heard(sign, now_s, left_after_s=before.read_s)
 
     def __contains__(self, rank: int) -> bool:
         return rank in self._of
@@ -139,23 +150,28 @@ class Heard:
             return False
         return _failed(heard) or heard.left_after_s >= asked_s or self._mute_s(heard) is not None
 
+    def is_open(self, rank: int, asked_s: float) -> bool:
+        """Whether it may be dead, and nobody has listened for long enough to say so."""
+        heard = self._of.get(rank)
+        return heard is not None and not heard.sign.idle and not self.knows(rank, asked_s)
+
     def is_through(self, rank: int) -> bool:
         """Whether nobody needs to stay because of it."""
         heard = self._of.get(rank)
         if heard is None:
             return False
-        return (_failed(heard) and not heard.sign.asks) or self._mute_s(heard) is not None
+        done = _failed(heard) or heard.sign.idle
+        return (done and not heard.sign.asks) or self._mute_s(heard) is not None
 
     def _mute_s(self, heard: _Heard) -> float | None:
         """For how long it has left no sign, where that is long."""
-        mute_s = heard.read_s - heard.changed_s
-        return mute_s if mute_s >= _SILENT_BEATS * self._beat_s else None
+        return heard.mute_s if heard.mute_s >= _SILENT_BEATS * self._beat_s else None
 
     def known(self, others: Sequence[int]) -> list[Suspect]:
         """Of these ranks, those that were suspect when they were heard of last, whatever has become of them since."""
         heard = {rank: self._of[rank] for rank in others if rank in self._of}
         guilty = [told for rank, one in heard.items() if (told := _guilt(rank, one.sign)) is not None]
-        mute = {rank: self._mute_s(one) for rank, one in heard.items() if not _failed(one)}
+        mute = {rank: self._mute_s(one) for rank, one in heard.items() if not (_failed(one) or one.sign.idle)}
         return guilty or [_silent(rank, seconds) for rank, seconds in mute.items() if seconds is not None]
 
     def failed_of(self, rank: int) -> str:
@@ -177,15 +193,19 @@ class Heard:
         for rank in others:
             heard = self._of.get(rank)
             if heard is None:
-                mute.append(Suspect(rank, Kind.UNSEEN, "it has left no sign here"))
+                if self._read_s >= asked_s:
+                    mute.append(Suspect(rank, Kind.UNSEEN, "it has left no sign here"))
                 continue
             sign = heard.sign
             if (told := _guilt(rank, sign)) is not None:
                 guilty.append(told)
             elif sign.failed:
                 earlier.append(Suspect(rank, Kind.VICTIM, f"it failed too: {sign.failed}"))
+            elif sign.idle:
+                behind.append(Suspect(rank, Kind.DETACHED, "it had nothing attached when it was heard of last"))
             elif heard.left_after_s < asked_s:
-                mute.append(_silent(rank, self._mute_s(heard)))
+                if (mute_s := self._mute_s(heard)) is not None:
+                    mute.append(_silent(rank, mute_s))
             elif outside:
                 why = f"alive{_in_step(sign, place)}, and has not come to this collective"
                 behind.append(Suspect(rank, Kind.ELSEWHERE, why))
@@ -215,7 +235,7 @@ def _failed(heard: _Heard) -> bool:
 
 def _guilt(rank: int, sign: Sign) -> Suspect | None:
     if sign.left:
-        return Suspect(rank, Kind.ENDED, f"its program ended: {sign.left}")
+        return Suspect(rank, Kind.ENDED, sign.left)
     return Suspect(rank, Kind.FAILED, sign.failed) if sign.failed and sign.own else None
 
 
@@ -224,8 +244,8 @@ def _in_step(sign: Sign, place: Exchanging | str) -> str:
     return "" if at is None else f", in step {at.step}"
 
 
-def _silent(rank: int, seconds: float | None) -> Suspect:
-    return Suspect(rank, Kind.SILENT, "no sign of life" + ("" if seconds is None else f" for {seconds:.0f} s"))
+def _silent(rank: int, seconds: float) -> Suspect:
+    return Suspect(rank, Kind.SILENT, f"no sign of life for {seconds:.0f} s")
 
 
 def is_backends(error: BaseException) -> bool:

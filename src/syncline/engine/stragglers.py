@@ -30,6 +30,7 @@ class Stragglers:
         """Who was the slowest at the last looks, and at how many."""
         self.found: str | None = None
         """Who keeps the others waiting, if somebody does."""
+        self._told: int | None = None
 
     def stepped(self, span: Span | None, period_s: float) -> None:
         """A step is over, and took so long: what this rank did not spend waiting for the last bucket was its own."""
@@ -49,16 +50,16 @@ class Stragglers:
         others_s = statistics.median(seconds for rank, seconds in own_s.items() if rank != slowest)
         lag_s = own_s[slowest] - others_s
         if lag_s <= max(_LAGS_S, _LAGS * others_s):
-            self._lagged, self.found = {}, None
+            self._lagged, self.found, self._told = {}, None, None
             return
         self._lagged = {slowest: self._lagged.get(slowest, 0) + 1}
-        if self._lagged[slowest] >= _LOOKS:
-            known, self.found = (
-                self.found is not None,
-                (
-                    f"rank {slowest} takes {lag_s:.3f} s per step longer than the others, which wait for it "
-                    f"({own_s[slowest]:.3f} s of its own, theirs {others_s:.3f} s; medians of the last {_STEPS} steps)"
-                ),
-            )
-            if not known:
-                tell(self.found)
+        if self._lagged[slowest] < _LOOKS:
+            self.found = None
+            return
+        self.found = (
+            f"rank {slowest} takes {lag_s:.3f} s per step longer than the others, which wait for it "
+            f"({own_s[slowest]:.3f} s of its own, theirs {others_s:.3f} s; medians of the last {_STEPS} steps)"
+        )
+        if self._told != slowest:
+            self._told = slowest
+            tell(self.found)

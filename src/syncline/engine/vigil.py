@@ -80,10 +80,10 @@ class Vigil:
         """Who may be about to have something watched: whoever made it is one."""
         self.job = ""
         """What these ranks call their job, once all could agree on it."""
-        self._sign = Sign(0)
+        self._sign = Sign(secrets.randbelow(1 << 40))  # no two vigils of a rank count alike
         self._heard = Heard(self.beat_s)
-        self._silent: str | None = None
-        """Why the store does not answer, if it does not."""
+        self._silent = False
+        """Whether the store does not answer."""
         self._silent_until_s = 0.0
         """When it is asked again, if nobody has to know before."""
         self._gone = False
@@ -98,8 +98,8 @@ class Vigil:
         self._lock = threading.Condition()
         self._wake = threading.Event()
         self._over = False
-        self._left = False
-        """Whether the last sign is yet to be left."""
+        self._parts = True
+        """Whether it leaves a last sign when it ends."""
         self._threads = [
             threading.Thread(target=self._look_after_lanes, name="syncline-vigil", daemon=True),
             threading.Thread(target=self._exchange_signs, name="syncline-signs", daemon=True),
@@ -164,6 +164,9 @@ class Vigil:
         with self._lock:
             self._sign = msgspec.structs.replace(self._sign, asks=True)
             self._listen(until_s, lambda: self._heard_enough(others, asked_s, outside))
+            if any(self._heard.is_open(rank, asked_s) for rank in others):  # a busy machine: little was read
+                until_s = time.monotonic() + _PATIENT_BEATS * self.beat_s
+                self._listen(until_s, lambda: not any(self._heard.is_open(rank, asked_s) for rank in others))
             self._sign = msgspec.structs.replace(self._sign, asks=False)
             self._wake.set()
             return self._judged(others, place, asked_s, outside)
@@ -181,12 +184,16 @@ class Vigil:
         while (left_s := until_s - time.monotonic()) > 0 and self.usable and not (self._gone or self._blind):
             if enough():
                 break
-            self._lock.wait(min(left_s, self.beat_s / 4))
+            began_s, wait_s = time.monotonic(), min(left_s, self.beat_s / 4)
+            self._lock.wait(wait_s)
+            overslept_s = time.monotonic() - began_s - wait_s
+            if overslept_s > self.beat_s:  # this process was stopped, and has heard nothing
+                until_s = self._asked_until_s = until_s + overslept_s
 
     @property
     def _unanswered(self) -> bool:
         since_s = self._asking_since_s
-        return self._silent is not None or (since_s is not None and time.monotonic() - since_s > _ANSWER_S)
+        return self._silent or (since_s is not None and time.monotonic() - since_s > _ANSWER_S)
 
     def _judged(self, others: Sequence[int], place: Exchanging | str, asked_s: float, outside: bool) -> list[Suspect]:
         if self._blind or (self._rank == 0 and (self._gone or self._unanswered)):
@@ -197,7 +204,7 @@ class Vigil:
                 server = Suspect(0, Kind.VICTIM, f"it failed too, and took the job's store with it: {failed}")
             return self._heard.known(others) or [server]
         if self._unanswered:
-            return [Suspect(0, Kind.STORE_MUTE, "or this rank's own link: the job's store does not answer")]
+            return [Suspect(0, Kind.STORE_MUTE, "the job's store does not answer; or this rank's own link is down")]
         return self._heard.suspects(others, self._sign, place, asked_s, outside=outside)
 
     # --- the thread that looks after lanes ----------------------------------------------------------------------
@@ -236,14 +243,20 @@ class Vigil:
                 asked = time.monotonic() < self._asked_until_s
                 self._wake.wait(self.beat_s / 4 if asked else self.beat_s)
                 self._wake.clear()
-            if self._left and self._store is not None and not (self._gone or self._silent):
-                with contextlib.suppress(RuntimeError, OSError):
-                    self._leave_sign({})
+            self._part()
         finally:
             with self._lock:
                 self._blind = True
                 self._lock.notify_all()
             self._store = self._shared = self._job = None  # and connections
+
+    def _part(self) -> None:
+        there = self._store is not None and not (self._gone or self._silent)
+        if there and self._parts and (self._sign.left or self._job is dist.group.WORLD):
+            with self._lock:
+                self._sign = msgspec.structs.replace(self._sign, idle=not self._sign.left)
+            with contextlib.suppress(RuntimeError, OSError):
+                self._leave_sign({})
 
     def _open(self) -> None:
         """A connection of its own: others may wait on theirs for minutes. Here, where nobody waits for it, because a
@@ -262,7 +275,7 @@ class Vigil:
         except (AttributeError, NotImplementedError):
             self._blind = True
         except (RuntimeError, OSError):  # it will be no better later
-            self._silent = "no connection"
+            self._silent = True
         self._asking_since_s = None
 
     def _exchange_once(self) -> bool:
@@ -277,18 +290,18 @@ class Vigil:
         led = [one for one in watched if one.ranks[0] == self._rank and len(one.ranks) > 1]
         compares = bool(led) and now_s - self._compared_s > _STRAGGLERS_S
         asked = now_s < self._asked_until_s
-        if self._silent is not None and not asked and now_s < self._silent_until_s:
+        if self._silent and not asked and now_s < self._silent_until_s:
             return True  # each try is a complaint in the job's output
         self._asking_since_s = now_s
         try:
             self._leave_sign({one.name: one.at() for one in watched})
-            self._silent = None
+            self._silent = False
             if late or compares or asked:
                 self._read()
         except (RuntimeError, OSError) as error:  # the store's host is gone, or cannot be reached
             self._fall_silent(error)
         self._asking_since_s = None
-        if compares and self._silent is None:
+        if compares and not self._silent:
             self._compared_s = now_s
             for one in led:
                 one.compare({**self._heard.at(one.name, one.ranks), self._rank: one.at()})
@@ -305,28 +318,33 @@ class Vigil:
         there = [rank for rank in others if rank in self._heard or self._store.check([_key(rank)])]
         signs = self._store.multi_get([_key(rank) for rank in there]) if there else []
         with self._lock:
+            found: dict[int, Sign] = {}
             for rank, data in zip(there, signs, strict=True):
                 with contextlib.suppress(msgspec.MsgspecError):
-                    self._heard.note(rank, msgspec.json.decode(data, type=Sign))
+                    found[rank] = msgspec.json.decode(data, type=Sign)
+            self._heard.note(found)
 
     def _fall_silent(self, error: BaseException) -> None:
         with self._lock:
-            self._silent = first_line(error)[:120]
+            self._silent = True
             self._silent_until_s = time.monotonic() + _STRAGGLERS_S
             self._gone = isinstance(error, dist.DistNetworkError)
             self._lock.notify_all()
 
     def leave(self) -> None:
-        """The program ends: what ended it, if something did, is the last sign. Threads that still run while Python
-        takes itself apart could take the process with them, so they end first, unless the store keeps one."""
+        """The program ends, and how it does is the last sign. Threads that still run while Python takes itself apart
+        could take the process with them, so they end first, unless the store keeps one."""
         if self._pid != os.getpid():
             return
-        ended_by = getattr(sys, "last_value", None)
-        if ended_by is not None and ended_by is not self._raised_before:
-            with contextlib.suppress(Exception):  # nothing may keep a program from ending
+        with contextlib.suppress(Exception):  # nothing may keep a program from ending
+            ended_by = getattr(sys, "last_value", None)
+            if ended_by is not None and ended_by is not self._raised_before:
                 self._tell_end(ended_by)
+            elif torchrun.keeps_store() and not self._sign.failed:  # another store may be gone, and torch complain
+                self._say_left("its program ended")
+            self._stay()
         with self._lock:
-            self._over = True
+            self._over, self._parts = True, bool(self._sign.left)
         self._end()
 
     def _tell_end(self, ended_by: BaseException) -> None:
@@ -336,14 +354,20 @@ class Vigil:
             for one in sorted(self._looked_at() or (), key=lambda one: -len(one.ranks))[:1]:
                 one.fell_with(text)
         elif not told:
-            with self._lock:
-                self._sign, self._left = msgspec.structs.replace(self._sign, left=text), True
-        if self._rank == 0 and not torchrun.keeps_store():
-            # The store may go with this process, and others may still be asking.
-            others = [rank for rank in range(self._ranks) if rank != self._rank]
-            with self._lock:
-                until_s = time.monotonic() + min(_PATIENT_BEATS * self.beat_s, _STAYS_S)
-                self._listen(until_s, lambda: all(map(self._heard.is_through, others)))
+            self._say_left(f"its program ended: {text}")
+
+    def _say_left(self, how: str) -> None:
+        with self._lock:
+            self._sign = msgspec.structs.replace(self._sign, left=how)
+
+    def _stay(self) -> None:
+        """After a failure the store may go with this process, and others may still be asking."""
+        if self._rank != 0 or torchrun.keeps_store() or not (self._sign.failed or self._sign.left):
+            return
+        others = [rank for rank in range(self._ranks) if rank != self._rank]
+        with self._lock:
+            until_s = time.monotonic() + min(_PATIENT_BEATS * self.beat_s, _STAYS_S)
+            self._listen(until_s, lambda: all(map(self._heard.is_through, others)))
 
 
 def _key(what: int | str) -> str:
