@@ -211,8 +211,8 @@ def test_who_does_not_come_to_attach_is_named_and_the_others_leave_a_note(
     assert len(job) == 16
 
 
-@pytest.mark.parametrize(("server", "end"), [("test", "falls"), ("rank 0", "falls"), ("rank 0", "catches")])
-def test_a_program_that_ends_with_a_collective_names_who_was_missing(server: str, end: str, tmp_path: Path) -> None:
+def ended(server: str, end: str, notes: Path) -> list[tuple[int, str]]:
+    """Three ranks of `scripts/falls.py`: their exit codes, and what they said."""
     script = Path(__file__).parent / "scripts" / "falls.py"
     with contextlib.ExitStack() as ends:
         if server == "test":
@@ -223,7 +223,7 @@ def test_a_program_that_ends_with_a_collective_names_who_was_missing(server: str
         ranks = [
             subprocess.Popen(
                 [sys.executable, str(script), "127.0.0.1", str(port), str(rank), server, end],
-                env={**os.environ, failure.FOLDER_VARIABLE: str(tmp_path)},
+                env={**os.environ, failure.FOLDER_VARIABLE: str(notes)},
                 stderr=subprocess.PIPE,
                 text=True,
             )
@@ -232,13 +232,28 @@ def test_a_program_that_ends_with_a_collective_names_who_was_missing(server: str
         for one in ranks:
             ends.callback(one.kill)
         said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [1, -signal.SIGKILL, 1]
-    for rank in (0, 2):
+    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+
+
+@pytest.mark.parametrize(("server", "end"), [("test", "falls"), ("rank 0", "falls"), ("rank 0", "catches")])
+def test_a_program_that_ends_with_a_collective_names_who_was_missing(server: str, end: str, tmp_path: Path) -> None:
+    ranks = ended(server, end, tmp_path)
+    assert [code for code, _ in ranks] == [1, -signal.SIGKILL, 1]
+    for _, said in (ranks[0], ranks[2]):
         told = "the program ended in a collective of its own or of DDP's: RuntimeError: "
-        assert (told if end == "falls" else "ExchangeError: exchanging bucket 0 failed in step 3: ") in said[rank]
-        assert f"suspect: rank {LOST} (no sign of life" in said[rank]
-        assert "rank 0 (" not in said[rank] and "rank 2 (" not in said[rank]
+        assert (told if end == "falls" else "ExchangeError: exchanging bucket 0 failed in step 3: ") in said
+        assert f"suspect: rank {LOST} (no sign of life" in said
+        assert "rank 0 (" not in said and "rank 2 (" not in said
     assert [(one.rank, one.by) for one in examine_notes(tmp_path).accused] == [(LOST, (0, 2))]
+
+
+def test_a_survivor_with_buckets_under_way_ends_with_its_exception_and_not_with_an_abort(tmp_path: Path) -> None:
+    """Lanes that come back from a collective while Python takes itself apart would."""
+    ranks = ended("test", "raises", tmp_path)
+    assert [code for code, _ in ranks] == [1, 1, 1]
+    for _, said in (ranks[0], ranks[2]):
+        assert f"suspect: rank {LOST} (its program ended: ValueError: no such file)" in said
+        assert "terminate called" not in said
 
 
 @dataclass(frozen=True)

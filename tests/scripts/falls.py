@@ -2,7 +2,8 @@
 
 Its arguments: address and port of a store, its rank, who serves the store: `test`, which outlives all of them, or
 `rank 0`; then rank 2 is late, and asks when rank 0 knows already. And how it ends: it `falls` with a collective of its
-own, or `catches` what is raised of an exchange, says it, and exits.
+own, or `catches` what is raised of an exchange, says it, and exits; or it does neither, and the one that does not come
+`raises`, while the others have several buckets under way.
 """
 
 import os
@@ -22,10 +23,16 @@ address, port, rank, server, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3
 serves = server == "rank 0" and rank == 0
 store = dist.TCPStore(address, port, is_master=serves, wait_for_workers=False, timeout=timedelta(seconds=30))
 dist.init_process_group("gloo", store=store, rank=rank, world_size=3, timeout=timedelta(seconds=30))
-model = DDP(nn.Linear(4, 4))
-syncline.attach(model)
+if end == "raises":
+    model = DDP(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))), bucket_cap_mb=0.2)
+    syncline.attach(model, syncline.Dense(wire="bf16"))
+else:
+    model = DDP(nn.Linear(256, 256))
+    syncline.attach(model)
 for _ in range(3):
-    model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 256)).sum().backward()
+if rank == 1 and end == "raises":
+    raise ValueError("no such file")
 if rank == 1:
     dist.distributed_c10d._get_default_store().wait(["syncline/vigil/0/1"], timedelta(seconds=30))  # its first sign
     os.kill(os.getpid(), signal.SIGKILL)
@@ -34,7 +41,9 @@ if server == "rank 0" and rank == 2:
 if end == "falls":
     dist.all_reduce(torch.ones(1))
 try:
-    model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 256)).sum().backward()
 except RuntimeError as error:
+    if end == "raises":
+        raise
     print(error, file=sys.stderr)
     sys.exit(1)

@@ -7,11 +7,14 @@ the same order.
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -109,6 +112,8 @@ class LaneGroups:
     counter: Counter
     siblings: dict[str, GroupComm]
     notes: Notes
+    sockets: set[tuple[int, str]] = field(default_factory=set)
+    """Of this process, that came with them: gloo's connections, and perhaps others of the same moment."""
 
     @property
     def topology(self) -> Topology:
@@ -130,6 +135,7 @@ class LaneGroups:
         topology = topology or Topology.flat(parent.size(), backend_of(parent))
         counter, notes = Counter(), Notes()
         siblings: dict[str, GroupComm] = {}
+        before = _sockets()
         comm = GroupComm(_new_group(parent, timeout), topology, counter, siblings, notes)
         groups = cls(comm, counter, siblings, notes)
         siblings[WORLD] = groups.comm
@@ -144,7 +150,16 @@ class LaneGroups:
             groups.destroy()
             raise
         counter.sent_bytes.clear()
+        groups.sockets.update(_sockets() - before)
         return groups
+
+    def cut(self) -> None:
+        """Ends what is under way: gloo cannot be asked to, but it fails when its connections do. At the end of a
+        program, when they are closed anyway."""
+        for descriptor, _ in self.sockets & _sockets():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as one:
+                one.getpeername()  # gloo has one that listens, too, and does not bear to lose it
+                one.shutdown(socket.SHUT_RDWR)
 
     def destroy(self) -> None:
         if dist.is_initialized():
@@ -195,6 +210,16 @@ def _within(limit_s: float, create: Callable[[], LaneGroups]) -> LaneGroups:
         if _group_name is not None:
             _c10d._process_group_name = _group_name  # which the attempt may have changed
         raise RuntimeError(f"no connection to all other ranks within {limit_s:.0f} s") from error
+
+
+def _sockets() -> set[tuple[int, str]]:
+    """This process's, by their descriptors and the kernel's names for them; on Linux."""
+    found = set()
+    for path in Path("/proc/self/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            if (name := str(path.readlink())).startswith("socket:"):
+                found.add((int(path.name), name))
+    return found
 
 
 def _new_group(parent: dist.ProcessGroup, timeout: timedelta, level: Level | None = None) -> Any:

@@ -35,6 +35,8 @@ _GRACE_S = 5.0
 _DEVICE = 0.7
 """Of a collective's timeout on a device, after which NCCL ends the process: what is known is told before."""
 
+_LETS_GO_S = 2.0
+
 _EXPLAINED_S = 120.0
 """Longer than finding out takes."""
 
@@ -63,6 +65,7 @@ class Guard:
         """By lane, what happened last."""
         self._submitted = self._step = 0
         self._lanes: Sequence[Lane] = ()
+        self._groups: Sequence[LaneGroups] = ()
         self._told: set[int] = set()
         """Lanes on a device whose last exchange was told to be stuck."""
         self._lock = threading.Lock()
@@ -77,7 +80,7 @@ class Guard:
 
     def start(self, groups: Sequence[LaneGroups], lanes: Sequence[Lane]) -> None:
         """From now on these are looked after, and tell what they issue."""
-        self.name, self._lanes = groups[0].comm.group.group_name, tuple(lanes)
+        self.name, self._lanes, self._groups = groups[0].comm.group.group_name, tuple(lanes), tuple(groups)
         for index, one in enumerate(groups):
             one.notes.issued = functools.partial(_issued, weakref.ref(self), index)
         with vigil() as found:
@@ -87,7 +90,7 @@ class Guard:
     def stop(self) -> None:
         if not self.name:
             return
-        self._lanes = ()
+        self._lanes = self._groups = ()
         with self._lock:
             self._open.clear()
         with vigil() as found:
@@ -195,6 +198,20 @@ class Guard:
         text = f"the program ended in a collective of its own or of DDP's: {error}"
         told = self.explain(text, own=False, outside=True)
         print(f"syncline: {text}{told}", file=sys.stderr, flush=True)
+
+    def let_go(self) -> None:
+        """The program ends. A thread that came back from a collective while Python takes itself apart would abort the
+        process, and its launcher take that for the cause of it all: what is under way ends now."""
+        if self.waits_since() is None:
+            return
+        with self._lock:
+            self._explains = True
+        self._explained.set()  # there is nothing to explain, or it has been
+        for one in self._groups:
+            one.cut()
+        until_s = time.monotonic() + _LETS_GO_S
+        for lane in self._lanes:
+            lane.end(max(0.0, until_s - time.monotonic()))
 
     # --- when something fails -----------------------------------------------------------------------------------
 

@@ -179,6 +179,9 @@ class Lane(Protocol):
     def abandon(self, job: Job, error: BaseException) -> None:
         """Ends a job that does not end by itself, for those who wait for it. The lane is of no use any more."""
 
+    def end(self, within_s: float) -> None:
+        """Takes no more, and waits so long for what it still does."""
+
     def close(self) -> None: ...
 
 
@@ -212,6 +215,10 @@ class ThreadLane:
     def abandon(self, job: Job, error: BaseException) -> None:
         self.stuck = True
         _end(job, error)
+
+    def end(self, within_s: float) -> None:
+        self._end()
+        self._thread.join(within_s)
 
     def close(self) -> None:
         self._end()
@@ -342,6 +349,9 @@ class StreamLane:
 
     def abandon(self, job: Job, error: BaseException) -> None:
         """NCCL's own watchdog ends the process."""
+
+    def end(self, within_s: float) -> None:
+        """It has no thread that could come back."""
 
     def close(self) -> None:
         self._stream.synchronize()

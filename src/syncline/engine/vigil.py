@@ -61,6 +61,9 @@ class Watched(Exchanging, Protocol):
     def compare(self, at: dict[int, At]) -> None:
         """Looks for a straggler among its ranks, this one among them."""
 
+    def let_go(self) -> None:
+        """The program ends, and so does what is under way."""
+
     def fell_with(self, error: str) -> None:
         """Tells what is known of a collective that was none of its own, and has ended the program."""
 
@@ -345,7 +348,11 @@ class Vigil:
             self._stay()
         with self._lock:
             self._over, self._parts = True, bool(self._sign.left)
+            watched = list(self._watched)
         self._end()
+        for one in watched:
+            with contextlib.suppress(Exception):
+                one.let_go()
 
     def _tell_end(self, ended_by: BaseException) -> None:
         text = one_line(f"{type(ended_by).__name__}: {first_line(ended_by)}")
