@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from made_up import profile as made_up_profile
 from syncline.cli import app
+from syncline.cli import plan as cli_plan
 from syncline.engine.activations import Managed, find_blocks
 from syncline.engine.local import LocalComm, run_ranks
 from syncline.errors import UsageError
@@ -27,6 +28,7 @@ from syncline.measure.activations import Activations, Block, Line
 from syncline.measure.blocks import measure_activations
 from syncline.measure.memory import metered
 from syncline.models import gpt, zoo
+from syncline.plan.memory import MemoryPlan, MemoryRow
 from syncline.predict.memory import Training, best_batch, choose, largest_batch, peak_bytes, smallest_budget
 from syncline.testing import place_ranks
 from syncline.units import format_bytes, parse_bytes
@@ -267,13 +269,36 @@ def plan(*options: str) -> Any:
     return runner.invoke(app, ["plan", *options])
 
 
+@pytest.mark.parametrize(
+    ("best", "told"),
+    [
+        (MemoryRow(name="plain DDP", lossless=True, batch=8, step_s=1.0), "It fits with DDP as it is"),
+        (
+            MemoryRow(name="DDP, oktopk", lossless=False, batch=8, step_s=0.5, exchange="OkTopk()"),
+            "Apply it: syncline.attach(model, syncline.OkTopk())",
+        ),
+        (
+            MemoryRow(name="layerwise, dense", lossless=True, batch=1, step_s=0.1, exchange="Dense()", by_layer=True),
+            'Apply it: syncline.Layerwise(net, optimizer, syncline.Dense(), memory_budget="1 GiB", step=step)',
+        ),
+    ],
+)
+def test_what_is_best_is_what_is_to_be_applied(best: MemoryRow, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plain = MemoryRow(name="plain DDP", lossless=True, batch=8, step_s=1.0)
+    rows = (best,) if best == plain else (best, plain)
+    cli_plan._show_memory(MemoryPlan(model="m", budget_bytes=2**30, ranks=4, unit="sample", rows=rows), True)
+    shown = capsys.readouterr().out
+    assert f"Best: {best.name}, {best.batch} sample" in shown and shown.rstrip().splitlines()[-1].startswith(told)
+
+
 def test_a_plan_for_a_budget_says_what_fits(tmp_path: Path) -> None:
     path, answer = tmp_path / "profile.json", tmp_path / "answer.json"
     msgspec.structs.replace(made_up_profile(), activations=activations()).save(path)
     options = ["--profile", str(path), "--rate", "1gbit", "--allow", "sparse"]
     shown = plan(*options, "--memory-budget", "1GiB", "--json", str(answer))
     assert shown.exit_code == 0, shown.output
-    assert "Best: layerwise" in shown.stdout
+    assert "Best: plain DDP, 32 batches per rank" in shown.stdout  # as fast as any, so there is nothing to apply
+    assert "It fits with DDP as it is" in shown.stdout and "how many samples its batch has" in shown.stdout
     rows = json.loads(answer.read_text())["rows"]
     assert {row["name"] for row in rows} >= {"layerwise, dense", "layerwise, oktopk", "plain DDP"}
     assert all(row["peak_bytes"] <= 2**30 for row in rows)
@@ -281,7 +306,8 @@ def test_a_plan_for_a_budget_says_what_fits(tmp_path: Path) -> None:
 
     none = plan(*options, "--memory-budget", "1KB")
     assert none.exit_code == 1
-    assert "not even one sample fits" in none.stderr
+    assert "not even one batch fits" in none.stderr
+    assert plan(*options, "--memory-budget", "8").exit_code == 2
     assert plan(*options, "--memory-budget", "lots").exit_code == 2
     assert plan(*options, "--memory-budget", "1GiB", "--out", str(answer)).exit_code == 2
     made_up_profile().save(path)

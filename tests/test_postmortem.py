@@ -29,6 +29,7 @@ def leave(folder: Path, rank: int, *suspects: Suspect, **other: Any) -> Path:
         date=other.pop("date", "2026-11-16T09:32:58.884+00:00"),
         backend="gloo",
         timeout_s=10.0,
+        where=other.pop("where", "step 6"),
         step=other.pop("step", 6),
         error=other.pop("error", "exchanging bucket 0 failed in step 6: Connection closed by peer"),
         suspects=suspects,
@@ -176,6 +177,30 @@ def test_of_what_is_said_of_a_rank_the_worst_counts(tmp_path: Path) -> None:
     assert second.rank == 1
 
 
+def test_ranks_that_waited_for_each_other_are_told_where(tmp_path: Path) -> None:
+    def too(rank: int) -> Suspect:
+        return Suspect(rank, Kind.VICTIM, "it failed too")
+
+    leave(tmp_path, 0, too(1), too(2), where="save", step=None, world_size=3)
+    leave(tmp_path, 1, too(0), too(2), where="step 10", world_size=3)
+    leave(tmp_path, 2, too(0), too(1), where="save", step=None, world_size=3)
+    found = examine_notes(tmp_path)
+    assert not found.accused and found.apart == (("save", (0, 2)), ("step 10", (1,)))
+    text = said(tmp_path)
+    assert "They waited for each other: ranks 0, 2 in save; rank 1 in step 10." in text
+    assert "Look first at rank 1" in text and "No note names" not in text
+
+
+def test_how_old_notes_are_is_said_and_where_others_are(tmp_path: Path) -> None:
+    (tmp_path / "syncline-failure").mkdir()
+    leave(tmp_path / "syncline-failure", 0, GONE, date="2020-01-01T00:00:00+00:00")
+    assert " days ago · syncline" in said(tmp_path / "syncline-failure")
+    answer = runner.invoke(app, ["failure", str(tmp_path)])
+    assert answer.exit_code == 2 and f"{tmp_path / 'syncline-failure'} has some" in " ".join(answer.output.split())
+    answer = runner.invoke(app, ["failure", str(tmp_path / "syncline-failure"), "--json", "-"])
+    assert answer.exit_code == 2 and "- is no file: name one, or /dev/stdout" in answer.output
+
+
 def test_odd_things_among_the_notes_hurt_nobody(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "rank-3.json")
     (tmp_path / "rank-4.json").mkdir()
@@ -197,7 +222,7 @@ def test_nothing_that_a_note_says_reaches_the_terminal_as_more_than_text(tmp_pat
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ("no folder", "is not a folder: name the one in which ranks have left their rank-N.json"),
+        ("no folder", "nothing has failed here, or ranks left their rank-N.json elsewhere"),
         ("nothing", "has no rank-N.json: each rank leaves its own, on its own host"),
         ("half", "is not complete JSON"),
         ("another", "rank: is missing"),

@@ -176,6 +176,7 @@ FAILURE = Failure(
     run="job",
     attempt="0",
     job="0123456789abcdef",
+    where="step 6",
     step=6,
     error="exchanging bucket 0 failed in step 6: Connection closed by peer",
     suspects=(Suspect(2, Kind.SILENT, "no sign of life for 2 s"), Suspect(0, Kind.VICTIM, "it failed too")),

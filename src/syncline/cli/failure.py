@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -44,7 +45,7 @@ def show(found: Postmortem, console: Console, events: int = 0) -> None:
     last = found.last
     console.print(
         f"{last.world_size} ranks over {one_line(last.backend)}, timeout {last.timeout_s:g} s · "
-        f"{len(found.notes)} left a note · {one_line(last.date)} · "
+        f"{len(found.notes)} left a note · {one_line(last.date)}{_age(last)} · "
         f"syncline {one_line(last.syncline)}, torch {one_line(last.torch)}"
     )
     console.print()
@@ -66,12 +67,21 @@ def show(found: Postmortem, console: Console, events: int = 0) -> None:
     for note in found.notes if events else ():
         _show_events(note, events, console)
     for problem in found.damaged:
-        console.print(f"Cannot be used: {one_line(problem)}", style="yellow", soft_wrap=True)
+        told = one_line(problem).removesuffix("; write it again")  # nobody can
+        console.print(f"Cannot be used: {told}", style="yellow", soft_wrap=True)
     if found.missing:
         console.print(f"No note of {_ranks(found.missing)}{_of_earlier(found)}.")
     for one in found.accused:
         console.print(_accusation(one), style="red" if one is found.accused[0] else None)
-    if not found.accused:
+    if found.apart:
+        places = "; ".join(f"{_ranks(ranks)} in {one_line(where)}" for where, ranks in found.apart)
+        others = tuple(sorted(rank for _, ranks in found.apart[1:] for rank in ranks))
+        console.print(
+            f"They waited for each other: {places}. All ranks must make the same steps and calls, in the same order. "
+            f"Look first at {_ranks(others)}, and what was left out or done twice there.",
+            style="red",
+        )
+    elif not found.accused:
         first = f" Look first at {_ranks(found.missing)}." if found.missing else ""
         console.print(f"No note names a suspect: what failed is what each says of itself.{first}")
 
@@ -102,6 +112,13 @@ def _accusation(one: Accused) -> str:
     note = "; it left no note" if not one.left_note else ""
     say = "say" if len(one.by) > 1 else "says"
     return f"Suspect: rank {one.rank} ({one_line(one.why)}), {say} {_ranks(one.by)}{note}. Next: {one.what_to_do}."
+
+
+def _age(note: Failure) -> str:
+    hours = (datetime.datetime.now(datetime.timezone.utc) - note.moment()).total_seconds() / 3600
+    if hours < 1:
+        return ""
+    return f", {hours:.0f} h ago" if hours < 48 else f", {hours / 24:.0f} days ago"
 
 
 def _of_earlier(found: Postmortem) -> str:

@@ -18,6 +18,7 @@ from syncline.plan.make import make_plan
 from syncline.plan.memory import MemoryPlan, plan_memory
 from syncline.plan.plan import Plan
 from syncline.plan.search import ALLOWED
+from syncline.predict.memory import FURTHEST
 from syncline.predict.schedule import ddp_caps
 from syncline.report import figures
 from syncline.report.story import Story
@@ -61,7 +62,7 @@ def plan_command(
 
     Apply it with syncline.wrap(net, "plan.json"). Without --network, links are assumed to be Ethernet at --rate.
 
-    syncline plan --profile profile.json --memory-budget 8GiB --allow sparse
+    syncline plan --profile profile.json --network network.json --memory-budget 8GiB --allow sparse
     """
     with options.one_line_errors("syncline plan"):
         for path in (out, json, report):
@@ -84,6 +85,8 @@ def plan_command(
                 raise UsageError("--out is for buckets: apply this with syncline.Layerwise(…, memory_budget=…)")
             if report is not None:
                 raise UsageError("--report is of buckets: there is no page of a memory budget")
+            if memory_budget.isdecimal():
+                raise UsageError(f"--memory-budget {memory_budget}: of what? write it like 8GiB or 500MB")
             answer = plan_memory(model, cluster, parse_bytes(memory_budget), allowed)
             if json is not None:
                 write_json(json, answer)
@@ -140,37 +143,43 @@ def _show(plan: Plan, path: Path | None, measured: bool) -> None:
 
 def _show_memory(answer: MemoryPlan, measured: bool) -> None:
     best, plain = answer.rows[0], next(row for row in answer.rows if row.name == "plain DDP")
-    budget = format_bytes(answer.budget_bytes)
+    budget, unit = format_bytes(answer.budget_bytes), answer.unit
+    units = {"sample": "samples", "batch": "batches"}[unit]
     screen.out.print(f"{answer.model} on {answer.ranks} ranks, {budget} of memory each")
     if not measured:
         screen.out.print("Links are not measured but assumed: syncline probe measures yours.", style="yellow")
     if not best.batch:
         least = format_bytes(min(row.least_bytes for row in answer.rows))
-        raise SynclineError(f"not even one sample fits in {budget}: the least with which one does is {least}")
+        raise SynclineError(f"not even one {unit} fits in {budget}: the least with which one does is {least}")
     times = f", {plain.sample_s / best.sample_s:.2f} times plain DDP's rate" if plain.batch and best != plain else ""
     screen.out.print(
-        f"\nBest: {best.name}, {best.batch} samples per rank and step, "
-        f"{best.sample_s * 1e3:.2f} ms per sample{times}.\n"
+        f"\nBest: {best.name}, {best.batch} {units if best.batch > 1 else unit} per rank and step, "
+        f"{best.sample_s * 1e3:.2f} ms per {unit}{times}.\n"
     )
-    table = screen.table("", "batch", "peak", "step", "per sample", "blocks", words="blocks")
+    table = screen.table("", "batch", "peak", "step", f"per {unit}", "blocks", words="blocks")
     for row in answer.rows:
         name = row.name if row.lossless else f"{row.name} (lossy)"
         if not row.batch:
-            table.add_row(name, "–", "", "", "", f"one sample needs {format_bytes(row.least_bytes)}")
+            table.add_row(name, "–", "", "", "", f"one {unit} needs {format_bytes(row.least_bytes)}")
             continue
         shown = (format_bytes(row.peak_bytes), figures.ms(row.step_s * 1e3), figures.ms(row.sample_s * 1e3))
         table.add_row(name, str(row.batch), *shown, row.about)
     screen.out.print(table)
     screen.out.print(
-        "batch: samples per rank and step; beyond the measured ones, sizes and times are a straight line. peak: "
-        "weights, optimizer, gradients, what exchanges keep and work in, and what forward leaves for backward.",
+        f"batch: {units} per rank and step; beyond the measured ones, sizes and times are a straight line, and no more "
+        f"than {FURTHEST} times as many are looked at. peak: weights, optimizer, gradients, what exchanges keep and "
+        "work in, and what forward leaves for backward.",
         style="dim",
     )
-    if best.exchange:
+    if unit == "batch":
+        screen.out.print("The profile does not say how many samples its batch has: what is counted are such batches.")
+    if best.by_layer:
         given = f'syncline.{best.exchange}, memory_budget="{budget}", step=step'
         screen.out.print(f"Apply it: syncline.Layerwise(net, optimizer, {given})", soft_wrap=True)
+    elif best.exchange:
+        screen.out.print(f"Apply it: syncline.attach(model, syncline.{best.exchange})", soft_wrap=True)
     else:
-        screen.out.print("Everything fits with DDP as it is, and nothing here is faster.")
+        screen.out.print("It fits with DDP as it is, and nothing here is faster by more than a percent.")
 
 
 def _figures(plan: Plan, seconds: float, lossless: bool) -> tuple[str, str, str, str]:

@@ -33,6 +33,8 @@ from syncline.report import figures
 from syncline.units import format_bytes
 
 _STRAGGLES = 1.1
+_NOISY = 3.0
+"""Upper over lower quartile of a step."""
 _TOP = 5
 
 
@@ -197,7 +199,7 @@ def _show(profile: Profile, output: Path | None) -> None:
     for line in _beside_lines(profile):
         say(line, style="dim")
     if profile.activations is not None:
-        for line in _memory_lines(profile.activations):
+        for line in _memory_lines(profile.activations, profile.batch):
             say(line)
     if output is None:
         say("--output FILE keeps this for syncline predict", style="dim")
@@ -209,6 +211,8 @@ def _step_lines(profile: Profile) -> Iterator[str]:
     low_high = profile.spread and f"{profile.spread.low_s * 1e3:.1f}–{profile.spread.high_s * 1e3:.1f}"
     update = _ms(profile.update_s) if profile.update_s else "not measured"
     yield f"step      {_ms(step_s)}" + (f" (quartiles of whole steps: {low_high})" if low_high else "")
+    if profile.spread is not None and profile.spread.high_s > _NOISY * max(profile.spread.low_s, 1e-9):
+        yield "          they vary so much that plans from this are guesses: profile again while nothing else runs"
     yield f"forward   {_ms(profile.forward_s)}"
     yield f"backward  {_ms(profile.backward_s)}"
     yield f"update    {update}"
@@ -239,12 +243,17 @@ def _beside_lines(profile: Profile) -> Iterator[str]:
         yield f"buffers: {buffers}, broadcast before every forward"
 
 
-def _memory_lines(found: Activations) -> Iterator[str]:
+def _memory_lines(found: Activations, batch: int | None) -> Iterator[str]:
+    samples = "a batch" if batch is None else f"{batch} sample{'s' if batch > 1 else ''}"
     batch = max(found.batches)
     kept, again = (peak_bytes(found, [way] * len(found.blocks), batch) for way in (KEEP, RECOMPUTE))
     yield (
-        f"memory    forward and backward of {batch} sample{'s' if batch > 1 else ''} take {format_bytes(kept)} beside "
-        f"weights and gradients; {format_bytes(again)} with all {len(found.blocks)} blocks recomputed"
+        f"memory    forward and backward of {samples} take {format_bytes(kept)} beside weights and gradients; "
+        + (
+            f"{format_bytes(again)} with all {len(found.blocks)} blocks recomputed"
+            if found.blocks
+            else "it has no blocks that could be recomputed"
+        )
     )
 
 

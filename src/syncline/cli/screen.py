@@ -51,6 +51,8 @@ def check_writable(path: Path | None) -> None:
     """Before a long run, rather than after it."""
     if path is None:
         return
+    if str(path) == "-":
+        raise UsageError("- is no file: name one, or /dev/stdout")
     try:
         if path.is_dir():
             raise UsageError(f"{path} is a folder: name a file to write to")

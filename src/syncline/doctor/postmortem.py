@@ -59,6 +59,9 @@ class Postmortem(msgspec.Struct, frozen=True, kw_only=True):
     """Those that most others suspect first."""
     damaged: tuple[str, ...] = ()
     """Files that cannot be used, and why."""
+    apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Where ranks were that all waited for each other, most first: those that were elsewhere than most did something
+    else before."""
 
     @property
     def last(self) -> Failure:
@@ -79,7 +82,8 @@ def examine_notes(folder: str | os.PathLike[str] | None = None) -> Postmortem:
         except FileError as error:
             damaged.append(error)
     if not found:
-        raise damaged[0]
+        more = f"; {len(damaged) - 1} more are damaged, too" if len(damaged) > 1 else ""
+        raise FileError(f"{damaged[0]}{more}")
     last = max(found.values(), key=Failure.moment)
     notes = [found[rank] for rank in sorted(found) if _together(found[rank], last)]
     there = {note.rank for note in notes}
@@ -87,8 +91,9 @@ def examine_notes(folder: str | os.PathLike[str] | None = None) -> Postmortem:
         notes=tuple(notes),
         earlier=tuple(sorted(found.keys() - there)),
         missing=tuple(rank for rank in range(last.world_size) if rank not in there),
-        accused=_accused(notes),
+        accused=(accused := _accused(notes)),
         damaged=tuple(map(str, damaged)),
+        apart=() if accused else _apart(notes),
     )
 
 
@@ -101,13 +106,18 @@ def _default() -> Path:
 
 def _paths(folder: Path) -> list[Path]:
     try:
+        if not folder.exists():
+            raise UsageError(
+                f"there is no {folder}: nothing has failed here, or ranks left their rank-N.json elsewhere: name it"
+            )
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder: name the one in which ranks have left their rank-N.json")
         paths = sorted(path for path in folder.iterdir() if path.match("rank-*.json") and path.is_file())
     except OSError as error:
         raise FileError(f"{folder}: cannot be read: {error.strerror or error}") from error
     if not paths:
-        raise UsageError(f"{folder} has no rank-N.json: each rank leaves its own, on its own host")
+        inside = f"; {folder / FOLDER} has some" if any((folder / FOLDER).glob("rank-*.json")) else ""
+        raise UsageError(f"{folder} has no rank-N.json: each rank leaves its own, on its own host{inside}")
     return paths
 
 
@@ -132,9 +142,18 @@ def _accused(notes: Sequence[Failure]) -> tuple[Accused, ...]:
         Accused(rank=rank, by=tuple(by[rank]), kind=one.kind, why=one.why, left_note=rank in left)
         for rank, one in worst.items()
     ]
-    # Who failed too is a victim; and whoever serves the store is missed by all who ask after it has left, having failed
-    # like them and said so.
-    culprits = [one for one in accused if one.kind is not Kind.VICTIM] or accused
+    # Who failed too and said so is a victim; and whoever serves the store is missed by all who ask after it has left,
+    # having failed like them.
+    culprits = [one for one in accused if one.kind is not Kind.VICTIM]
+    culprits = culprits or [one for one in accused if not one.left_note]
     return tuple(
         sorted(culprits, key=lambda one: (one.kind is Kind.STORE_GONE and one.left_note, -len(one.by), one.rank))
     )
+
+
+def _apart(notes: Sequence[Failure]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    ranks: dict[str, list[int]] = {}
+    for note in notes:
+        ranks.setdefault(note.where, []).append(note.rank)
+    found = sorted(ranks.items(), key=lambda one: -len(one[1]))
+    return tuple((where, tuple(there)) for where, there in found) if len(found) > 1 else ()

@@ -93,7 +93,7 @@ def meeting(group: dist.ProcessGroup, call: str, *, users: bool = False) -> Iter
             told = f"the ranks did not meet to {call}: {first_line(error)}"
             suspects, left = failure.told(
                 told,
-                lambda suspects, job: _note_of(group, told, suspects, job),
+                lambda suspects, job: _note_of(group, call, told, suspects, job),
                 lambda found: found.suspects(dist.get_process_group_ranks(group), group.group_name),
                 own=False,
             )
@@ -103,13 +103,14 @@ def meeting(group: dist.ProcessGroup, call: str, *, users: bool = False) -> Iter
             ) from error
 
 
-def _note_of(group: dist.ProcessGroup, error: str, suspects: Sequence[Suspect], job: str) -> failure.Failure:
+def _note_of(group: dist.ProcessGroup, call: str, error: str, suspects: Sequence[Suspect], job: str) -> failure.Failure:
     return failure.Failure(
         rank=dist.get_rank(),
         world_size=dist.get_world_size(),
         backend=backend_of(group),
         timeout_s=group_timeout(group).total_seconds(),
         job=job,
+        where=call,
         step=None,
         error=error,
         suspects=tuple(suspects),

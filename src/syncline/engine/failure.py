@@ -70,6 +70,8 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """torchrun's, of the job and of its restarts."""
     job: str = ""
     """The same for all ranks that have started together, and for no others; nothing, where they could not agree."""
+    where: str
+    """What it was in: `step 6`, or a call that all ranks must make, like `save`."""
     step: int | None
     """None, where ranks met for something else."""
     error: str

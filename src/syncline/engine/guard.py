@@ -242,13 +242,13 @@ class Guard:
     def _explain(self, error: str, own: bool, outside: bool) -> str:
         suspects, left = failure.told(
             error,
-            lambda suspects, job: self._note_of(error, suspects, job),
+            lambda suspects, job: self._note_of(error, suspects, job, outside=outside),
             lambda found: found.suspects(self.ranks, self, outside=outside),
             own=own,
         )
         return suspected(suspects) + left
 
-    def _note_of(self, error: str, suspects: Sequence[Suspect], job: str) -> failure.Failure:
+    def _note_of(self, error: str, suspects: Sequence[Suspect], job: str, *, outside: bool = False) -> failure.Failure:
         now_s = time.monotonic()
         with self._lock:
             pending = [
@@ -276,6 +276,7 @@ class Guard:
             backend=self._backend,
             timeout_s=self.timeout_s,
             job=job,
+            where="a collective of its own" if outside else f"step {self._step}",
             step=self._step,
             error=error,
             suspects=tuple(suspects),

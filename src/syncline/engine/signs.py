@@ -15,8 +15,6 @@ from typing import Protocol
 import msgspec
 import torch.distributed as dist
 
-from syncline.errors import first_line
-
 _SILENT_BEATS = 2.2
 """A rank that has left no new sign for so long is not heard of."""
 
@@ -250,7 +248,7 @@ def _silent(rank: int, seconds: float) -> Suspect:
 
 def is_backends(error: BaseException) -> bool:
     """Whether gloo or NCCL raised it, wherever that was. Other things time out, and lose connections, too."""
-    words = first_line(error).lower()
+    words = str(error).partition("\n")[0].lower()  # gloo's are told by its own files' names
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError and any(word in words for word in _BACKENDS)
     )
@@ -262,7 +260,7 @@ def is_collective(error: BaseException | None) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
-    words = first_line(error).lower()
+    words = str(error).partition("\n")[0].lower()  # gloo's are told by its own files' names
     return isinstance(error, dist.DistError) or any(word in words for word in _COLLECTIVE)
 
 

@@ -126,7 +126,7 @@ def _timed(
         start = clock.mark()
         loss = step(subject.model)
         if not isinstance(loss, Tensor):
-            raise UsageError("step must return the loss as a tensor and leave backward to measure_backward")
+            raise UsageError("step must return the loss as a tensor, and not run backward: that is done for it here")
         backward_start = clock.mark()
         loss.backward()
         backward_end = clock.mark()

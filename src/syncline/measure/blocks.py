@@ -97,11 +97,21 @@ def measure_activations(
     )
 
 
+def _forward(module: nn.Module, step: Step) -> None:
+    wrong = UsageError("step must return the loss as a tensor, and not run backward: that is done for it here")
+    try:
+        loss = step(module)
+    except RuntimeError as error:
+        raise (wrong if "does not require grad" in str(error) else error) from error
+    if not isinstance(loss, Tensor):
+        raise wrong
+
+
 def _measured(module: nn.Module, step: Step, blocks: Mapping[str, nn.Module], device: torch.device) -> _Whole:
     known = [*module.parameters(), *module.buffers()]
     ones: dict[str, _One] = {}
     with metered(device, known) as meter, _alone(blocks, meter, device, ones), torch.no_grad():
-        step(module)
+        _forward(module, step)
     with _alone(blocks, None, device, ones), torch.no_grad():
         step(module)
     used = {name: block for name, block in blocks.items() if name in ones}

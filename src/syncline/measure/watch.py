@@ -186,7 +186,8 @@ class BackwardWatch:
         if self._waiting:
             return "the optimizer made no step with the gradients that were seen: is it the one that trains the model?"
         return (
-            "no backward from the model's output was seen: its output must hold tensors that backward starts from, "
+            "no backward from the model's output was seen: a step that is watched runs forward and backward, as in "
+            "training; and the model's output must hold tensors that backward starts from, "
             "without compiled autograd"
         )
 

@@ -7,6 +7,7 @@ they are exchanged.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import msgspec
@@ -30,6 +31,8 @@ from syncline.predict.memory import (
 from syncline.predict.schedule import DDP_CAPS, filled
 
 _WORD = 4
+_AS_FAST = 0.99
+"""Less is no difference."""
 
 
 class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,8 +49,10 @@ class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
     ways: tuple[tuple[str, str], ...] = ()
     """By block."""
     residual: str = "device"
+    by_layer: bool = False
+    """With `Layerwise`; with DDP if not."""
     exchange: str = ""
-    """For `Layerwise`; nothing for DDP."""
+    """Nothing for DDP as it is."""
     about: str = ""
     least_bytes: float = 0.0
     """The smallest budget with which one sample would fit."""
@@ -64,8 +69,10 @@ class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     budget_bytes: int
     ranks: int
+    unit: str
+    """What is counted: a sample, or a batch of which the profile does not say how many it has."""
     rows: tuple[MemoryRow, ...]
-    """The least time per sample first; what does not fit last."""
+    """The least time per sample first; what does not fit last. DDP as it is before what is as fast."""
 
 
 def plan_memory(profile: Profile, network: Network, budget_bytes: int, allow: Sequence[str] = ()) -> MemoryPlan:
@@ -79,9 +86,15 @@ def plan_memory(profile: Profile, network: Network, budget_bytes: int, allow: Se
     rows = [_row(f"layerwise, {name}", profile, network, found, name, budget_bytes) for name in methods]
     rows.append(_row("plain DDP", profile, network, found, "ddp", budget_bytes))
     if "sparse" in allow:
-        rows.append(_row("DDP with a sparse hook", profile, network, found, "topk-allgather", budget_bytes))
-    rows.sort(key=lambda row: row.sample_s if row.batch else float("inf"))
-    return MemoryPlan(model=profile.model, budget_bytes=budget_bytes, ranks=network.ranks, rows=tuple(rows))
+        rows.append(_row("DDP, oktopk", profile, network, found, "oktopk", budget_bytes))
+    rows.sort(key=lambda row: row.sample_s * (1.0 if row.exchange else _AS_FAST) if row.batch else math.inf)
+    return MemoryPlan(
+        model=profile.model,
+        budget_bytes=budget_bytes,
+        ranks=network.ranks,
+        unit="batch" if profile.batch is None else "sample",
+        rows=tuple(rows),
+    )
 
 
 def _row(
@@ -113,7 +126,8 @@ def _row(
         step_s=_iteration_s(profile, network, schedule, choice),
         ways=tuple((block.name, way) for block, way in zip(found.blocks, choice.ways, strict=True)),
         residual=choice.residual,
-        exchange=repr(exchange) if by_layer else "",
+        by_layer=by_layer,
+        exchange="" if method == "ddp" else repr(exchange),
         about=choice.describe(),
         least_bytes=least,
     )

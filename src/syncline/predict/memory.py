@@ -268,7 +268,8 @@ def largest_batch(activations: Activations, training: Training, budget_bytes: fl
 
 
 _LARGEST_BATCH = 2**20
-_FURTHEST = 16
+FURTHEST = 16
+"""Times the largest measured batch: a line is not good for any distance."""
 
 
 def best_batch(
@@ -283,7 +284,7 @@ def best_batch(
     step takes with its exchange. The largest is not always the best: what it recomputes may cost more than it
     shares."""
     most = largest_batch(activations, training, budget_bytes, keep_all=keep_all)
-    most = min(most, _FURTHEST * max(activations.batches))  # a line is not good for any distance
+    most = min(most, FURTHEST * max(activations.batches))
     tried = {most, *(most * part // 8 for part in range(1, 8)), *(2**power for power in range(21))}
     best: tuple[float, Choice] | None = None
     for batch in sorted(batch for batch in tried if 1 <= batch <= most):
