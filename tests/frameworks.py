@@ -18,6 +18,7 @@ import torch._dynamo  # DDP imports it, and that takes seconds: once here, not i
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import made_up
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.models.data import digits
 from syncline.plan.plan import Plan, PlannedBucket, PlannedGradient, Where
@@ -55,22 +56,9 @@ def sparse_plan(net: nn.Module) -> Plan:
     trained = list(net.named_parameters())[::-1]
     gradients = tuple(PlannedGradient(name=name, shape=tuple(p.shape), dtype="float32") for name, p in trained)
     exchange = {"type": "OkTopk", "density": 0.05, "values": "bf16", "warmup": 0, "momentum": 0.0}
-    return Plan(
-        model="small net",
-        gradients=gradients,
-        where=Where(host_of_rank=(0, 0), backend="gloo", device="cpu"),
-        buckets=(PlannedBucket(parameters=tuple(name for name, _ in trained), lane=0, exchange=exchange),),
-        lanes=1,
-        iteration_s=0.01,
-        low_s=0.01,
-        high_s=0.01,
-        compute_s=0.01,
-        plain_s=0.02,
-        exchange_s=10.0,
-        reason="It is a test's.",
-        alternatives=(),
-        how="by hand",
-    )
+    buckets = (PlannedBucket(parameters=tuple(name for name, _ in trained), lane=0, exchange=exchange),)
+    where = Where(host_of_rank=(0, 0), backend="gloo", device="cpu")
+    return made_up.plan(gradients, buckets, where, exchange_s=10.0)
 
 
 def fingerprint(model: nn.Module) -> str:

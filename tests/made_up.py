@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -11,6 +12,7 @@ from syncline.exchange import wire
 from syncline.measure.fitted import Collective, Link, Overlap, Point, Startup, Switch
 from syncline.measure.network import WORLD, Network
 from syncline.measure.profile import Gradient, Profile, RankTimes
+from syncline.plan.plan import Alternative, Plan, PlannedBucket, PlannedGradient, Where
 
 MBIT = 1e6 / 8
 
@@ -121,6 +123,26 @@ RICH_NETWORK = Network(
     date="2025-01-01T00:00:00+00:00",
 )
 """With everything that a network may leave out."""
+
+
+def plan(
+    gradients: tuple[PlannedGradient, ...], buckets: tuple[PlannedBucket, ...], where: Where, **other: Any
+) -> Plan:
+    """One that somebody has made by hand: `other` fields are as given, or anything."""
+    anything: dict[str, Any] = {
+        "model": "made up",
+        "lanes": 1,
+        "iteration_s": 0.06,
+        "low_s": 0.05,
+        "high_s": 0.08,
+        "compute_s": 0.04,
+        "plain_s": 0.1,
+        "exchange_s": 0.03,
+        "reason": "Fewer start-ups.",
+        "alternatives": (Alternative(name="do nothing", iteration_s=0.1, lossless=True),),
+        "how": "by hand",
+    }
+    return Plan(gradients=gradients, buckets=buckets, where=where, **{**anything, **other})
 
 
 def with_slow_rank(rank: int, times: float) -> Profile:

@@ -38,25 +38,11 @@ def bucket(*parameters: str, lane: int = 0, exchange: Exchange | None = None) ->
 def plan(
     gradients: tuple[PlannedGradient, ...], buckets: tuple[PlannedBucket, ...], *, lanes: int = 1, where: Where = HERE
 ) -> Plan:
-    return Plan(
-        model="made up",
-        gradients=gradients,
-        where=where,
-        buckets=buckets,
-        lanes=lanes,
-        iteration_s=0.06,
-        low_s=0.05,
-        high_s=0.08,
-        compute_s=0.04,
-        plain_s=0.1,
-        exchange_s=0.03,
-        reason="Fewer start-ups.",
-        alternatives=(
-            Alternative(name="do nothing: plain DDP", iteration_s=0.1, lossless=True),
-            Alternative(name="all at once", iteration_s=0.07, lossless=False),
-        ),
-        how="by hand",
+    alternatives = (
+        Alternative(name="do nothing: plain DDP", iteration_s=0.1, lossless=True),
+        Alternative(name="all at once", iteration_s=0.07, lossless=False),
     )
+    return made_up.plan(gradients, buckets, where, lanes=lanes, alternatives=alternatives)
 
 
 PLAN = plan(

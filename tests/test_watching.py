@@ -103,8 +103,7 @@ def test_a_rank_that_does_not_come_is_named_and_told_from_a_dead_one() -> None:
         syncline.attach(model, syncline.Dense(), timeout_s=3.0)
         train(model, square_loss_step(rank), 2)
         if rank.rank == LOST:  # it is somewhere else, and well
-            store = dist.distributed_c10d._get_default_store()
-            store.wait(["0 is through", "2 is through"], timedelta(seconds=TIMEOUT_S))
+            wait_for(rank, 0, 2)
             return ""
         text = failing_step(rank, model)
         wait_for(rank, 0, 2)
@@ -190,8 +189,7 @@ def test_who_does_not_come_to_attach_is_named_and_the_others_leave_a_note(
         rank.init_process_group(3.0)
         model = DDP(seeded(Mlp), **SMALL_BUCKETS)
         if rank.rank == LOST:
-            store = dist.distributed_c10d._get_default_store()
-            store.wait(["0 is through", "2 is through"], timedelta(seconds=TIMEOUT_S))
+            wait_for(rank, 0, 2)
             return ""
         with pytest.raises(syncline.MismatchError) as caught:
             syncline.attach(model, syncline.Dense())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from syncline.errors import UsageError
 
@@ -13,6 +14,13 @@ def size_text(nbytes: float) -> str:
         if nbytes >= 0.9995 * scale:  # what rounds to 1,000 of the smaller unit is 1 of this one
             return f"{nbytes / scale:.3g} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def ranks_text(ranks: Sequence[int], most: int | None = None) -> str:
+    """`rank 1`, `ranks 0, 2`; of more than `most`, how many more."""
+    named = ", ".join(map(str, ranks[:most]))
+    left = 0 if most is None else max(0, len(ranks) - most)
+    return f"rank{'s' if len(ranks) > 1 else ''} {named}" + (f" and {left} more" if left else "")
 
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -22,7 +22,7 @@ from syncline.measure.activations import Activations, Block, Line
 from syncline.measure.network import Network
 from syncline.measure.profile import Buffers, Overheads, Profile, Spread
 from syncline.measure.profile import Work as OwnWork
-from syncline.plan.plan import Alternative, Plan, PlannedBucket, PlannedGradient, Where
+from syncline.plan.plan import Plan, PlannedBucket, PlannedGradient, Where
 from syncline.report.record import BucketSpan, Loss, ModelRecord, Pace, PhaseSpan, RunRecord, StepSpan
 
 T = TypeVar("T")
@@ -69,14 +69,12 @@ PROFILE = msgspec.structs.replace(
         optimizer_bytes=4.0,
     ),
 )
-PLAN = Plan(
-    model="made up",
-    gradients=tuple(
+PLAN = made_up.plan(
+    tuple(
         PlannedGradient(name=name, shape=shape, dtype=dtype)
         for name, shape, dtype in (("a", (30, 4), "float32"), ("b", (30,), "float32"), ("c", (), "bfloat16"))
     ),
-    where=Where(host_of_rank=(0, 0, 1, 1), backend="gloo", device="cpu"),
-    buckets=(
+    (
         PlannedBucket(
             parameters=("a",),
             lane=1,
@@ -85,16 +83,8 @@ PLAN = Plan(
         PlannedBucket(parameters=("b",), lane=0, exchange=settings(OkTopk(momentum=0.9, warmup=3))),
         PlannedBucket(parameters=("c",), lane=0, exchange=settings(Dense(wire="bf16"))),
     ),
+    Where(host_of_rank=(0, 0, 1, 1), backend="gloo", device="cpu"),
     lanes=2,
-    iteration_s=0.06,
-    low_s=0.05,
-    high_s=0.08,
-    compute_s=0.04,
-    plain_s=0.1,
-    exchange_s=0.03,
-    reason="Fewer start-ups.",
-    alternatives=(Alternative(name="do nothing", iteration_s=0.1, lossless=True),),
-    how="by hand",
 )
 NOTHING = msgspec.structs.replace(PLAN, buckets=(), lanes=1)
 RECORD = RunRecord(

@@ -14,7 +14,7 @@ from syncline.cli import options, screen
 from syncline.doctor import Accused, Postmortem, examine_notes
 from syncline.engine.failure import Failure
 from syncline.files import one_line, write_json
-from syncline.units import size_text
+from syncline.units import ranks_text, size_text
 
 _LONGEST_LIST = 8
 
@@ -126,6 +126,4 @@ def _of_earlier(found: Postmortem) -> str:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    named = ", ".join(map(str, ranks[:_LONGEST_LIST]))
-    more = f" and {len(ranks) - _LONGEST_LIST} more" if len(ranks) > _LONGEST_LIST else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
+    return ranks_text(ranks, _LONGEST_LIST)

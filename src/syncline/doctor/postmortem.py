@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from syncline.engine.failure import FOLDER, FOLDER_VARIABLE, Failure
+from syncline.engine.failure import FOLDER, FOLDER_VARIABLE, Failure, chosen_folder
 from syncline.engine.signs import Kind, Suspect
 from syncline.errors import UsageError
 from syncline.files import FileError
@@ -98,10 +98,9 @@ def examine_notes(folder: str | os.PathLike[str] | None = None) -> Postmortem:
 
 
 def _default() -> Path:
-    folder = os.environ.get(FOLDER_VARIABLE, FOLDER)
-    if not folder:
+    if (folder := chosen_folder()) is None:
         raise UsageError(f"{FOLDER_VARIABLE} is set to nothing: ranks leave no notes; name a folder that has some")
-    return Path(folder)
+    return folder
 
 
 def _paths(folder: Path) -> list[Path]:

@@ -178,27 +178,28 @@ def emulation(why_not: str | None) -> Finding:
 
 
 def live_plans() -> Finding:
-    what = "tune, plans on a live model"
-    if buckets.can_change():
-        return Finding(what=what, works=True, why="this torch lets DDP's buckets be built anew")
-    return Finding(
-        what=what,
-        works=False,
-        why="this torch does not let a live model's buckets be built anew",
-        remedy="use another torch (2.13 does), or syncline.wrap(net, plan) and syncline.attach",
+    return _of_torch(
+        "tune, plans on a live model",
+        buckets.can_change(),
+        "this torch lets DDP's buckets be built anew",
+        "this torch does not let a live model's buckets be built anew",
+        ", or syncline.wrap(net, plan) and syncline.attach",
     )
 
 
 def wrapped_plans() -> Finding:
-    what = "exact buckets in wrap(net, plan)"
-    if buckets.caps_are_known():
-        return Finding(what=what, works=True, why="this torch's DDP takes a size for each bucket")
-    return Finding(
-        what=what,
-        works=False,
-        why="this torch's DDP takes one size for all buckets: a plan's are approximated",
-        remedy="use another torch (2.13 does)",
+    return _of_torch(
+        "exact buckets in wrap(net, plan)",
+        buckets.caps_are_known(),
+        "this torch's DDP takes a size for each bucket",
+        "this torch's DDP takes one size for all buckets: a plan's are approximated",
     )
+
+
+def _of_torch(what: str, works: bool, yes: str, no: str, instead: str = "") -> Finding:
+    if works:
+        return Finding(what=what, works=True, why=yes)
+    return Finding(what=what, works=False, why=no, remedy=f"use another torch (2.13 does){instead}")
 
 
 def private_parts() -> Finding:

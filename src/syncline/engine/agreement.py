@@ -20,6 +20,7 @@ from syncline.engine.comm import backend_of, gather_bytes, group_timeout
 from syncline.engine.signs import Suspect, is_collective, suspected
 from syncline.engine.vigil import vigil
 from syncline.errors import MismatchError, SynclineError, first_line
+from syncline.units import ranks_text
 
 Fields = Mapping[str, Any]
 """Flat, JSON-valued."""
@@ -59,7 +60,7 @@ def agree(group: dist.ProcessGroup, fields: Fields, what: str) -> None:
         if theirs.keys() == {"error"} and theirs["error"] is not None:
             errors.setdefault(str(theirs["error"]), []).append(rank)
     if errors:
-        told = "; ".join(f"on {_ranks(ranks)}: {error}" for error, ranks in errors.items())
+        told = "; ".join(f"on {ranks_text(ranks)}: {error}" for error, ranks in errors.items())
         raise MismatchError(f"{what} is refused {told}")
     raise MismatchError(f"{what} differs between ranks: {difference(by_rank)}")
 
@@ -154,7 +155,7 @@ def difference(everyone: Mapping[int, Fields]) -> str:
             values.setdefault(_text(fields, name), []).append(rank)
         if len(values) > 1:
             shown = zip(shortened(list(values)), values.values(), strict=True)
-            parts.append(f"{name} is {'; '.join(f'{text} on {_ranks(ranks)}' for text, ranks in shown)}")
+            parts.append(f"{name} is {'; '.join(f'{text} on {ranks_text(ranks)}' for text, ranks in shown)}")
     told = parts[:3] + ([f"and {len(parts) - 3} more fields"] if len(parts) > 3 else [])
     return ". ".join(told) or "fields in another order"
 
@@ -187,7 +188,3 @@ def _part(text: str, begin: int) -> str:
 
 def _text(fields: Fields, name: str) -> str:
     return msgspec.json.encode(fields[name]).decode() if name in fields else "(not there)"
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -117,15 +117,20 @@ def told(
     return suspects, leave(lambda: note_of(suspects, job)) if suspects else left
 
 
+def chosen_folder() -> Path | None:
+    """Where notes are left; None, where none are to be."""
+    folder = os.environ.get(FOLDER_VARIABLE, FOLDER)
+    return Path(folder) if folder else None
+
+
 def leave(found: Callable[[], Failure]) -> str:
     """Writes what is found → where it is, or why it is nowhere, to be appended to the error, which must be
     told whatever else is broken by now."""
-    folder = os.environ.get(FOLDER_VARIABLE, FOLDER)
-    if not folder:
+    if (folder := chosen_folder()) is None:
         return ""
     try:
         failure = found()
-        path = Path(folder) / f"rank-{failure.rank}.json"
+        path = folder / f"rank-{failure.rank}.json"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_json(path, failure)
     except Exception as problem:  # noqa: BLE001

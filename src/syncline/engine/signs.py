@@ -23,9 +23,8 @@ _LISTENS_BEATS = 2.0
 
 _COLLECTIVE = ("connection", "timed out", "timeout", "gloo", "nccl", "socket", "reset by peer", "broken pipe")
 """In the words of a backend whose collective has failed: somebody else's doing, more likely than not."""
-
-
 _BACKENDS = ("gloo", "nccl", "caused pair closure")
+"""In the words of a backend, wherever it has failed: gloo's name its own files."""
 
 
 class At(msgspec.Struct, frozen=True, array_like=True):
@@ -63,7 +62,7 @@ class Kind(enum.Enum):
     FAILED = "failed"
     """Something of its own."""
     ENDED = "ended"
-    """Its program, by an exception."""
+    """Its program, with an exception or without."""
     VICTIM = "victim"
     """It failed too, in a collective."""
     SILENT = "silent"
@@ -248,20 +247,19 @@ def _silent(rank: int, seconds: float) -> Suspect:
 
 def is_backends(error: BaseException) -> bool:
     """Whether gloo or NCCL raised it, wherever that was. Other things time out, and lose connections, too."""
-    words = str(error).partition("\n")[0].lower()  # gloo's are told by its own files' names
-    return isinstance(error, dist.DistError) or (
-        type(error) is RuntimeError and any(word in words for word in _BACKENDS)
-    )
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and _says(error, _BACKENDS))
 
 
 def is_collective(error: BaseException | None) -> bool:
     """Whether a backend raised it, inside of an exchange, because of another rank, as far as its words tell."""
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError | dist.DistError):
         return True
-    if not isinstance(error, RuntimeError):
-        return False
-    words = str(error).partition("\n")[0].lower()  # gloo's are told by its own files' names
-    return isinstance(error, dist.DistError) or any(word in words for word in _COLLECTIVE)
+    return isinstance(error, RuntimeError) and _says(error, _COLLECTIVE)
+
+
+def _says(error: BaseException, words: Sequence[str]) -> bool:
+    line = str(error).partition("\n")[0].lower()
+    return any(word in line for word in words)
 
 
 def suspected(suspects: Sequence[Suspect]) -> str:

@@ -26,8 +26,8 @@ class Stragglers:
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
         self._own_s: deque[float] = deque(maxlen=_STEPS)
-        self._lagged: dict[int, int] = {}
-        """Who was the slowest at the last looks, and at how many."""
+        self._slowest, self._looks = -1, 0
+        """Who was the slowest at the last looks, and at how many of them."""
         self.found: str | None = None
         """Who keeps the others waiting, if somebody does."""
         self._told: int | None = None
@@ -50,10 +50,11 @@ class Stragglers:
         others_s = statistics.median(seconds for rank, seconds in own_s.items() if rank != slowest)
         lag_s = own_s[slowest] - others_s
         if lag_s <= max(_LAGS_S, _LAGS * others_s):
-            self._lagged, self.found, self._told = {}, None, None
+            self._looks, self.found, self._told = 0, None, None
             return
-        self._lagged = {slowest: self._lagged.get(slowest, 0) + 1}
-        if self._lagged[slowest] < _LOOKS:
+        self._looks = self._looks + 1 if slowest == self._slowest else 1
+        self._slowest = slowest
+        if self._looks < _LOOKS:
             self.found = None
             return
         self.found = (

@@ -23,6 +23,7 @@ from syncline.measure.steps import (
     Measured,
     StepMarks,
     Subject,
+    checked_loss,
     clock_for,
     describe_method,
     merge_over,
@@ -124,9 +125,7 @@ def _timed(
         _drop_gradients(subject)
         ready = {}
         start = clock.mark()
-        loss = step(subject.model)
-        if not isinstance(loss, Tensor):
-            raise UsageError("step must return the loss as a tensor, and not run backward: that is done for it here")
+        loss = checked_loss(step(subject.model))
         backward_start = clock.mark()
         loss.backward()
         backward_end = clock.mark()

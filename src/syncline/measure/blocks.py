@@ -22,6 +22,7 @@ from syncline.engine.activations import Managed, find_blocks
 from syncline.errors import UsageError
 from syncline.measure.activations import RECOMPUTE, Activations, Block, Line
 from syncline.measure.memory import Meter, metered
+from syncline.measure.steps import checked_loss
 from syncline.measure.untouched import as_it_was
 
 Step = Callable[[nn.Module], Tensor]
@@ -98,13 +99,13 @@ def measure_activations(
 
 
 def _forward(module: nn.Module, step: Step) -> None:
-    wrong = UsageError("step must return the loss as a tensor, and not run backward: that is done for it here")
     try:
         loss = step(module)
     except RuntimeError as error:
-        raise (wrong if "does not require grad" in str(error) else error) from error
-    if not isinstance(loss, Tensor):
-        raise wrong
+        if "does not require grad" not in str(error):
+            raise
+        loss = None  # it ran backward
+    checked_loss(loss)
 
 
 def _measured(module: nn.Module, step: Step, blocks: Mapping[str, nn.Module], device: torch.device) -> _Whole:

@@ -85,6 +85,13 @@ class Subject:
             )
 
 
+def checked_loss(loss: object) -> Tensor:
+    """What a step that must not run backward has returned."""
+    if not isinstance(loss, Tensor):
+        raise UsageError("step must return the loss as a tensor, and not run backward: that is done for it here")
+    return loss
+
+
 class Clock(Protocol[Mark]):
     """Marks moments now and tells the seconds between them later."""
 
