@@ -22,6 +22,10 @@ Floats = npt.NDArray[np.float32]
 
 _CHUNK = 1 << 17
 _SAMPLE = 1 << 12
+_SPARE = 2
+"""How many times as many candidates as are needed a guess should let pass; more after each guess that was too high."""
+_MOST_CANDIDATES = 8
+"""How many times as many candidates as are needed are looked at before a guess counts as useless."""
 _TOP_EXPONENT = 141
 """Of fp32, biased, plus 14: times two to this less the largest one's, all values are under 2^15."""
 _EXPONENT_LIMIT = 120
@@ -42,14 +46,20 @@ class CpuKernels:
     def pack(self, flat: Tensor, share: float, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
         before, after = kept[int(turn)], kept[1 - int(turn)]
         layout, sums = self._slots, after.numpy()
-        candidates, values = self._accumulate(flat, share, before, after, ratio)
+        found = self._accumulate(flat, share, before, after, ratio)
+        spare = _SPARE
+        if found is None:
+            self._guess = self._sampled(sums, spare)
+            found = self._compare(sums)
+        candidates, values = found
         while True:
             keys = _keys(values)
             region = (candidates >> self._shift) % layout.regions
             counts = np.bincount(region * KEYS + keys, minlength=layout.regions * KEYS).reshape(layout.regions, KEYS)
             if self._guess <= 1 or counts.sum(1).min() >= layout.entries:
                 break
-            self._guess = self._lower(sums)
+            spare *= _SPARE
+            self._guess = min(self._guess - 1, self._sampled(sums, spare))
             candidates, values = self._compare(sums)
         chosen, smallest = _largest(keys, region, counts, layout.entries)
         self._guess = max(1, smallest - SLACK)
@@ -58,9 +68,12 @@ class CpuKernels:
 
     def _accumulate(
         self, flat: Tensor, share: float, before: Tensor, after: Tensor, ratio: Tensor | None
-    ) -> tuple[Ints, Floats]:
+    ) -> tuple[Ints, Floats] | None:
+        """Add up, and find the candidates meanwhile; None if there are so many that the guess is of no use, as after a
+        bucket that held hardly anything."""
         found, sums = [], after.numpy()
         level = _magnitude_of(self._guess)
+        room = _MOST_CANDIDATES * self._slots.entries * self._slots.regions
         for start in range(0, flat.numel(), _CHUNK):
             stop = min(start + _CHUNK, flat.numel())
             gradient, sum_ = flat[start:stop], after[start:stop]
@@ -70,8 +83,10 @@ class CpuKernels:
             else:
                 torch.mul(before[start:stop], ratio, out=sum_).add_(shared)
             gradient.zero_()
-            found.append(self._above(sums[start:stop], level, start))
-        return _joined(found)
+            if room >= 0:
+                found.append(self._above(sums[start:stop], level, start))
+                room -= len(found[-1][0])
+        return _joined(found) if room >= 0 else None
 
     def _compare(self, values: Floats) -> tuple[Ints, Floats]:
         level = _magnitude_of(self._guess)
@@ -87,14 +102,14 @@ class CpuKernels:
         where = np.flatnonzero(passed)
         return where + start, values[where]  # while they are in the cache
 
-    def _lower(self, values: Floats) -> int:
-        """A guess from a sample, if it is lower than the one that was too high; or none at all."""
-        layout = self._slots
+    def _sampled(self, values: Floats, spare: int) -> int:
+        """A guess that lets about `spare` times as many pass as are needed, from a sample."""
+        share = spare * self._slots.entries * self._slots.regions / self._slots.numel
+        if share >= 1:
+            return 1
         sample = _keys(np.ascontiguousarray(values[:: max(1, len(values) // _SAMPLE)]))
         sample.sort()
-        share = min(1.0, 2 * layout.entries * layout.regions / layout.numel)
-        guess = int(sample[int((1 - share) * (len(sample) - 1))]) - SLACK
-        return max(1, guess) if guess < self._guess else 1
+        return max(1, int(sample[int((1 - share) * (len(sample) - 1))]) - SLACK)
 
     def total(self, received: Tensor) -> Tensor:
         layout, words = self._slots, _words(received, self._slots)
