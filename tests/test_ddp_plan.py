@@ -525,23 +525,6 @@ def test_a_resumed_run_is_not_told_that_buckets_are_others_before_they_are_the_p
     on_ranks(2, main)
 
 
-def test_weights_that_a_step_changed_are_put_back() -> None:
-    def main(rank: Rank) -> None:
-        model = DDP(seeded(Noisy))
-        before = [p.detach().clone() for p in model.parameters()]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def updating(one: nn.Module) -> None:
-            noisy_step(rank)(one)
-            optimizer.step()
-
-        line = refusal(lambda: syncline.tune(model, updating, network=links(1.0), budget_s=5))
-        assert "without optimizer.step(). Weights are as they were" in line
-        assert all(torch.equal(p, weight) for p, weight in zip(model.parameters(), before, strict=True))
-
-    on_ranks(2, main)
-
-
 def test_models_whose_buckets_cannot_change_are_refused(tmp_path: Path) -> None:
     def main(rank: Rank) -> None:
         def line(model: nn.Module, **arguments: Any) -> str:

@@ -9,11 +9,13 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.engine import buckets
+from syncline.engine.comm import backend_of
 from syncline.engine.handle import Handle
 from syncline.engine.hook import forget
 from syncline.engine.place import hosts_of
 from syncline.engine.wrapping import apply
 from syncline.exchange import EXCHANGES, wire
+from syncline.measure.assumed import assumed_links
 from syncline.measure.network import Network
 from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
@@ -27,6 +29,8 @@ from syncline.predict.price import topology_of
 
 def probe_for(group: dist.ProcessGroup, allowed: tuple[str, ...], budget_s: float) -> Network:
     """Collective: only what a plan with what is allowed may use."""
+    if group.size() == 1:
+        return assumed_links((0,), backend=backend_of(group))
     several = group.size() > len(set(hosts_of(group)))
     kinds = wire.KINDS if allowed or several else ("all_reduce", "broadcast")
     return probe(budget_s=budget_s, kinds=kinds)

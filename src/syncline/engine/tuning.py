@@ -37,7 +37,7 @@ from syncline.errors import SynclineError, UsageError
 from syncline.measure.network import Network
 from syncline.measure.profile import Profile
 from syncline.measure.steps import together
-from syncline.measure.untouched import as_it_was
+from syncline.measure.untouched import Weights, as_it_was
 from syncline.measure.watch import watch_backward
 from syncline.plan.plan import Plan
 from syncline.plan.search import check_allowed
@@ -125,7 +125,8 @@ def tune(
 
     It takes about `budget_s`, and at least eight steps of plain DDP and of the plan; a `network`, or the file that
     `syncline probe` wrote of it, saves the probing. `scaler`: as for `attach`. Rank 0 says what was chosen and why,
-    unless `quiet`. What was attached before is replaced, by the plan or by plain DDP, and what it kept is lost.
+    unless `quiet`. What was attached before is replaced, by the plan or by plain DDP, and what it kept is lost. With
+    one rank there is nothing to exchange: `step` runs as it would otherwise, and the model is left alone.
     """
     began = time.monotonic()
     ddp = ddp_of(model)
@@ -139,14 +140,16 @@ def tune(
             # the module, too.
             rebuilt = attached_to(ddp) is not None or bool(getattr(ddp, "static_graph", False))
             trial: Trial | None = None
+            weights = Weights(parameters)
             try:
-                profile = _profile(ddp, step, group, _PROFILE_SHARE * budget_s, device)
+                profile = _profile(ddp, step, group, _PROFILE_SHARE * budget_s, device, weights)
                 links = links or probe_for(group, allowed, _PROBE_SHARE * budget_s)
                 profile, plan = plan_for_live(ddp, profile, links, allowed, device)
                 rebuilt = rebuilt or not plan.nothing
                 if not plan.nothing:
                     left_s = _least(group, max(_LEAST_BUDGET_S, budget_s - (time.monotonic() - began)))
                     trial = _try(ddp, plan, step, group, _TRIAL_SHARE * left_s, links, device)
+                together(group, lambda: _check_unchanged(weights))
             except BaseException:
                 _plain(ddp)
                 raise
@@ -205,24 +208,28 @@ def _least(group: dist.ProcessGroup, value: float) -> float:
     return float(least)
 
 
-def _profile(ddp: DDP, step: Step, group: dist.ProcessGroup, budget_s: float, device: torch.device) -> Profile:
+def _check_unchanged(weights: Weights) -> bytes:
+    """Refuse a step that has changed a weight, after putting all of them back."""
+    changed = weights.changed()
+    if changed is None:
+        return b""
+    weights.restore()
+    raise UsageError(
+        f"step changed {changed}: it must run forward and backward only, without optimizer.step() or other writes to "
+        "weights. The weights are as they were. If step ran the optimizer, its state now differs between ranks: make "
+        "the optimizer anew, or load its state from a checkpoint on every rank"
+    )
+
+
+def _profile(
+    ddp: DDP, step: Step, group: dist.ProcessGroup, budget_s: float, device: torch.device, weights: Weights
+) -> Profile:
     """Collective: of the module inside, without communication, on all ranks at once."""
-    parameters = parameters_of(ddp)
-    versions = {name: parameter._version for name, parameter in parameters.items()}
-    weights = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
     times: list[float] = []
 
     def first() -> bytes:
-        try:
-            run(1)
-        except UsageError:
-            with torch.no_grad():
-                for name, parameter in parameters.items():
-                    parameter.copy_(weights[name])
-            raise
-        finally:
-            weights.clear()
-        return b""
+        run(1)
+        return _check_unchanged(weights)
 
     def run(count: int) -> bytes:
         for _ in range(count):
@@ -232,12 +239,6 @@ def _profile(ddp: DDP, step: Step, group: dist.ProcessGroup, budget_s: float, de
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             times.append(time.monotonic() - started)
-            changed = next((name for name, p in parameters.items() if p._version != versions[name]), None)
-            if changed is not None:
-                raise UsageError(
-                    f"step changed {changed}: it runs forward and backward only, without optimizer.step(). Weights are "
-                    "as they were; the optimizer's state has moved"
-                )
         return b""
 
     name = type(ddp.module).__name__

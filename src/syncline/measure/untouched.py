@@ -1,15 +1,15 @@
-"""Steps that are taken to measure something leave no trace."""
+"""Steps that are taken to measure something must leave no trace."""
 
 from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 @contextlib.contextmanager
@@ -51,3 +51,32 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
     finally:
         for put, state in states:
             put(state)
+
+
+class Weights:
+    """A copy of a model's weights in the host's memory, to tell whether steps have changed one, and to put it back.
+
+    A tensor's version would not tell: writes through `.data` do not count there.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._copies = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
+
+    def changed(self) -> str | None:
+        """Return the name of the first parameter that has other bits than its copy, if any has."""
+        for name, parameter in self._parameters.items():
+            now, copy = (_bytes(tensor) for tensor in (parameter.detach().cpu(), self._copies[name]))
+            if not torch.equal(now, copy):
+                return name
+        return None
+
+    def restore(self) -> None:
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                parameter.copy_(self._copies[name])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """NaNs are not equal to themselves, but their bits are."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

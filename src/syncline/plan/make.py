@@ -36,7 +36,7 @@ def make_plan(
         network,
         chosen,
         plain_s=found.plain.iteration_s,
-        reason=_reason(found),
+        reason="There is only one rank, which has nothing to exchange." if network.ranks == 1 else _reason(found),
         alternatives=(nothing, *others),
         nothing=found.nothing,
     )
