@@ -121,10 +121,11 @@ class Kept(State):
     def keep_instead(self, error: Tensor) -> None:
         self._next = error / self._scale
 
-    def settle(self, finite: Tensor) -> None:
-        """A step that was not finite on some rank, in this bucket or another, leaves everything as it was."""
+    def settle(self, applied: Tensor) -> None:
+        """Elements that the optimizer did not get leave everything as it was: all of them if any bucket of the step was
+        not finite on some rank, and those of parameters that no rank has used."""
         if self._next is not None:
-            self._kept, self._next = torch.where(finite, self._next, self._kept), None
+            self._kept, self._next = torch.where(applied, self._next, self._kept), None
 
     def kept(self) -> Tensor:
         return self._kept

@@ -40,14 +40,16 @@ LOSSY = (Way(syncline.Dense(wire="bf16"), error=0.02), Way(syncline.Dense(wire="
 WAYS = (*EXACT, *LOSSY)
 
 
-def on_ranks(ranks: int, main: Callable[[Rank], Any], *, timeout_s: float = TIMEOUT_S) -> list[Any]:
+def on_ranks(
+    ranks: int, main: Callable[[Rank], Any], *, timeout_s: float = TIMEOUT_S, deadline_s: float = 90.0
+) -> list[Any]:
     """What `main` returns on each of `ranks` processes that have a process group; any rank's error is raised."""
 
     def started(rank: Rank) -> Any:
         rank.init_process_group(timeout_s)
         return main(rank)
 
-    return launch(ClusterSpec(hosts=ranks), started, shaped=False, deadline_s=90.0)
+    return launch(ClusterSpec(hosts=ranks), started, shaped=False, deadline_s=deadline_s)
 
 
 class Mlp(nn.Module):

@@ -63,5 +63,5 @@ class Residual(State):
             if slot.name in tensors:
                 slot.view(self.residual).copy_(tensors[slot.name]["residual"])
 
-    def settle(self, finite: Tensor) -> None:
-        self.residual.copy_(torch.where(finite, self.residual, self.before))
+    def settle(self, applied: Tensor) -> None:
+        self.residual.copy_(torch.where(applied, self.residual, self.before))

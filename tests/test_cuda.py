@@ -48,10 +48,10 @@ class Failing(ErrorFeedback):
 
 
 class FailingToSettle(Residual):
-    def settle(self, finite: Tensor) -> None:
+    def settle(self, applied: Tensor) -> None:
         if bool(self.before.any()):
             raise ArithmeticError("no")
-        super().settle(finite)
+        super().settle(applied)
 
 
 def _net() -> nn.Module:

@@ -296,7 +296,7 @@ class Unsettled(ErrorFeedback):
 
     def prepare(self, layout: Layout, comm: Comm) -> State:
         class Broken(Residual):
-            def settle(self, finite: Tensor) -> None:
+            def settle(self, applied: Tensor) -> None:
                 raise ArithmeticError("out of something")
 
         return Broken(layout)

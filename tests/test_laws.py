@@ -97,6 +97,8 @@ class _Broken:
     waits: bool = True
 
     def prepare(self, layout: Layout, comm: Comm) -> State:
+        if self.defect == "all or nothing":
+            return _AllOrNothing(layout.numel)
         return _Accumulating(layout.numel) if self.defect == "keeps" else State()
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
@@ -130,6 +132,21 @@ class _Accumulating(State):
         self.seen = torch.zeros(numel)
 
 
+class _AllOrNothing(_Accumulating):
+    """It keeps a part of a step, or all of it."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__(numel)
+        self.before = self.seen.clone()
+
+    def settle(self, applied: Tensor) -> None:
+        self.seen = torch.where(applied.any(), self.seen, self.before)
+        self.before = self.seen.clone()
+
+    def tensors(self, layout: Layout) -> dict[str, dict[str, Tensor]]:
+        return {slot.name: {"seen": slot.view(self.seen)} for slot in layout.slots}
+
+
 @pytest.mark.parametrize(
     ("defect", "law"),
     [
@@ -139,6 +156,7 @@ class _Accumulating(State):
         ("chatters", "honesty"),
         ("hides", "commit_on_success"),
         ("keeps", "commit_on_success"),
+        ("all or nothing", "partial_application"),
         ("branches", "data_independence"),
     ],
 )

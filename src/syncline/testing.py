@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,9 +45,12 @@ class Ran:
 
 
 def run_steps(
-    exchange: Exchange, inputs: Inputs, finite: Sequence[bool] | None = None, topology: Topology | None = None
+    exchange: Exchange,
+    inputs: Inputs,
+    applied: Mapping[int, Tensor] | None = None,
+    topology: Topology | None = None,
 ) -> list[Ran]:
-    """Runs the exchange as an engine would; `finite[i]` overrides whether step i counts as finite."""
+    """Run the exchange as a model's runner would. `applied[i]` overrides which elements of step i are applied."""
     place = topology or place_ranks(exchange, len(inputs[0]))
     first = inputs[0][0]
     layout = Layout.flat(first.numel(), first.dtype, first.device)
@@ -64,7 +67,7 @@ def run_steps(
             if last is not None:
                 last.wait()
             verdict = state.finite(flat)
-            state.settle(verdict if finite is None else torch.full_like(verdict, finite[number]))
+            state.settle((applied or {}).get(number, verdict).to(verdict.device))
             ran.results.append(flat)
             ran.kept.append(_copy(state.kept()))
             ran.memory.append(_memory(state, layout))
@@ -162,8 +165,20 @@ def commit_on_success(exchange: Exchange, ranks: int, numel: int, dtype: torch.d
             seen = not bool(torch.isfinite(ours.results[1]).all())
             _require(seen, f"commit: rank {rank} does not see the {culprit} that the last rank gave")
         _require_same_memory(ran, without, f"a step with {culprit}")
-    elsewhere = run_steps(exchange, [before, after, after], finite=[True, False, True])
+    elsewhere = run_steps(exchange, [before, after, after], applied={1: torch.tensor(False)})
     _require_same_memory(elsewhere, without, "a step in which another bucket was non-finite")
+
+
+def partial_application(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
+    """An element whose result is not applied is kept as it was, and every other one as if all had been applied."""
+    inputs = _normal(ranks, numel, dtype, device)[:2]
+    applied = torch.arange(numel, device=device) % 3 != 0
+    whole, part = run_steps(exchange, inputs), run_steps(exchange, inputs, applied={1: applied})
+    for rank, (mine, theirs) in enumerate(zip(part, whole, strict=True)):
+        for name, tensor in theirs.memory[1].items():
+            expected = torch.where(applied, tensor, mine.memory[0].get(name, torch.zeros_like(tensor)))
+            same = torch.equal(mine.memory[1][name], expected)
+            _require(same, f"partial application: {name} on rank {rank} does not keep what was not applied")
 
 
 def data_independence(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
@@ -218,6 +233,7 @@ LAWS: dict[str, Callable[[Exchange, int, int, torch.dtype, str], None]] = {
         says_what_it_keeps,
         honesty,
         commit_on_success,
+        partial_application,
         data_independence,
         no_host_synchronisation,
     )

@@ -21,6 +21,7 @@ from syncline.engine.handle import Handle
 from syncline.engine.hook import other_hooks, switch_of
 from syncline.engine.model import ddp_of, described_fully, only_device, parameters_of
 from syncline.engine.place import find_place, mark_of, read_network
+from syncline.engine.reduction import Reduction
 from syncline.engine.route import Route, Uniform
 from syncline.engine.vigil import vigil
 from syncline.errors import SynclineError, UsageError
@@ -70,6 +71,8 @@ def attach_route(
     group: dist.ProcessGroup = ddp.process_group
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
     parameters = parameters_of(ddp)
+    reduction = Reduction(ddp)
+    reduction.check(any(exchange.keeps for exchange in route.exchanges))
     with current_device(only_device(parameters)):
         known = read_network(network)
         scaled = scaler is not None and scaler.is_enabled()
@@ -79,7 +82,7 @@ def attach_route(
                 raise known
             with meeting(group, "attach", users=True):
                 place = find_place(group, route.exchanges, known)
-                engine = Engine(group, parameters, route, timeout, place, lambda: scale_of(scaler))
+                engine = Engine(group, parameters, route, timeout, place, lambda: scale_of(scaler), reduction=reduction)
     try:
         switch = switch_of(ddp)
     except BaseException:
@@ -117,6 +120,7 @@ def _fingerprint(
     flags = {
         "static_graph": bool(getattr(ddp, "static_graph", False)),
         "find_unused_parameters": ddp.find_unused_parameters,
+        "skip_all_reduce_unused_params": bool(getattr(ddp, "skip_all_reduce_unused_params", False)),
         "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
         "bucket_bytes_cap": ddp.bucket_bytes_cap,
         "other hooks": other_hooks(ddp),

@@ -164,7 +164,8 @@ class LaneGroups:
     def destroy(self) -> None:
         if dist.is_initialized():
             for sibling in self.comm.siblings.values():
-                dist.destroy_process_group(sibling.group)
+                with contextlib.suppress(ValueError):  # gone already, if torch.distributed was ended and started again
+                    dist.destroy_process_group(sibling.group)
         self.siblings.clear()  # a comm is among its own siblings: a cycle that would keep its group's threads alive
 
 

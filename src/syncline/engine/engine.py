@@ -24,12 +24,13 @@ from syncline.engine.agreement import agree
 from syncline.engine.checkpoint import misfit_of
 from syncline.engine.comm import close_lanes, open_lanes
 from syncline.engine.guard import Guard
-from syncline.engine.lane import Job, Lane, Phases
+from syncline.engine.lane import Job, Phases
 from syncline.engine.place import Place
+from syncline.engine.reduction import Reduction
 from syncline.engine.route import Route, tell
 from syncline.engine.stats import Span, predicted_for, sent_over, span_of
 from syncline.errors import ExchangeError, SynclineError, UsageError, first_line
-from syncline.exchange import WORLD, Climbing, Exchange, Layout, Slot, State, Work
+from syncline.exchange import WORLD, Climbing, Exchange, Layout, Slot, State, Work, stride_in_bucket
 
 _WATCHED = 50
 """Steps of which the median is compared with what was expected."""
@@ -54,15 +55,28 @@ class Bucket:
     averages: bool = False
     """Its state does, and not the engine."""
 
+    def applied(self, finite: Tensor, used: Mapping[str, Tensor] | None) -> Tensor:
+        """Where the result of this bucket was applied: a 0-dim tensor, or one flag per element if some of its
+        parameters were `used` and others were not."""
+        if used is None:
+            return finite
+        flags = torch.stack([used[slot.name].to(finite.device) for slot in self.layout.slots])
+        sizes = torch.tensor([slot.numel for slot in self.layout.slots], device=flags.device)
+        return flags.repeat_interleave(sizes, output_size=self.layout.numel) & finite
+
 
 @dataclass
 class Step:
     """The buckets of one backward pass."""
 
     jobs: list[Job] = field(default_factory=list)
+    submitted: set[int] = field(default_factory=set)
+    """The indices of its buckets."""
     unfinished: int = 0
     complete: bool = False
-    """Whether its last bucket was submitted."""
+    """Whether DDP's last bucket was submitted. A DDP that skips unused buckets may never submit it."""
+    awaits_end: bool = False
+    """Whether the autograd engine will say when its backward pass is over."""
     finite: list[Tensor] = field(default_factory=list)
     sent_bytes: dict[str, int] = field(default_factory=dict)
     began_s: float | None = None
@@ -101,8 +115,11 @@ class Engine:
         timeout: timedelta,
         place: Place | None = None,
         scale: Callable[[], Tensor | None] = lambda: None,
+        *,
+        reduction: Reduction,
     ) -> None:
         self.route, self.place = route, place
+        self._reduction = reduction
         self.error: BaseException | None = None
         self.steps = 0
         self.tracing = False
@@ -146,11 +163,11 @@ class Engine:
             told = self._guard.explained(self.error)
             raise ExchangeError(f"an earlier exchange of this model failed: {told}") from self.error
         flat: Tensor = grad_bucket.buffer()
+        step = self._step_of(grad_bucket)
         if self._regrouping is not None:
             return self._submit_regrouped(self._regrouping, grad_bucket, flat)
         bucket = self._see(grad_bucket, flat)
         lane = self._lanes[bucket.lane]
-        step = self._step
         if not step.jobs:
             self._begin(step)
         marks = lane.marks(step.jobs[0].marks if step.jobs else None)
@@ -171,10 +188,37 @@ class Engine:
         with self._lock:
             step.jobs.append(job)
             step.unfinished += 1
-            step.complete = grad_bucket.is_last()
-        if step.complete:
-            self._step = Step()
         return lane.submit(job)
+
+    def _step_of(self, grad_bucket: Any) -> Step:
+        """The step that a bucket belongs to: the one under way, or a new one."""
+        if self._step.complete or grad_bucket.index() in self._step.submitted:
+            self.conclude()  # a rank that has joined is not told when a step is over
+            self._step = Step()
+        step = self._step
+        step.submitted.add(grad_bucket.index())
+        step.complete = grad_bucket.is_last()
+        if not step.awaits_end:
+            step.awaits_end = self._reduction.when_over(self._backward_is_over)
+        return step
+
+    def _backward_is_over(self) -> None:
+        step = self._step
+        step.awaits_end = False
+        if step.complete or self._reduction.finished:
+            step.complete = True
+            self.conclude()
+
+    def conclude(self) -> None:
+        """End the step whose last bucket has been exchanged, if it has not been ended."""
+        step = self._step
+        if not step.complete or step.awaits_end or step.unfinished or self.error is not None:
+            return
+        self._step = Step()
+        try:
+            self._end(step)
+        except BaseException as error:
+            raise self._fail(max(step.submitted), error) from error
 
     def _begin(self, step: Step) -> None:
         step.began_s = time.monotonic()
@@ -222,9 +266,6 @@ class Engine:
             step.finite.append(bucket.state.finite(whole))
             for piece, result in zip(pieces, whole.split([piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(result)
-        step.complete = True
-        self._end(step, self._lanes[0])
-        self._step = Step()
         if regrouping.as_seen or regrouping.steps_left == 0:
             self._regrouping = None
         else:
@@ -253,7 +294,7 @@ class Engine:
             if name is None:
                 raise ExchangeError("DDP exchanges a parameter that was not there at attach: detach, then attach again")
             real = _as_real(parameter)
-            slots.append(Slot(name, tuple(real.shape), real.stride(), offset, real.numel()))
+            slots.append(Slot(name, tuple(real.shape), stride_in_bucket(real), offset, real.numel()))
             offset += real.numel()
         if offset != flat.numel():
             raise ExchangeError(f"a bucket holds {flat.numel()} elements, its parameters {offset}")
@@ -321,16 +362,16 @@ class Engine:
             job.error = self._fail(job.bucket, job.error)
 
     def _succeed(self, job: Job, bucket: Bucket, step: Step) -> None:
-        # The result is the same on all ranks, so they agree on whether it is finite without asking each other.
-        finite = [bucket.state.finite(job.flat)] if bucket.state is not None and bucket.state.settles else []
-        counted = [(job.flat.count_nonzero(), job.flat.numel())] if step.counts and bucket.exchange.keeps else []
+        # The result is the same on all ranks, so they agree on whether it is finite without asking each other. A bucket
+        # that keeps nothing is asked, too, where others do: GradScaler skips the whole step.
+        flat, state = job.flat, bucket.state
+        assert flat is not None and state is not None  # noqa: S101 - it ran
+        finite = [state.finite(flat)] if state.settles or (self.keeps and not bucket.exchange.keeps) else []
+        counted = [(flat.count_nonzero(), flat.numel())] if step.counts and bucket.exchange.keeps else []
         with self._lock:
             step.finite += finite
             step.applied += counted
             step.unfinished -= 1
-            last = step.complete and step.unfinished == 0
-        if last:
-            self._end(step, self._lanes[bucket.lane])
 
     def _fail(self, bucket: int, error: BaseException) -> BaseException:
         """The error as the user sees it. The step stays unfinished for good, so nothing of it is settled."""
@@ -350,13 +391,16 @@ class Engine:
             self.error = self.error or error
         return error
 
-    def _end(self, step: Step, lane: Lane) -> None:
+    def _end(self, step: Step) -> None:
         if step.finite:
-            with lane.after(self._lanes):
+            with self._lanes[0].after(self._lanes):
                 finite = torch.stack(step.finite).all()
-                for bucket in self.buckets.values():
-                    if bucket.state is not None:
-                        bucket.state.settle(finite)
+                settling = [bucket for bucket in self.buckets.values() if bucket.state and bucket.state.settles]
+                bucketed = {slot.name for bucket in self.buckets.values() for slot in bucket.layout.slots}
+                used = self._reduction.used(self._names, bucketed) if settling else None
+                for bucket in settling:
+                    assert bucket.state is not None  # noqa: S101 - see above
+                    bucket.state.settle(bucket.applied(finite, used))
         sent = self.sent_bytes
         step.sent_bytes = {level: sent[level] - self._counted.get(level, 0) for level in sent}
         self._counted = sent
@@ -457,7 +501,8 @@ class Engine:
         self._regrouping = None
         named = sorted(name for names in buckets for name in names)
         trained = sorted(name for name, parameter in self._parameters.items() if parameter.requires_grad)
-        if named == trained and list(map(list, buckets)) != self.bucket_names:
+        regroups = named == trained and not self._reduction.skips_buckets  # which may not all come
+        if regroups and list(map(list, buckets)) != self.bucket_names:
             self._regrouping = Regrouping(tuple(map(tuple, buckets)))
             self.buckets.clear()  # what they hold waits for the ones that come
         for bucket in self.buckets.values():

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from syncline.engine.activations import find_blocks
 from syncline.engine.model import refuse_sparse
 from syncline.errors import UsageError
-from syncline.exchange import Dense, Exchange, OkTopk
+from syncline.exchange import Dense, Exchange, OkTopk, is_dense
 from syncline.measure.activations import KEEP, WAYS
 from syncline.predict.schedule import MAX_LANES
 
@@ -33,21 +33,9 @@ def trained_of(module: nn.Module) -> dict[str, nn.Parameter]:
     for name, parameter in trained.items():
         if parameter.is_complex():
             raise UsageError(f"{name} is complex, which is not supported here: use DDP and attach")
-        if not _dense(parameter):
+        if not is_dense(parameter):
             raise UsageError(f"{name} does not lie densely in memory: make it contiguous()")
     return trained
-
-
-def _dense(tensor: Tensor) -> bool:
-    """Without gaps or overlaps, in whatever order of dimensions."""
-    expected = 1
-    for size, stride in sorted(
-        ((n, s) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1), key=lambda pair: pair[1]
-    ):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def lying_like(gradient: Tensor, parameter: Tensor) -> Tensor:

@@ -256,7 +256,7 @@ class Guard:
                     lane=one.job.lane,
                     step=one.step,
                     bucket=one.job.bucket,
-                    bytes=one.job.flat.numel() * one.job.flat.element_size(),
+                    bytes=one.job.bytes,
                     exchange=type(one.job.exchange).__name__ if one.job.exchange is not None else "",
                     age_s=now_s - one.since_s,
                 )

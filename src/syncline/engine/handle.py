@@ -197,4 +197,5 @@ class Handle:
     def _attached(self) -> Engine:
         if self._switch.engine is not self._engine:
             raise UsageError("this handle is detached, or another attach has replaced it: use the newest, or attach")
+        self._engine.conclude()
         return self._engine

@@ -33,7 +33,8 @@ class Job:
 
     bucket: int
     lane: int
-    flat: Tensor
+    flat: Tensor | None
+    """The bucket, until the future has it: whoever keeps the job must not keep DDP's memory alive."""
     run: Callable[[], Work | None]
     waits: bool = True
     """Whether `run` waits for collectives."""
@@ -47,7 +48,17 @@ class Job:
     """Its collectives, where they are traced."""
     future: Any = None
     """To be completed when it has ended, by whoever is first to say so."""
+    elements: int = field(init=False)
+    itemsize: int = field(init=False)
     _ending: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def __post_init__(self) -> None:
+        assert self.flat is not None  # noqa: S101 - it is about to be exchanged
+        self.elements, self.itemsize = self.flat.numel(), self.flat.element_size()
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
 
     def ends(self) -> bool:
         """Whether whoever asks is the first to end it, and therefore does."""
@@ -56,7 +67,7 @@ class Job:
     def answer(self) -> None:
         if self.future is not None:
             future, self.future = self.future, None  # which knows this job
-            future.set_result(self.flat)
+            future.set_result(None)  # `then` takes the tensor out of this job
 
 
 class Marks(Protocol):
@@ -305,9 +316,12 @@ def _nothing(*_: object) -> None:
 
 
 def _result(job: Job) -> Tensor:
+    """The exchanged bucket, which the job lets go of."""
+    flat, job.flat = job.flat, None
     if job.error is not None:
         raise job.error
-    return job.flat
+    assert flat is not None  # noqa: S101 - it is taken once
+    return flat
 
 
 class StreamLane:
@@ -323,7 +337,8 @@ class StreamLane:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             job.marks.mark("start")
-            job.flat.record_stream(self._stream)
+            if job.flat is not None:
+                job.flat.record_stream(self._stream)
             try:
                 last = job.run()
                 if last is not None:
@@ -332,9 +347,9 @@ class StreamLane:
                 _end(job, error)
             else:
                 _end(job)
-            _result(job)
+            flat = _result(job)
             future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
-            future.set_result(job.flat)
+            future.set_result(flat)
         return future
 
     def marks(self, first: Marks | None) -> Marks:

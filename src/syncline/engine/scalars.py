@@ -38,8 +38,7 @@ def scalars_of(engine: Engine, step: Step, *, deep: bool = False) -> dict[str, f
     values["sent_bytes"] = sum(step.sent_bytes.values())
     values |= {f"sent_bytes/{level}": sent for level, sent in step.sent_bytes.items()}
     plain = sum(
-        wire.sent_bytes("all_reduce", job.flat.numel(), job.flat.element_size(), engine.ranks, engine.backend)
-        for job in step.jobs
+        wire.sent_bytes("all_reduce", job.elements, job.itemsize, engine.ranks, engine.backend) for job in step.jobs
     )
     if plain:
         values["sent_share"] = values["sent_bytes"] / plain

@@ -108,7 +108,7 @@ def timings_of(jobs: Iterable[Job]) -> tuple[BucketTiming, ...]:
             timing = BucketTiming(
                 bucket=job.bucket,
                 lane=job.lane,
-                bytes=job.flat.numel() * job.flat.element_size(),
+                bytes=job.bytes,
                 exchange="" if job.exchange is None else name_of(job.exchange),
                 ready_s=seconds["ready"],
                 start_s=seconds["start"],

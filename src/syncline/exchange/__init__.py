@@ -23,7 +23,9 @@ from syncline.exchange.base import (
     Work,
     default_lanes,
     from_settings,
+    is_dense,
     settings,
+    stride_in_bucket,
 )
 from syncline.exchange.dense import Dense
 from syncline.exchange.hierarchical import Hierarchical, Way
@@ -78,6 +80,8 @@ __all__ = [
     "Way",
     "Work",
     "default_lanes",
+    "is_dense",
     "made_of",
     "settings",
+    "stride_in_bucket",
 ]

@@ -36,7 +36,7 @@ class Slot:
     name: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    """Of the parameter in memory: a channels-last gradient lies channels-last in the bucket."""
+    """Of the gradient in the bucket: a channels-last gradient lies channels-last there."""
     offset: int
     numel: int
 
@@ -45,6 +45,23 @@ class Slot:
         return flat[self.offset : self.offset + self.numel].as_strided(
             self.shape, self.stride, flat.storage_offset() + self.offset
         )
+
+
+def stride_in_bucket(parameter: Tensor) -> tuple[int, ...]:
+    """The stride with which DDP lays a parameter's gradient out in a bucket: the parameter's own if its memory has no
+    gaps and no overlaps, and that of a contiguous tensor otherwise."""
+    return parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements lie in memory without gaps or overlaps, in whatever order of dimensions."""
+    expected = 1
+    dimensions = ((size, stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
+    for size, stride in sorted(dimensions, key=lambda dimension: dimension[1]):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 @dataclass(frozen=True)
@@ -291,9 +308,15 @@ class State:
         """Whether the end of a step means anything to it."""
         return type(self).settle is not State.settle
 
-    def settle(self, finite: Tensor) -> None:
-        """Ends a step, after all of its buckets: keeps what `run` changed where the 0-dim `finite` is true, and puts
-        back what was before where it is not. Without host synchronisation."""
+    def settle(self, applied: Tensor) -> None:
+        """End a step, after all of its buckets: keep what `run` changed where `applied` is true, and put back what was
+        there before where it is false. Must not synchronise with the host.
+
+        Args:
+            applied: Whether the optimizer gets the result, as `torch.where` takes it: a 0-dim tensor, false if any
+                bucket of the step was not finite, or one flag per element of the bucket, false also for parameters
+                that no rank has used and whose gradients DDP therefore leaves alone.
+        """
 
 
 @runtime_checkable

@@ -367,8 +367,8 @@ class _Flat(State):
     def settles(self) -> bool:
         return self.inner.settles
 
-    def settle(self, finite: Tensor) -> None:
-        self.inner.settle(finite)
+    def settle(self, applied: Tensor) -> None:
+        self.inner.settle(applied)
 
 
 class _Climbed(State):
@@ -422,6 +422,8 @@ class _Climbed(State):
         for chunk, state in self._kept:
             pieces: dict[str, dict[str, Tensor]] = {}
             for piece in chunk.layout.slots:
+                if not piece.name:  # padding
+                    continue
                 start = chunk.start + piece.offset - slots[piece.name].offset
                 pieces[piece.name] = {
                     kind: _in_memory_order(slots[piece.name], tensor)[start : start + piece.numel]
@@ -429,9 +431,9 @@ class _Climbed(State):
                 }
             state.load(chunk.layout, {name: kinds for name, kinds in pieces.items() if kinds})
 
-    def settle(self, finite: Tensor) -> None:
-        for _, state in self._kept:
-            state.settle(finite)
+    def settle(self, applied: Tensor) -> None:
+        for chunk, state in self._kept:
+            state.settle(applied if applied.dim() == 0 else applied[chunk.start : chunk.stop])
 
 
 def _in_memory_order(slot: Slot, tensor: Tensor) -> Tensor:

@@ -71,10 +71,10 @@ class Residual(State):
             for kind, rest in self._pairs.items():
                 self._pair(kind)[0].copy_(rest, non_blocking=True)
 
-    def _store(self, finite: Tensor) -> None:
+    def _store(self, applied: Tensor) -> None:
         for kind, rest in self._pairs.items():
             before, after = self._pair(kind)
-            rest.copy_(torch.where(finite, after, before, out=before), non_blocking=True)
+            rest.copy_(torch.where(applied, after, before, out=before), non_blocking=True)
 
     # --- a step -------------------------------------------------------------------------------------------------
 
@@ -125,15 +125,26 @@ class Residual(State):
             self._pair(kind).index_copy_(0, (1 - self.turn).to(torch.int64).view(1), value.view(1, -1))
         self._changed = True
 
-    def settle(self, finite: Tensor) -> None:
-        if self._changed:
-            self._changed = False
-            if self._workspace is None:
-                self.turn.bitwise_xor_(finite)
-            else:
-                self._store(finite)
-            if self.ratio is not None:
-                self._measure = torch.where(finite, self._scale, self._measure)
+    def settle(self, applied: Tensor) -> None:
+        if not self._changed:
+            return
+        self._changed = False
+        if applied.dim() > 0:
+            self._put_back(applied)
+            applied = applied.any()
+        if self._workspace is None:
+            self.turn.bitwise_xor_(applied)
+        else:
+            self._store(applied)
+        if self.ratio is not None:
+            self._measure = torch.where(applied, self._scale, self._measure)
+
+    def _put_back(self, applied: Tensor) -> None:
+        """Undo the step for elements whose result was not applied, in the measure of the others."""
+        for kind, pair in ((kind, self._pair(kind)) for kind in self._pairs):
+            after = pair[1] if self._workspace is not None else pair.index_select(0, (1 - self.turn).view(1))[0]
+            self.put(kind, torch.where(applied, after, self._in_force(kind)))
+        self._changed = False
 
     # --- between steps ------------------------------------------------------------------------------------------
 
