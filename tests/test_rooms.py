@@ -57,7 +57,7 @@ def test_what_predicts_reads_data_and_never_reaches_the_engine() -> None:
         assert not name.startswith(("syncline.engine", "syncline.cluster")), f"predict reaches {name}"
         for module in _imports(path):
             waiting += [module, module.rpartition(".")[0]]
-    assert {"syncline.measure.profile", "syncline.measure.network", "syncline.exchange.wire"} <= seen
+    assert {"syncline.records.profile", "syncline.records.network", "syncline.exchange.wire"} <= seen
 
 
 def test_nothing_pickles_evaluates_or_starts_a_shell() -> None:
