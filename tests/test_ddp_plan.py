@@ -425,6 +425,8 @@ def test_tuning_again_replaces_what_was_chosen(monkeypatch: pytest.MonkeyPatch) 
         net = seeded(Mlp)
         wrapped = syncline.wrap(net, plan_for(net, layout_of(1, 1, 4)))
         assert buckets.own_caps(wrapped) == DDP_CAPS
+        handle = syncline.handle_of(wrapped)
+        assert handle is not None and "call syncline.tune(model, step)" in refusal(lambda: handle.retune(step))
 
     on_ranks(2, main)
 

@@ -79,7 +79,9 @@ def imported(source: str) -> Iterator[str]:
             assert node.level == 0, "imports are absolute"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            yield from (name.value for name in node.args if isinstance(name, ast.Constant))
+            yield from (
+                name.value for name in node.args if isinstance(name, ast.Constant) and isinstance(name.value, str)
+            )
 
 
 def unit_of(path: Path) -> str:

@@ -32,7 +32,7 @@ from syncline.dist import agreement
 from syncline.dist.lane import HostMarks, Job
 from syncline.doctor import examine_notes
 from syncline.exchange import Comm, Layout, State, Work
-from syncline.health import failure, heartbeat, watchdog
+from syncline.health import failure, heartbeat, meeting, watchdog
 from syncline.health.failure import Failure
 from syncline.health.stragglers import Stragglers
 from syncline.health.suspects import At, Heard, Kind, Sign, is_backends, is_collective
@@ -178,7 +178,7 @@ def test_an_error_of_ones_own_where_ranks_meet_is_told_as_it_is(
     group = dist.group.WORLD
     assert group is not None
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory$"):
-        agreement.meet(group, {})
+        meeting.meet(group, {})
 
 
 def test_who_does_not_come_to_attach_is_named_and_the_others_leave_a_note(

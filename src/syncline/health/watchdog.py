@@ -1,7 +1,7 @@
 """What is watched of one model's exchanges: where each bucket is, and what happened last.
 
 The last events are kept in a ring, whatever becomes of them: noting one costs less than a microsecond, and they are all
-that is left to look at when an exchange fails. See `vigil` for who looks, and `failure` for what is left behind.
+that is left to look at when an exchange fails. See `heartbeat` for who looks, and `failure` for what is left behind.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def topology_of(network: Network, tree: Tree | None = None) -> Topology:
 
 
 def flow(network: Network, phase: Phase) -> Collective:
-    """See `measure.network`."""
+    """See `records.network`."""
     fitted, slower = network.collective(phase.kind, phase.level), _side_by_side(network, phase)
     least_s = fitted.least_s(phase.sent_bytes) * slower
     serial_s = min(fitted.serial_s * slower, least_s)
