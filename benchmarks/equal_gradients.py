@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.measure.profile import Gradient, Profile
+from syncline.records.profile import Gradient, Profile
 
 
 def equal_gradients(count: int, nbytes: int, *, forward_s: float, backward_s: float) -> Profile:

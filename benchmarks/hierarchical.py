@@ -25,13 +25,13 @@ from syncline.bench.methods import Wrapping
 from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.bench.run import Workload
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.engine import attach
+from syncline.ddp.attach import attach
 from syncline.exchange import Dense, Exchange, Hierarchical
 from syncline.files import write_json
 from syncline.measure.probe import probe
-from syncline.measure.profile import Profile, load_profile
 from syncline.predict import Schedule, ddp_buckets, predict
-from syncline.predict.price import topology_of
+from syncline.predict.exchange_time import topology_of
+from syncline.records.profile import Profile, load_profile
 
 MBIT = 1_000_000
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from syncline.bench.rounds import Contender, Quartiles, combine, take_turns
 from syncline.cluster import ClusterSpec, Rank, launch, parse_rate
-from syncline.engine.comm import LaneGroups
-from syncline.engine.lane import Job, ThreadLane
+from syncline.dist.comm import LaneGroups
+from syncline.dist.lane import Job, ThreadLane
 from syncline.exchange import Dense, State
 from syncline.files import write_json
 

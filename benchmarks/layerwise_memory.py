@@ -43,8 +43,8 @@ from syncline._version import __version__
 from syncline.bench.baselines import with_topk
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.files import write_text
-from syncline.measure.blocks import measure_activations
-from syncline.measure.memory import metered
+from syncline.layerwise.measure_blocks import measure_activations
+from syncline.memory_meter import metered
 from syncline.models import gpt, zoo
 from syncline.predict.memory import peak_bytes
 from syncline.units import parse_bytes

@@ -36,20 +36,21 @@ from syncline.bench.forecast import Forecast, profile_workload
 from syncline.bench.methods import make_planned
 from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.engine import handle_of, wrap
+from syncline.ddp.wrap import handle_of, wrap
 from syncline.exchange import EXCHANGES
 from syncline.files import write_text
-from syncline.measure.network import Network
 from syncline.measure.probe import probe
-from syncline.measure.profile import Profile, load_profile
 from syncline.models.replay import ReplayModel
 from syncline.plan import fusion
 from syncline.plan.make import plan_for
-from syncline.plan.plan import Plan
 from syncline.plan.search import options
 from syncline.predict import Schedule, predict
-from syncline.predict.price import solo_s, topology_of
-from syncline.predict.schedule import DDP_CAPS, MIB, filled
+from syncline.predict.exchange_time import solo_s, topology_of
+from syncline.predict.schedule import DDP_CAPS, MIB
+from syncline.records.bucket_caps import filled
+from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.records.profile import Profile, load_profile
 
 MODELS = ("resnet152-cuda", "densenet201-cuda", "inception-v4-cuda", "bert-base-cuda")
 HOSTS = (4, 8)

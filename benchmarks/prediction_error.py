@@ -27,15 +27,15 @@ from syncline._version import __version__
 from syncline.bench.methods import Wrapping
 from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, format_rate, launch, links
-from syncline.engine import attach
+from syncline.ddp.attach import attach
 from syncline.files import write_text
 from syncline.measure.backward import measure_backward
-from syncline.measure.network import Network
 from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
-from syncline.measure.profile import Profile, load_profile
 from syncline.models.replay import ReplayModel
 from syncline.predict import Schedule, predict
+from syncline.records.network import Network
+from syncline.records.profile import Profile, load_profile
 
 FITTED = [ClusterSpec(hosts=4, rate_bps=200_000_000), ClusterSpec(hosts=8, rate_bps=100_000_000)]
 CLUSTERS = [(2, 100), (2, 200), (3, 100), (3, 200), (4, 100), (4, 300), (8, 70), (8, 140)]

@@ -25,14 +25,14 @@ from syncline._version import __version__
 from syncline.bench.methods import Wrapping
 from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.engine import attach
+from syncline.ddp.attach import attach
 from syncline.files import write_text
 from syncline.measure.backward import measure_backward
-from syncline.measure.network import Network
 from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
-from syncline.measure.profile import Profile
 from syncline.predict import Schedule, predict
+from syncline.records.network import Network
+from syncline.records.profile import Profile
 
 CLUSTERS = {"cuda": [(4, 1000), (8, 10000)], "cpu": [(2, 200), (3, 100)]}
 MODELS = {"cuda": ["resnet50-224px", "bert-base"], "cpu": ["cnn", "mlp"]}

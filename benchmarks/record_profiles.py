@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from syncline.measure.backward import measure_backward
 from syncline.measure.overhead import measure_overheads
-from syncline.measure.profile import Profile
 from syncline.models import zoo
+from syncline.records.profile import Profile
 
 SHIPPED = Path(__file__).parents[1] / "src" / "syncline" / "profiles"
 # What one training step on a small CPU can bear; a GPU would idle on it.

@@ -25,13 +25,13 @@ from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.files import write_text
 from syncline.measure.backward import measure_backward
-from syncline.measure.network import Network
 from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
-from syncline.measure.profile import Profile, RankTimes, load_profile
 from syncline.models.replay import ReplayModel
 from syncline.predict import Schedule, predict
 from syncline.predict.diagnosis import diagnose, lost_to
+from syncline.records.network import Network
+from syncline.records.profile import Profile, RankTimes, load_profile
 
 
 @dataclass(frozen=True)

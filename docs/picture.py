@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from syncline.bench.result import DemoResult
 from syncline.cli import demo, predict, screen
 from syncline.files import read_json, write_text
+from syncline.records.bench_result import DemoResult
 
 
 def console() -> Console:

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 import made_up
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.models.data import digits
-from syncline.plan.plan import Plan, PlannedBucket, PlannedGradient, Where
+from syncline.records.plan import Plan, PlannedBucket, PlannedGradient, Where
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 TIMEOUT_S = 30.0

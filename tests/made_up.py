@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from syncline.exchange import wire
-from syncline.measure.fitted import Collective, Link, Overlap, Point, Startup, Switch
-from syncline.measure.network import WORLD, Network
-from syncline.measure.profile import Gradient, Profile, RankTimes
-from syncline.plan.plan import Alternative, Plan, PlannedBucket, PlannedGradient, Where
+from syncline.records.link_costs import Collective, Link, Overlap, Point, Startup, Switch
+from syncline.records.network import WORLD, Network
+from syncline.records.plan import Alternative, Plan, PlannedBucket, PlannedGradient, Where
+from syncline.records.profile import Gradient, Profile, RankTimes
 
 MBIT = 1e6 / 8
 

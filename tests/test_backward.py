@@ -15,9 +15,9 @@ from ddp_helpers import on_ranks, refusal
 from syncline.cluster import Rank
 from syncline.errors import MismatchError, SynclineError, UsageError
 from syncline.measure.backward import measure_backward
-from syncline.measure.profile import Buffers, Profile
 from syncline.measure.steps import Measured, Subject, merge
 from syncline.models.replay import ReplayModel
+from syncline.records.profile import Buffers, Profile
 
 PROFILE = msgspec.convert(
     {

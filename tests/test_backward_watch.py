@@ -18,8 +18,8 @@ import syncline
 from ddp_helpers import Mlp, batch, gradients, on_ranks, seeded
 from syncline.cluster import Rank
 from syncline.errors import UsageError
-from syncline.measure.profile import Profile
-from syncline.measure.watch import BackwardWatch, watch_backward
+from syncline.measure.backward_watch import BackwardWatch, watch_backward
+from syncline.records.profile import Profile
 
 NAMES = {f"{layer}.{kind}" for layer in ("first", "middle", "last") for kind in ("weight", "bias")}
 

@@ -16,15 +16,15 @@ import pytest
 
 from syncline.bench import demo
 from syncline.bench.methods import METHODS, check_methods
-from syncline.bench.result import BenchResult
 from syncline.bench.rounds import Quartiles, combine
 from syncline.bench.run import Workload, run_bench
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
 from syncline.errors import UsageError
 from syncline.files import read_json, write_json
-from syncline.measure.assumed import assumed_network
-from syncline.measure.profile import load_profile
+from syncline.measure.assumed_network import assumed_network
 from syncline.models.data import digits
+from syncline.records.bench_result import BenchResult
+from syncline.records.profile import load_profile
 
 needs_links = pytest.mark.skipif(why_not_shaped() is not None, reason=str(why_not_shaped()))
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from syncline import __version__
 from syncline.bench.demo import CONTENDERS
 from syncline.cli import app
-from syncline.plan.plan import Plan
+from syncline.records.plan import Plan
 
 runner = CliRunner()
 

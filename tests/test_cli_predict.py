@@ -17,10 +17,10 @@ from made_up import CASES, RICH_NETWORK
 from syncline.cli import app
 from syncline.cli.predict import PredictResult
 from syncline.files import read_json
-from syncline.measure.assumed import assumed_network
-from syncline.measure.profile import load_profile
+from syncline.measure.assumed_network import assumed_network
 from syncline.predict import Schedule, predict
 from syncline.predict.diagnosis import CAUSES
+from syncline.records.profile import load_profile
 
 runner = CliRunner()
 SMALL = made_up.profile([1000] * 4)

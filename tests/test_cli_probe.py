@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 from syncline.cli import app
 from syncline.cluster import why_not_shaped
-from syncline.measure.network import Network
+from syncline.records.network import Network
 
 runner = CliRunner()
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from syncline.cli import app
 from syncline.cli.profile import _half_ready_s, _step_lines
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.measure.profile import Profile, RankTimes, load_profile
+from syncline.records.profile import Profile, RankTimes, load_profile
 
 runner = CliRunner()
 QUICK = ["--steps", "2", "--warmup", "1"]

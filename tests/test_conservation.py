@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import syncline
 from ddp_helpers import on_ranks
 from syncline.cluster import Rank
-from syncline.engine.comm import gather_bytes
+from syncline.dist.comm import gather_bytes
 from syncline.exchange import EXCHANGES, Exchange, Hierarchical, OkTopk
 from syncline.exchange import settings as exchange_settings
-from syncline.plan.plan import Plan, PlannedBucket, PlannedGradient, Where
+from syncline.records.plan import Plan, PlannedBucket, PlannedGradient, Where
 
 RANKS = 4
 """Averages over a power of two are exact, so that only an exchange's own rounding is left."""

@@ -23,8 +23,8 @@ import syncline
 from exchanges import ErrorFeedback, Residual
 from survivors import wait_for
 from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes
-from syncline.engine.failure import Failure
 from syncline.exchange import Comm, Layout, State, Work
+from syncline.health.failure import Failure
 
 if __name__ != "__main__":  # asking for a GPU is already enough to keep CUDA from forked ranks
     pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -37,8 +37,8 @@ from ddp_helpers import (
 )
 from exchanges import ErrorFeedback
 from syncline.cluster import Rank
-from syncline.engine.agreement import agree, difference
-from syncline.engine.comm import LaneGroups
+from syncline.dist.agreement import agree, difference
+from syncline.dist.comm import LaneGroups
 from syncline.exchange import Comm, State, Work
 
 

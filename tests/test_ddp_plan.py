@@ -37,11 +37,11 @@ from ddp_helpers import (
     train,
 )
 from syncline.cluster import Rank
-from syncline.engine import buckets
+from syncline.ddp import buckets
 from syncline.exchange import Dense, Exchange, settings
-from syncline.measure.network import Network
-from syncline.plan.plan import Plan, PlannedBucket, PlannedGradient, Where
 from syncline.predict.schedule import DDP_CAPS
+from syncline.records.network import Network
+from syncline.records.plan import Plan, PlannedBucket, PlannedGradient, Where
 
 READY = ("last.bias", "last.weight", "middle.bias", "middle.weight", "first.bias", "first.weight")
 """Of `Mlp`."""
@@ -334,7 +334,7 @@ def noisy_step(rank: Rank) -> Callable[[nn.Module], None]:
 
 
 def test_tuning_leaves_everything_but_the_way_of_gradients_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.engine.tuning._WORTH", float("inf"))
+    monkeypatch.setattr("syncline.tuning.tune._WORTH", float("inf"))
 
     def main(rank: Rank) -> tuple[bool, str]:
         model, other = DDP(seeded(Noisy)), DDP(seeded(Noisy))
@@ -393,7 +393,7 @@ def test_where_nothing_helps_plain_ddp_stays_and_nothing_is_left_behind(capfd: p
 
 
 def test_a_plan_that_is_not_faster_when_tried_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.engine.tuning._WORTH", 0.0)
+    monkeypatch.setattr("syncline.tuning.tune._WORTH", 0.0)
 
     def main(rank: Rank) -> None:
         model = DDP(seeded(Noisy), bucket_cap_mb=0.01)
@@ -409,7 +409,7 @@ def test_a_plan_that_is_not_faster_when_tried_is_not_kept(monkeypatch: pytest.Mo
 
 
 def test_tuning_again_replaces_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.engine.tuning._WORTH", float("inf"))
+    monkeypatch.setattr("syncline.tuning.tune._WORTH", float("inf"))
 
     def main(rank: Rank) -> None:
         model = DDP(seeded(Noisy))
@@ -425,6 +425,8 @@ def test_tuning_again_replaces_what_was_chosen(monkeypatch: pytest.MonkeyPatch) 
         net = seeded(Mlp)
         wrapped = syncline.wrap(net, plan_for(net, layout_of(1, 1, 4)))
         assert buckets.own_caps(wrapped) == DDP_CAPS
+        handle = syncline.handle_of(wrapped)
+        assert handle is not None and "call syncline.tune(model, step)" in refusal(lambda: handle.retune(step))
 
     on_ranks(2, main)
 
@@ -456,7 +458,7 @@ def test_what_cannot_be_tuned_is_refused() -> None:
 def test_a_model_that_has_trained_trains_on_as_it_would_have(
     worth: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncline.engine.tuning._WORTH", worth)
+    monkeypatch.setattr("syncline.tuning.tune._WORTH", worth)
 
     def main(rank: Rank) -> None:
         step = square_loss_step(rank)

@@ -20,10 +20,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import syncline
 from ddp_helpers import TIMEOUT_S, Mlp, batch, gradients, on_ranks, refusal, seeded
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.engine import place
-from syncline.engine.state import sealed
 from syncline.errors import SynclineError
 from syncline.exchange import AllgatherTopk
+from syncline.runtime import topology
+from syncline.runtime.state_files import sealed
 
 SPARSE = syncline.OkTopk(density=0.1, values="fp32")
 BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.004}
@@ -488,7 +488,7 @@ def test_what_hosts_kept_is_forgotten_or_refused_on_other_hosts(
     within: dict[str, Any] = {"across": syncline.OkTopk(density=0.1), "shape": "leader"}
 
     def on_hosts(rank: Rank, hosts: str) -> list[tuple[str, Any]]:
-        monkeypatch.setattr(place, "host_identity", lambda: hosts[rank.rank])
+        monkeypatch.setattr(topology, "host_identity", lambda: hosts[rank.rank])
         named = [[other for other, host in enumerate(hosts) if host == name] for name in sorted(set(hosts))]
         exchanges = {"found": syncline.Hierarchical(**within), "named": syncline.Hierarchical(**within, levels=named)}
         return [(name, start(exchange)) for name, exchange in exchanges.items()]

@@ -9,9 +9,9 @@ import pytest
 
 import made_up
 from made_up import CASES, Case
-from syncline.measure.profile import Buffers, Overheads
 from syncline.predict import Losses, Schedule, predict
 from syncline.predict.diagnosis import CAUSES, Diagnosis, diagnose, lost_to
+from syncline.records.profile import Buffers, Overheads
 
 
 @functools.cache

@@ -19,10 +19,10 @@ from syncline.cli import app
 from syncline.cli.doctor import show
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
 from syncline.cluster.ports import reserved_port
+from syncline.dist.deadline import TooLateError, left_behind, within
 from syncline.doctor import Checkup, examine
 from syncline.doctor.interfaces import Interface, gloo_choice, interfaces, is_loopback, nccl_choice
 from syncline.doctor.meeting import meet
-from syncline.trial import TooLateError, left_behind, within
 
 runner = CliRunner()
 

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.engine.diary import Thinned
-from syncline.measure.assumed import assumed_links
-from syncline.measure.network import Network
+from syncline.measure.assumed_network import assumed_links
+from syncline.records.network import Network
+from syncline.runtime.step_log import Thinned
 
 TWO = ClusterSpec(hosts=1, per_host=(2,))
 

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from exchanges import ErrorFeedback
 from made_up import network as made_up_network
-from syncline.engine.local import LocalComm, run_ranks
+from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.errors import UsageError
 from syncline.exchange import WORLD, Dense, Exchange, Hierarchical, Layout, Level, Slot, State, Topology, Tree, settings
-from syncline.measure.assumed import assumed_links, assumed_network
-from syncline.measure.network import Network
-from syncline.predict.price import topology_of
+from syncline.measure.assumed_network import assumed_links, assumed_network
+from syncline.predict.exchange_time import topology_of
+from syncline.records.network import Network
 from syncline.testing import LAWS, place_ranks, run_steps
 
 UNEQUAL = ((0, 1, 2), (3,), (4, 5))

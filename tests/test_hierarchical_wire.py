@@ -49,7 +49,7 @@ from exchanges import ErrorFeedback
 from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes
 from syncline.cluster.isolation import why_not_shaped
 from syncline.exchange import Dense, Hierarchical
-from syncline.measure.assumed import assumed_links, assumed_network
+from syncline.measure.assumed_network import assumed_links, assumed_network
 
 ROUNDING = 1e-6
 LEVELS = (2, 2)

@@ -33,17 +33,17 @@ from hostile.messages import Messages
 from hostile.mutations import HEADS, Trees
 from hostile.oracle import Files, Finding
 from hostile.states import ABOUT, STATES, TENSORS, same_state
-from syncline.bench.result import BenchResult
 from syncline.cluster import ClusterSpec, Rank, launch, run_command, why_not_shaped
-from syncline.engine import state as state_files
-from syncline.engine.state import load_state, write_draft
 from syncline.errors import SynclineError
 from syncline.files import FileError, read_json, write_bytes, write_json
 from syncline.kernels.cpu import CpuKernels
-from syncline.measure.network import Network
-from syncline.measure.profile import Profile
-from syncline.plan.plan import Plan
-from syncline.report.record import RunRecord
+from syncline.records.bench_result import BenchResult
+from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.records.profile import Profile
+from syncline.records.run_record import RunRecord
+from syncline.runtime import state_files as state_files
+from syncline.runtime.state_files import load_state, write_draft
 
 strict = pytest.mark.filterwarnings("error")
 """For what is judged: no case may make anything warn."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from syncline.engine.local import LocalComm, run_ranks
+from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.errors import MismatchError, UsageError
 from syncline.exchange import EXCHANGES, Comm, Cost, Dense, Layout, Level, Phase, Rounding, State, Topology, Work
 from syncline.testing import LAWS, LawBrokenError, check_laws, run_steps

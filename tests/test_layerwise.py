@@ -22,9 +22,9 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import syncline
 from ddp_helpers import on_ranks
 from syncline.cluster import Rank
-from syncline.engine.stepping import state_bytes
-from syncline.measure.assumed import assumed_network
-from syncline.measure.memory import metered
+from syncline.layerwise.layer_optimizer import state_bytes
+from syncline.measure.assumed_network import assumed_network
+from syncline.memory_meter import metered
 from syncline.models import gpt, zoo
 from syncline.plan.make import plan_for
 from syncline.plan.search import named

@@ -19,17 +19,17 @@ from typer.testing import CliRunner
 from made_up import profile as made_up_profile
 from syncline.cli import app
 from syncline.cli import plan as cli_plan
-from syncline.engine.activations import Managed, find_blocks
-from syncline.engine.local import LocalComm, run_ranks
+from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, Layout
 from syncline.exchange.workspace import Workspace
-from syncline.measure.activations import Activations, Block, Line
-from syncline.measure.blocks import measure_activations
-from syncline.measure.memory import metered
+from syncline.layerwise.activations import Managed, find_blocks
+from syncline.layerwise.measure_blocks import measure_activations
+from syncline.memory_meter import metered
 from syncline.models import gpt, zoo
 from syncline.plan.memory import MemoryPlan, MemoryRow
 from syncline.predict.memory import Training, best_batch, choose, largest_batch, peak_bytes, smallest_budget
+from syncline.records.activations import Activations, Block, Line
 from syncline.testing import place_ranks
 from syncline.units import format_bytes, parse_bytes
 

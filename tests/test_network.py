@@ -18,8 +18,8 @@ from made_up import link as made_link
 from syncline.errors import UsageError
 from syncline.exchange import wire
 from syncline.files import FileError
-from syncline.measure.assumed import assumed_network
-from syncline.measure.network import Network
+from syncline.measure.assumed_network import assumed_network
+from syncline.records.network import Network
 
 loose = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 Place = tuple[str | int, ...]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oktopk_oracle import KINDS, Paper, Plain, largest, made, region_of
-from syncline.engine.local import LocalComm, run_ranks
+from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.errors import UsageError
 from syncline.exchange import Dense, Exchange, Hierarchical, Layout, OkTopk, Slot, State, Topology
 from syncline.kernels import Slots

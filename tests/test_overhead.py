@@ -16,7 +16,7 @@ from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, Comm, Dense, Layout, Level, Topology, Tree
 from syncline.measure import overhead
 from syncline.measure.overhead import SilentComm, measure_overheads
-from syncline.measure.profile import Overheads, Work
+from syncline.records.profile import Overheads, Work
 
 
 def test_every_exchange_is_measured_and_the_process_group_is_gone_afterwards() -> None:

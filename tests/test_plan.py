@@ -18,8 +18,8 @@ import made_up
 from syncline.exchange import EXCHANGES, AllgatherTopk, Dense, Exchange, Hierarchical, OkTopk, made_of, settings
 from syncline.exchange.base import from_settings
 from syncline.files import FileError
-from syncline.measure.profile import ITEM_BYTES
-from syncline.plan.plan import MAX_LANES, Alternative, Plan, PlannedBucket, PlannedGradient, Where
+from syncline.records.plan import MAX_LANES, Alternative, Plan, PlannedBucket, PlannedGradient, Where
+from syncline.records.profile import ITEM_BYTES
 
 loose = hypothesis_settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

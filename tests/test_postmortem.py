@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from syncline.cli import app
 from syncline.doctor import examine_notes
-from syncline.engine.failure import FOLDER_VARIABLE, Event, Failure, Pending
-from syncline.engine.signs import Kind, Suspect
+from syncline.health.failure import FOLDER_VARIABLE, Event, Failure, Pending
+from syncline.health.suspects import Kind, Suspect
 
 runner = CliRunner()
 GONE = Suspect(2, Kind.SILENT, "no sign of life for 2 s")

@@ -20,9 +20,10 @@ from syncline.cluster import Rank
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, wire
 from syncline.measure.backward import measure_backward
-from syncline.measure.fitted import Collective, Link, Overlap, Switch
-from syncline.measure.network import Network
-from syncline.measure.profile import (
+from syncline.predict import Prediction, Schedule, ddp_buckets, predict, solo_s
+from syncline.records.link_costs import Collective, Link, Overlap, Switch
+from syncline.records.network import Network
+from syncline.records.profile import (
     BUFFER_ITEM_BYTES,
     ITEM_BYTES,
     Buffers,
@@ -34,7 +35,6 @@ from syncline.measure.profile import (
     Work,
     load_profile,
 )
-from syncline.predict import Prediction, Schedule, ddp_buckets, predict, solo_s
 
 law = settings(max_examples=80, deadline=None)
 seconds = st.one_of(st.just(0.0), st.floats(1e-6, 0.5))

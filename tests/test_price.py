@@ -15,11 +15,11 @@ from made_up import MBIT, collective, link
 from made_up import network as made_up_network
 from made_up import profile as made_up_profile
 from syncline.exchange import WORLD, Cost, Dense, Hierarchical, Level, Phase, Topology, Tree, Way, wire
-from syncline.measure.assumed import assumed_links, assumed_network
-from syncline.measure.network import Network
+from syncline.measure.assumed_network import assumed_links, assumed_network
 from syncline.predict import Schedule, ddp_buckets, predict
-from syncline.predict.price import capacities, flow, pricing, solo_s, topology_of
+from syncline.predict.exchange_time import capacities, flow, pricing, solo_s, topology_of
 from syncline.predict.timeline import Bucket, Capacity, Collective, Span, Timeline, simulate
+from syncline.records.network import Network
 
 law = settings(max_examples=80, deadline=None)
 NUMEL = 240_000

@@ -17,8 +17,8 @@ from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes, why_not
 from syncline.cluster.links import burst_bytes
 from syncline.errors import SynclineError
 from syncline.exchange import wire
-from syncline.measure.network import WORLD, Network
 from syncline.measure.probe import probe
+from syncline.records.network import WORLD, Network
 
 RATE_BPS = 200_000_000
 """Little enough for the processors of a busy machine to keep up with."""

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from syncline.errors import UsageError
 from syncline.files import FileError
 from syncline.measure.backward import measure_backward
-from syncline.measure.profile import (
+from syncline.models.replay import ReplayModel
+from syncline.records.profile import (
     ITEM_BYTES,
     Buffers,
     Gradient,
@@ -30,7 +31,6 @@ from syncline.measure.profile import (
     load_profile,
     shipped_profiles,
 )
-from syncline.models.replay import ReplayModel
 
 loose = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -14,9 +14,9 @@ from ddp_helpers import on_ranks
 from syncline.cluster import Rank
 from syncline.errors import UsageError
 from syncline.measure.backward import measure_backward
-from syncline.measure.profile import BUFFER_ITEM_BYTES, ITEM_BYTES, Buffers, Gradient, Profile, RankTimes
 from syncline.models import replay
 from syncline.models.replay import ReplayModel
+from syncline.records.profile import BUFFER_ITEM_BYTES, ITEM_BYTES, Buffers, Gradient, Profile, RankTimes
 
 NAMES = ["head.bias", "head.weight", "blocks.1.norm.weight", "blocks.1.weight", "blocks.0.weight", "scale"]
 SHAPES = [(5,), (5, 7), (3,), (4, 2, 3), (300, 1000), ()]

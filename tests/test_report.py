@@ -19,21 +19,21 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 import made_up
-from syncline.bench.result import BenchResult, DemoResult, Tuning
 from syncline.cli import app
 from syncline.errors import UsageError
 from syncline.files import read_json, write_json
-from syncline.measure.assumed import assumed_network
-from syncline.measure.network import Network
-from syncline.measure.profile import Gradient, Profile, load_profile
+from syncline.measure.assumed_network import assumed_network
 from syncline.plan.make import make_plan, plan_for
-from syncline.plan.plan import Plan
 from syncline.predict import Schedule, predict
 from syncline.predict.diagnosis import diagnose, lost_to
+from syncline.records.bench_result import BenchResult, DemoResult, Tuning
+from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.records.profile import Gradient, Profile, load_profile
+from syncline.records.run_record import BucketSpan, Loss, ModelRecord, Pace, PhaseSpan, RunRecord, StepSpan
 from syncline.report import figures, scales, verdict
 from syncline.report.gather import gather
 from syncline.report.page import render, write_report
-from syncline.report.record import BucketSpan, Loss, ModelRecord, Pace, PhaseSpan, RunRecord, StepSpan
 from syncline.report.story import Story
 from syncline.report.tell import tell
 

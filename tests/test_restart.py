@@ -27,7 +27,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import syncline
 from ddp_helpers import Mlp, batch, on_ranks, refusal, seeded
 from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes
-from syncline.engine import checkpoint
+from syncline.runtime import checkpoint
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # and not in a fixture: ranks are forked

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.cli import run as run_cli
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
-from syncline.measure.assumed import assumed_links
-from syncline.measure.network import Network
-from syncline.report.record import RunRecord
+from syncline.measure.assumed_network import assumed_links
+from syncline.records.network import Network
+from syncline.records.run_record import RunRecord
 
 SCRIPT = Path(__file__).parent / "scripts" / "train.py"
 TWO = ClusterSpec(hosts=2)
@@ -162,8 +162,8 @@ def test_observing_changes_nothing_and_says_what_would(tmp_path: Path) -> None:
 
 
 def test_a_plan_for_another_model_is_one_line_and_status_2(tmp_path: Path) -> None:
-    from syncline.measure.profile import load_profile
     from syncline.plan.make import make_plan
+    from syncline.records.profile import load_profile
 
     links = Network.load(network(tmp_path))
     make_plan(load_profile("cnn-cpu"), links).save(tmp_path / "plan.json")

@@ -21,15 +21,16 @@ from hypothesis import strategies as st
 import made_up
 from syncline.errors import UsageError
 from syncline.exchange import Dense, Exchange, Hierarchical, OkTopk
-from syncline.measure.network import Network
-from syncline.measure.profile import ITEM_BYTES, Gradient, Overheads, Profile, Work
 from syncline.plan import fusion
 from syncline.plan import search as module
 from syncline.plan.make import make_plan
-from syncline.plan.plan import Plan
 from syncline.plan.search import _PER_BUCKET, LEAST_GAIN, Found, check_allowed, named, options, search
 from syncline.predict import Schedule, ddp_buckets, predict
-from syncline.predict.schedule import MIB, caps_of, filled
+from syncline.predict.schedule import MIB
+from syncline.records.bucket_caps import caps_of, filled
+from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.records.profile import ITEM_BYTES, Gradient, Overheads, Profile, Work
 
 Layout = tuple[tuple[int, ...], ...]
 EVERYTHING = ("bf16", "fp16", "sparse")
@@ -488,7 +489,7 @@ def test_another_process_makes_the_same_plan(tmp_path: Path) -> None:
     profile.save(tmp_path / "profile.json")
     network.save(tmp_path / "network.json")
     program = (
-        "from syncline.measure.network import Network; from syncline.measure.profile import Profile\n"
+        "from syncline.records.network import Network; from syncline.records.profile import Profile\n"
         "from syncline.plan.make import make_plan\n"
         f"plan = make_plan(Profile.load('profile.json'), Network.load('network.json'), {EVERYTHING})\n"
         "plan.save('plan.json')\n"

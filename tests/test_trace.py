@@ -25,12 +25,12 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import syncline
 from ddp_helpers import SMALL_BUCKETS, TIMEOUT_S, batch, seeded
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.engine.lane import Job, Phases
-from syncline.engine.stats import name_of
+from syncline.dist.lane import Job, Phases
 from syncline.exchange import AllgatherTopk, Dense, Hierarchical, OkTopk
 from syncline.files import FileError
-from syncline.report.record import BucketSpan, ModelRecord, PhaseSpan, RunRecord, StepSpan
+from syncline.records.run_record import BucketSpan, ModelRecord, PhaseSpan, RunRecord, StepSpan
 from syncline.report.trace import trace_of, write_trace
+from syncline.runtime.stats import name_of
 
 STEPS = 4
 WAYS: dict[str, syncline.Exchange] = {

@@ -28,14 +28,15 @@ from ddp_helpers import SMALL_BUCKETS, TIMEOUT_S, Mlp, on_ranks, seeded, square_
 from survivors import wait_for
 from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
 from syncline.cluster.ports import reserved_port
+from syncline.dist import agreement
+from syncline.dist.lane import HostMarks, Job
 from syncline.doctor import examine_notes
-from syncline.engine import agreement, failure, guard, signs, vigil
-from syncline.engine.failure import Failure
-from syncline.engine.guard import Guard
-from syncline.engine.lane import HostMarks, Job
-from syncline.engine.signs import At, Sign, is_collective
-from syncline.engine.stragglers import Stragglers
 from syncline.exchange import Comm, Layout, State, Work
+from syncline.health import failure, heartbeat, meeting, watchdog
+from syncline.health.failure import Failure
+from syncline.health.stragglers import Stragglers
+from syncline.health.suspects import At, Heard, Kind, Sign, is_backends, is_collective
+from syncline.health.watchdog import Guard
 
 LOST = 1
 
@@ -153,7 +154,7 @@ def test_who_has_detached_or_ended_well_is_not_said_to_be_dead(how: str, why: st
         handle = syncline.attach(model, syncline.Dense(), timeout_s=4.0)
         train(model, square_loss_step(rank), 2)
         if rank.rank == LOST:
-            end = handle.detach if how == "detached" else vigil._leave
+            end = handle.detach if how == "detached" else heartbeat._leave
             end()
             wait_for(rank, 0, 2)
             return ""
@@ -177,7 +178,7 @@ def test_an_error_of_ones_own_where_ranks_meet_is_told_as_it_is(
     group = dist.group.WORLD
     assert group is not None
     with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA out of memory$"):
-        agreement.meet(group, {})
+        meeting.meet(group, {})
 
 
 def test_who_does_not_come_to_attach_is_named_and_the_others_leave_a_note(
@@ -204,7 +205,7 @@ def test_who_does_not_come_to_attach_is_named_and_the_others_leave_a_note(
         assert outcome.value.endswith(f"; this rank's note is in {tmp_path / f'rank-{outcome.rank}.json'}")
     found = examine_notes(tmp_path)
     assert [(note.rank, note.step, note.timeout_s) for note in found.notes] == [(0, None, 3.0), (2, None, 3.0)]
-    assert [(one.rank, one.kind, one.by) for one in found.accused] == [(LOST, signs.Kind.UNSEEN, (0, 2))]
+    assert [(one.rank, one.kind, one.by) for one in found.accused] == [(LOST, Kind.UNSEEN, (0, 2))]
     (job,) = {note.job for note in found.notes}
     assert len(job) == 16
 
@@ -305,7 +306,7 @@ def test_a_rank_that_fails_by_itself_is_named_with_its_own_words() -> None:
 
 def test_what_hangs_without_a_collective_is_ended_and_the_model_can_be_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     timeout_s = 3.0
-    monkeypatch.setattr(guard, "_GRACE_S", 1.0)
+    monkeypatch.setattr(watchdog, "_GRACE_S", 1.0)
 
     def main(rank: Rank) -> dict[str, Any]:
         rank.init_process_group(TIMEOUT_S)
@@ -335,8 +336,8 @@ def test_what_hangs_without_a_collective_is_ended_and_the_model_can_be_let_go(mo
 
 
 def test_a_slow_rank_is_named_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vigil, "_STRAGGLERS_S", 0.2)
-    monkeypatch.setattr(vigil, "BEAT_S", 0.2)
+    monkeypatch.setattr(heartbeat, "_STRAGGLERS_S", 0.2)
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
 
     def main(rank: Rank) -> dict[str, Any]:
         model = DDP(seeded(Mlp), **SMALL_BUCKETS)
@@ -432,8 +433,8 @@ def heard_of(suspects: list[Any]) -> list[str]:
 
 def test_only_what_was_heard_since_one_asked_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr(signs.time, "monotonic", lambda: now_s)
-    heard, others = signs.Heard(1.0), [1]
+    monkeypatch.setattr("syncline.health.suspects.time.monotonic", lambda: now_s)
+    heard, others = Heard(1.0), [1]
 
     def note(at_s: float, sign: Sign) -> None:
         nonlocal now_s
@@ -474,8 +475,8 @@ def test_only_what_was_heard_since_one_asked_counts(monkeypatch: pytest.MonkeyPa
 
 def test_who_has_not_listened_calls_nobody_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
-    monkeypatch.setattr(signs.time, "monotonic", lambda: now_s)
-    heard, others = signs.Heard(1.0), [1, 2, 3]
+    monkeypatch.setattr("syncline.health.suspects.time.monotonic", lambda: now_s)
+    heard, others = Heard(1.0), [1, 2, 3]
 
     def suspects() -> list[str]:
         return heard_of(heard.suspects(others, Sign(1), "here", 109.0))
@@ -505,7 +506,7 @@ def test_who_has_not_listened_calls_nobody_silent(monkeypatch: pytest.MonkeyPatc
     ],
 )
 def test_what_ends_a_program_is_its_own_unless_a_backend_raised_it(error: BaseException, backends: bool) -> None:
-    assert signs.is_backends(error) == backends
+    assert is_backends(error) == backends
 
 
 def test_what_a_device_has_not_ended_is_told_in_time_and_again_the_next_time(
@@ -516,7 +517,7 @@ def test_what_a_device_has_not_ended_is_told_in_time_and_again_the_next_time(
 
     said: list[str] = []
     monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(guard, "tell", said.append)
+    monkeypatch.setattr(watchdog, "tell", said.append)
     watched = guard_of_one(10)
 
     def overdue(job: Job, after_s: float) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.cluster.isolation import why_not_shaped
-from syncline.engine.comm import LaneGroups
+from syncline.dist.comm import LaneGroups
 from syncline.exchange import EXCHANGES, Layout, wire
 
 NUMEL = 300_000

@@ -6,20 +6,9 @@ handle = syncline.attach(model, syncline.Dense(wire="bf16"))  # or choose yourse
 """
 
 from syncline._version import __version__
-from syncline.engine import (
-    BucketTiming,
-    Following,
-    Handle,
-    Layerwise,
-    PhaseTiming,
-    Stats,
-    Tuned,
-    attach,
-    follow,
-    handle_of,
-    tune,
-    wrap,
-)
+from syncline.ddp.attach import attach
+from syncline.ddp.handle import Handle
+from syncline.ddp.wrap import handle_of, wrap
 from syncline.errors import (
     ClusterError,
     ExchangeError,
@@ -28,12 +17,16 @@ from syncline.errors import (
     UsageError,
 )
 from syncline.exchange import Dense, Exchange, Hierarchical, OkTopk
+from syncline.layerwise.trainer import Layerwise
 from syncline.measure.backward import measure_backward
-from syncline.measure.network import Network
-from syncline.measure.profile import Profile
-from syncline.measure.watch import watch_backward
+from syncline.measure.backward_watch import watch_backward
 from syncline.plan.make import make_plan
-from syncline.plan.plan import Plan
+from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.records.profile import Profile
+from syncline.runtime.stats import BucketTiming, PhaseTiming, Stats
+from syncline.tuning.follow import Following, follow
+from syncline.tuning.tune import Tuned, tune
 
 __all__ = [
     "BucketTiming",

@@ -1,8 +1,13 @@
-"""The errors that Syncline raises on purpose. Each message says what was wrong, where, and what to do."""
+"""The errors that Syncline raises on purpose, and its warnings.
+
+Each message says what was wrong, where, and what to do.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
+import warnings
 
 
 class SynclineError(RuntimeError):
@@ -39,3 +44,9 @@ def first_line(error: BaseException) -> str:
     that it went through, a file that nobody has, a word of comfort."""
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
     return _SOURCE.sub("", _WRAPPED.sub("", line)).partition(". This is typically caused by")[0]
+
+
+def tell(text: str) -> None:
+    """A warning; where those are errors, it may not stop this rank alone in the middle of a step."""
+    with contextlib.suppress(Warning):
+        warnings.warn(text, stacklevel=3)

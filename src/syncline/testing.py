@@ -3,7 +3,8 @@
     from syncline.testing import check_laws
     check_laws(MyExchange(density=0.1))
 
-They run any number of ranks in this process, over a `Comm` that is stricter than a network (`syncline.engine.local`).
+They run any number of ranks in this process, over a `Comm` that is stricter than a network
+(`syncline.dist.local_comm`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from syncline.engine.local import LocalComm, run_ranks
+from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.errors import MismatchError, UsageError
 from syncline.exchange import Climbing, Exchange, Layout, State, Topology, Tree
 

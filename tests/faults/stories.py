@@ -32,8 +32,9 @@ from ddp_helpers import Mlp, batch, seeded
 from faults.injury import Injury, UserError, fill, mount_small_disk, small_files
 from faults.journal import Journal, hashed, read
 from syncline.cluster import Rank
-from syncline.engine import checkpoint, comm
+from syncline.dist import comm
 from syncline.exchange import Comm, Dense, Exchange, Layout, OkTopk, State, settings
+from syncline.runtime import checkpoint
 
 WIDTH = 160
 BUCKET_MB = 0.05

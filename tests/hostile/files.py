@@ -13,17 +13,17 @@ import msgspec
 import made_up
 from hostile.mutations import Trees
 from hostile.oracle import Files, Format
-from syncline.bench.result import BenchResult, Cluster, Model, Row
-from syncline.engine.failure import Event, Failure, Pending
-from syncline.engine.signs import Kind, Suspect
 from syncline.exchange import Dense, Hierarchical, OkTopk, settings
 from syncline.files import read_json, write_json
-from syncline.measure.activations import Activations, Block, Line
-from syncline.measure.network import Network
-from syncline.measure.profile import Buffers, Overheads, Profile, Spread
-from syncline.measure.profile import Work as OwnWork
-from syncline.plan.plan import Plan, PlannedBucket, PlannedGradient, Where
-from syncline.report.record import BucketSpan, Loss, ModelRecord, Pace, PhaseSpan, RunRecord, StepSpan
+from syncline.health.failure import Event, Failure, Pending
+from syncline.health.suspects import Kind, Suspect
+from syncline.records.activations import Activations, Block, Line
+from syncline.records.bench_result import BenchResult, Cluster, Model, Row
+from syncline.records.network import Network
+from syncline.records.plan import Plan, PlannedBucket, PlannedGradient, Where
+from syncline.records.profile import Buffers, Overheads, Profile, Spread
+from syncline.records.profile import Work as OwnWork
+from syncline.records.run_record import BucketSpan, Loss, ModelRecord, Pace, PhaseSpan, RunRecord, StepSpan
 
 T = TypeVar("T")
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hostile.mutations import Trees, mutated_bytes
 from hostile.oracle import Files, Format, Mutate
-from syncline.engine.state import HEADER, SCHEMA, load_state, seal_of, sealed, write_draft
 from syncline.exchange import OkTopk, settings
+from syncline.runtime.state_files import HEADER, SCHEMA, load_state, seal_of, sealed, write_draft
 
 ABOUT: dict[str, Any] = {
     "schema": SCHEMA,

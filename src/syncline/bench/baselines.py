@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from syncline.engine.comm import gather_into
+from syncline.dist.comm import gather_into
 from syncline.exchange import Cost, Phase, Topology
 
 _UNSETTLED = 2

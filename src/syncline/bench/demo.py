@@ -16,16 +16,17 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from syncline.bench.cluster import cluster_of
 from syncline.bench.methods import METHODS, Prepared, Wrapping
-from syncline.bench.result import Cluster, DemoResult, DemoRow, Tuning
 from syncline.bench.rounds import Contender, combine, reported_to, take_turns
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.cluster.isolation import why_not_shaped
-from syncline.engine import Tuned, tune
-from syncline.measure.network import Network
 from syncline.measure.probe import probe
 from syncline.models import zoo
 from syncline.models.data import Digits, digits
+from syncline.records.bench_result import DemoResult, DemoRow, Tuning
+from syncline.records.network import Network
+from syncline.tuning.tune import Tuned, tune
 
 MODEL = "cnn"
 CONTENDERS = ("nosync", "ddp", "tune", "tune-bf16")
@@ -85,7 +86,7 @@ def run_demo(
     found = answers[0]
     network = msgspec.convert(found["network"], Network)
     return DemoResult(
-        Cluster.of(spec, shaped),
+        cluster_of(spec, shaped),
         steps,
         seen / len(data.train_images),
         rows,

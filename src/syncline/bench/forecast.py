@@ -22,12 +22,13 @@ from syncline.bench.methods import Prepared
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
 from syncline.exchange import Exchange, Topology
 from syncline.measure.backward import measure_backward
-from syncline.measure.network import Network
 from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
-from syncline.measure.profile import Overheads, Profile, Work
 from syncline.predict import Schedule, ddp_buckets, predict
-from syncline.predict.schedule import ddp_caps, filled
+from syncline.predict.schedule import ddp_caps
+from syncline.records.bucket_caps import filled
+from syncline.records.network import Network
+from syncline.records.profile import Overheads, Profile, Work
 
 _STEPS, _WARMUP = 8, 3
 _ALONE_STEPS, _ALONE_WARMUP = 4, 3

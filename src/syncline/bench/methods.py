@@ -16,17 +16,21 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.bench.baselines import TopKCost, with_topk
-from syncline.engine import Handle, Layerwise, attach, handle_of, wrap
-from syncline.engine.activations import find_blocks
+from syncline.ddp.attach import attach
+from syncline.ddp.handle import Handle
+from syncline.ddp.wrap import handle_of, wrap
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, AllgatherTopk, Cost, Dense, Exchange, OkTopk, Phase, Topology
 from syncline.exchange.wire import sent_bytes
-from syncline.measure.network import Network
+from syncline.layerwise.activations import find_blocks
+from syncline.layerwise.trainer import Layerwise
 from syncline.plan.make import make_plan, plan_for
-from syncline.plan.plan import Plan
 from syncline.plan.search import named
 from syncline.predict import Schedule, predict
-from syncline.predict.schedule import Costed, filled
+from syncline.predict.schedule import Costed
+from syncline.records.bucket_caps import filled
+from syncline.records.network import Network
+from syncline.records.plan import Plan
 
 if TYPE_CHECKING:
     from syncline.bench.forecast import Forecast

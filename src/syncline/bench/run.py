@@ -15,24 +15,25 @@ import torch
 from torch import nn
 
 from syncline._version import __version__
+from syncline.bench.cluster import cluster_of
 from syncline.bench.forecast import Forecast, alone_s, profile_workload
 from syncline.bench.methods import METHODS, PLANNERS, RINGS, Prepared, Wrapping, check_methods
-from syncline.bench.result import BenchResult, Cluster, Model, Row
 from syncline.bench.rounds import Contender, Turns, combine, finish, reported_to, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, format_rate, launch
 from syncline.cluster.isolation import why_not_shaped
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, Exchange, wire
-from syncline.measure.memory import metered
-from syncline.measure.network import Network
 from syncline.measure.overhead import group_of_one
 from syncline.measure.probe import probe
-from syncline.measure.profile import Profile
+from syncline.memory_meter import metered
 from syncline.models import zoo
 from syncline.models.replay import ReplayModel
-from syncline.plan.plan import Plan
 from syncline.plan.search import options
-from syncline.predict.price import topology_of
+from syncline.predict.exchange_time import topology_of
+from syncline.records.bench_result import BenchResult, Model, Row
+from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.records.profile import Profile
 
 PROBE_S = 12.0
 """Enough for the collectives that a bench uses; `syncline probe` takes its time for better ones."""
@@ -107,7 +108,7 @@ def run_bench(
     about = [answer["about"] for answer in answers]
     rows = [_row(method, turns, about, shaped) for method in methods]
     return BenchResult(
-        cluster=Cluster.of(spec, shaped),
+        cluster=cluster_of(spec, shaped),
         model=Model(workload.name, answers[0]["parameters"], answers[0]["gradient_bytes"]),
         rows=rows,
         rounds=rounds,

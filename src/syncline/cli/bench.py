@@ -9,16 +9,16 @@ import msgspec
 import typer
 
 from syncline.bench.methods import METHODS, check_methods
-from syncline.bench.result import BenchResult
 from syncline.bench.run import PROBE_LEVELS_S, PROBE_S, Workload, run_bench
 from syncline.cli import options, screen
 from syncline.cli.report import ReportFile, typed, write_page
 from syncline.cluster import ClusterSpec
 from syncline.errors import UsageError
 from syncline.files import write_json
-from syncline.measure.network import Network
-from syncline.measure.profile import load_profile
 from syncline.models.zoo import MODELS, build_model
+from syncline.records.bench_result import BenchResult
+from syncline.records.network import Network
+from syncline.records.profile import load_profile
 from syncline.report import figures
 from syncline.report.story import Story
 

@@ -10,12 +10,12 @@ import typer
 from rich.console import Console
 
 from syncline.bench.demo import BATCH, TUNE_S, run_demo
-from syncline.bench.result import DemoResult, DemoRow
 from syncline.cli import options, screen
 from syncline.cli.report import typed, write_page
 from syncline.cluster import format_rate, why_not_shaped
 from syncline.errors import UsageError
 from syncline.files import write_json
+from syncline.records.bench_result import DemoResult, DemoRow
 from syncline.report import figures, verdict
 from syncline.report.story import Story
 

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from syncline.cli import options, screen
 from syncline.cluster import format_rate
+from syncline.dist.deadline import left_behind
 from syncline.doctor import Checkup, examine
 from syncline.files import write_json
-from syncline.trial import left_behind
 
 _LONGEST_LIST = 4
 """Interfaces, and GPUs, that are named one by one."""

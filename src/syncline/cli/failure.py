@@ -12,8 +12,8 @@ from rich.table import Table
 
 from syncline.cli import options, screen
 from syncline.doctor import Accused, Postmortem, examine_notes
-from syncline.engine.failure import Failure
 from syncline.files import one_line, write_json
+from syncline.health.failure import Failure
 from syncline.units import ranks_text, size_text
 
 _LONGEST_LIST = 8

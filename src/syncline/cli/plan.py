@@ -13,13 +13,13 @@ from syncline.cli.report import ReportFile, typed, write_page
 from syncline.cluster import parse_rate
 from syncline.errors import SynclineError, UsageError
 from syncline.files import write_json
-from syncline.measure.profile import load_profile
 from syncline.plan.make import make_plan
 from syncline.plan.memory import MemoryPlan, plan_memory
-from syncline.plan.plan import Plan
 from syncline.plan.search import ALLOWED
 from syncline.predict.memory import FURTHEST
 from syncline.predict.schedule import ddp_caps
+from syncline.records.plan import Plan
+from syncline.records.profile import load_profile
 from syncline.report import figures
 from syncline.report.story import Story
 from syncline.units import format_bytes, parse_bytes

@@ -13,11 +13,11 @@ from syncline.cli.report import ReportFile, typed, write_page
 from syncline.cluster import format_rate, parse_rate
 from syncline.errors import UsageError
 from syncline.files import write_json
-from syncline.measure.assumed import assumed_network
-from syncline.measure.network import Network
-from syncline.measure.profile import Profile, load_profile
+from syncline.measure.assumed_network import assumed_network
 from syncline.predict import Losses, Prediction, Schedule, predict
 from syncline.predict.diagnosis import CAUSES, Diagnosis, Remedy, diagnose, lost_to
+from syncline.records.network import Network
+from syncline.records.profile import Profile, load_profile
 from syncline.report import figures, verdict
 from syncline.report.story import Story
 

@@ -11,9 +11,9 @@ from syncline.bench.forecast import probe_emulated
 from syncline.cli import options, screen
 from syncline.errors import UsageError
 from syncline.exchange import WORLD
-from syncline.measure.fitted import Collective, Point
-from syncline.measure.network import Network
 from syncline.measure.probe import probe
+from syncline.records.link_costs import Collective, Point
+from syncline.records.network import Network
 from syncline.report import figures
 from syncline.units import size_text
 

@@ -18,17 +18,17 @@ import typer
 
 from syncline.cli import options, screen
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.engine.stepping import state_bytes
 from syncline.errors import SynclineError, UsageError
-from syncline.measure.activations import KEEP, RECOMPUTE, Activations
+from syncline.layerwise.layer_optimizer import state_bytes
+from syncline.layerwise.measure_blocks import measure_activations
 from syncline.measure.backward import measure_backward
-from syncline.measure.blocks import measure_activations
 from syncline.measure.overhead import measure_overheads
-from syncline.measure.profile import Gradient, Profile
 from syncline.measure.steps import together
 from syncline.models.target import AUTOCAST, Target, Task
 from syncline.models.zoo import MODELS
 from syncline.predict.memory import peak_bytes
+from syncline.records.activations import KEEP, RECOMPUTE, Activations
+from syncline.records.profile import Gradient, Profile
 from syncline.report import figures
 from syncline.units import format_bytes
 

@@ -19,14 +19,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from syncline.cli import options, screen
-from syncline.engine.follow import PROBE_S, Wishes
 from syncline.errors import SynclineError, UsageError, first_line
 from syncline.exchange import EXCHANGES, Exchange
-from syncline.measure.network import Network
-from syncline.plan.plan import Plan
-from syncline.report.record import FINISHED, RUNNING, RunRecord
+from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.records.run_record import FINISHED, RUNNING, RunRecord
 from syncline.run.runner import PAGE, Job, Runner
 from syncline.run.script import check_script
+from syncline.tuning.follow import PROBE_S, Wishes
 
 FOLDER = Path("syncline-run")
 _WAIT_S = 5.0

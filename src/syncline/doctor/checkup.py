@@ -11,9 +11,9 @@ import msgspec
 import psutil
 import torch
 
-from syncline import torchrun
 from syncline._version import __version__
 from syncline.cluster import why_not_shaped
+from syncline.dist import torchrun
 from syncline.doctor import meeting, trials
 from syncline.doctor.interfaces import Choice, Interface, gloo_choice, interfaces, nccl_choice
 from syncline.doctor.trials import EXTRAS, Finding, Gpu

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import psutil
 
-from syncline.trial import TooLateError, within
+from syncline.dist.deadline import TooLateError, within
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _RESOLVE_S = 2.0

@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from syncline import torchrun
+from syncline.dist import torchrun
+from syncline.dist.deadline import TooLateError, together, within
 from syncline.doctor.interfaces import gloo_choice, interfaces
 from syncline.errors import UsageError
 from syncline.measure.topology import host_identity, number
-from syncline.trial import TooLateError, together, within
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """What torchrun sets, and a script that joins a job needs."""

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from syncline.engine.failure import FOLDER, FOLDER_VARIABLE, Failure, chosen_folder
-from syncline.engine.signs import Kind, Suspect
 from syncline.errors import UsageError
 from syncline.files import FileError
+from syncline.health.failure import FOLDER, FOLDER_VARIABLE, Failure, chosen_folder
+from syncline.health.suspects import Kind, Suspect
 
 _APART_S = 300.0
 """Beyond the timeout, what may lie between the notes of one failure: hosts' clocks differ."""

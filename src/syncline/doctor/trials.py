@@ -15,11 +15,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from syncline import torchrun
 from syncline.cluster.mps import PROGRAM as MPS
+from syncline.ddp import buckets
+from syncline.dist import torchrun
 from syncline.doctor import meeting
 from syncline.doctor.interfaces import GLOO, Choice, Interface, is_loopback, outward
-from syncline.engine import buckets
 from syncline.errors import SynclineError
 
 EXTRAS = {

@@ -24,12 +24,12 @@ from typing import Any
 
 from torch import nn
 
-from syncline.engine import Handle
+from syncline.ddp.handle import Handle
 from syncline.errors import UsageError
 from syncline.exchange import Exchange
 from syncline.integrations.synced import FOLDER, Asked, Synced, joined, missing
-from syncline.measure.network import Network
-from syncline.plan.plan import Plan
+from syncline.records.network import Network
+from syncline.records.plan import Plan
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped] # it has no types

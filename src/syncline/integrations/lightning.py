@@ -21,12 +21,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncline.engine import Handle
+from syncline.ddp.handle import Handle
 from syncline.errors import UsageError
 from syncline.exchange import Exchange
 from syncline.integrations.synced import Asked, Synced, joined, missing, remove
-from syncline.measure.network import Network
-from syncline.plan.plan import Plan
+from syncline.records.network import Network
+from syncline.records.plan import Plan
 
 
 def _older_package() -> bool:

@@ -23,20 +23,21 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
-from syncline.engine import Handle, handle_of
-from syncline.engine.agreement import together
-from syncline.engine.checkpoint import ON_WORLD_SIZE
-from syncline.engine.follow import Following, Wishes, follow
-from syncline.engine.hook import forget
-from syncline.engine.model import ddp_of, only_device, parameters_of, shapes_of
-from syncline.engine.replan import make_plain
-from syncline.engine.route import difference_of
+from syncline.ddp.handle import Handle
+from syncline.ddp.hook import forget
+from syncline.ddp.wrap import handle_of
 from syncline.errors import UsageError
 from syncline.exchange import Exchange
 from syncline.files import write_bytes
+from syncline.health.meeting import together
 from syncline.measure.hooks import Unseen
-from syncline.measure.network import Network
-from syncline.plan.plan import Plan
+from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.runtime.bucket_policy import difference_of
+from syncline.runtime.checkpoint import ON_WORLD_SIZE
+from syncline.runtime.parameters import ddp_of, only_device, parameters_of, shapes_of
+from syncline.tuning.follow import Following, Wishes, follow
+from syncline.tuning.replan import make_plain
 
 FOLDER = "syncline"
 """Inside a checkpoint that is a folder."""

@@ -17,13 +17,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from syncline.engine import Handle
+from syncline.ddp.handle import Handle
 from syncline.errors import UsageError
 from syncline.exchange import Exchange
 from syncline.integrations.accelerate import SynclineKwargs
 from syncline.integrations.synced import Asked, missing
-from syncline.measure.network import Network
-from syncline.plan.plan import Plan
+from syncline.records.network import Network
+from syncline.records.plan import Plan
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.measure.profile import Profile
 from syncline.measure.steps import (
     Clock,
     Measured,
@@ -30,6 +29,7 @@ from syncline.measure.steps import (
     summarise,
     together,
 )
+from syncline.records.profile import Profile
 
 Step = Callable[[nn.Module], Tensor]
 

@@ -40,8 +40,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, Comm, Exchange, Layout, Topology
-from syncline.measure.profile import Overheads, Work
 from syncline.measure.steps import Clock, clock_for, together
+from syncline.records.profile import Overheads, Work
 
 _PARAMETERS = 16
 _TINY = 16

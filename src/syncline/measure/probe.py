@@ -25,15 +25,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline.engine.agreement import agree
-from syncline.engine.comm import GroupComm, backend_of, gather_bytes, group_device
+from syncline.dist.agreement import agree
+from syncline.dist.comm import GroupComm, backend_of, gather_bytes, group_device
 from syncline.errors import SynclineError, UsageError, first_line
 from syncline.exchange import WORLD, Counter, Topology, Work, wire
 from syncline.measure import topology
 from syncline.measure.fit import fit
-from syncline.measure.network import Network
-from syncline.measure.readings import ITEM_BYTES, SMALL, STREAMS, Key, Readings, whole
+from syncline.measure.network_fit import ITEM_BYTES, SMALL, STREAMS, Key, Readings, whole
 from syncline.measure.steps import describe_hardware
+from syncline.records.network import Network
 
 REST_S = 0.012
 """How long links rest before a sample: shapers regain their credit meanwhile."""

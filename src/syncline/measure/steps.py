@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from syncline.engine.comm import gather_bytes
+from syncline.dist.comm import gather_bytes
 from syncline.errors import MismatchError, UsageError
-from syncline.measure.profile import Buffers, Gradient, Profile, RankTimes, Spread
+from syncline.records.profile import Buffers, Gradient, Profile, RankTimes, Spread
 
 Mark = TypeVar("Mark")
 

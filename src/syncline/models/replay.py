@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from syncline.errors import UsageError
-from syncline.measure.profile import BUFFER_ITEM_BYTES, ITEM_BYTES, Profile
+from syncline.records.profile import BUFFER_ITEM_BYTES, ITEM_BYTES, Profile
 
 POOL_ELEMENTS = 1 << 18
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 
 from syncline.exchange import Hierarchical, settings
-from syncline.measure.network import Network
-from syncline.measure.profile import Profile
-from syncline.plan.plan import Alternative, Plan, PlannedBucket, PlannedGradient, Where
 from syncline.plan.search import Found, search
 from syncline.predict import Losses, Prediction, Schedule
 from syncline.predict.diagnosis import CAUSES, lost_to
-from syncline.predict.price import topology_of
+from syncline.predict.exchange_time import topology_of
 from syncline.predict.schedule import DDP_CAPS
+from syncline.records.network import Network
+from syncline.records.plan import Alternative, Plan, PlannedBucket, PlannedGradient, Where
+from syncline.records.profile import Profile
 
 
 def make_plan(

@@ -14,9 +14,6 @@ import msgspec
 
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, default_lanes
-from syncline.measure.activations import Activations
-from syncline.measure.network import Network
-from syncline.measure.profile import Profile
 from syncline.plan.search import ALLOWED
 from syncline.predict import Schedule, predict
 from syncline.predict.memory import (
@@ -28,7 +25,11 @@ from syncline.predict.memory import (
     layerwise_lanes,
     smallest_budget,
 )
-from syncline.predict.schedule import DDP_CAPS, filled
+from syncline.predict.schedule import DDP_CAPS
+from syncline.records.activations import Activations
+from syncline.records.bucket_caps import filled
+from syncline.records.network import Network
+from syncline.records.profile import Profile
 
 _WORD = 4
 _AS_FAST = 0.99

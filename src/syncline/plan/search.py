@@ -23,12 +23,13 @@ import torch
 
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, Dense, Exchange, default_lanes
-from syncline.measure.network import Network
-from syncline.measure.profile import Profile
 from syncline.plan import fusion
 from syncline.predict import Prediction, Schedule, predict
-from syncline.predict.price import topology_of
-from syncline.predict.schedule import DDP_CAPS, MIB, Costed, caps_of, filled, real_dtype
+from syncline.predict.exchange_time import topology_of
+from syncline.predict.schedule import DDP_CAPS, MIB, Costed, real_dtype
+from syncline.records.bucket_caps import caps_of, filled
+from syncline.records.network import Network
+from syncline.records.profile import Profile
 
 ALLOWED = {
     "bf16": ("bf16", "hierarchical+bf16"),

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import msgspec
 
 from syncline.exchange import BASELINES, EXCHANGES, Climbing
-from syncline.measure.network import Network
-from syncline.measure.profile import Profile
+from syncline.predict.exchange_time import topology_of
 from syncline.predict.prediction import Losses, Prediction, predict
-from syncline.predict.price import topology_of
 from syncline.predict.schedule import Schedule
+from syncline.records.network import Network
+from syncline.records.profile import Profile
 from syncline.units import size_text
 
 _WORTH = 0.02

@@ -19,8 +19,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from syncline.measure.activations import KEEP, OFFLOAD, PARK, RECOMPUTE, WAYS, Activations, Block
 from syncline.predict.schedule import MIB
+from syncline.records.activations import KEEP, OFFLOAD, PARK, RECOMPUTE, WAYS, Activations, Block
 
 BUCKET_BYTES = 16 * MIB
 """Small: each bucket is a part of what is alive at any time, and large enough to select from. In small models, less."""

@@ -20,11 +20,11 @@ from dataclasses import dataclass, field
 import msgspec
 
 from syncline.exchange import Climbing, Cost, Phase, Topology
-from syncline.measure.network import Network
-from syncline.measure.profile import Overheads, Profile
-from syncline.predict.price import capacities, flow, solo_s, topology_of
+from syncline.predict.exchange_time import capacities, flow, solo_s, topology_of
 from syncline.predict.schedule import Schedule
 from syncline.predict.timeline import Bucket, Collective, Timeline, Work, simulate
+from syncline.records.network import Network
+from syncline.records.profile import Overheads, Profile
 
 _NO_OVERHEADS = Overheads(copy_in_s_per_byte=0.0, copy_out_s_per_byte=0.0, hook_s=0.0, work={})
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from syncline.bench.result import BenchResult
-from syncline.plan.plan import Plan
 from syncline.predict import Prediction
 from syncline.predict.diagnosis import Remedy
+from syncline.records.bench_result import BenchResult
+from syncline.records.plan import Plan
 from syncline.report import commands, figures, scales
 from syncline.report.blocks import (
     KINDS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import shlex
 
-from syncline.bench.result import BenchResult, Cluster, DemoResult
 from syncline.cluster import format_rate
+from syncline.records.bench_result import BenchResult, Cluster, DemoResult
 from syncline.report.story import Story
 
 How = tuple[tuple[str, str], ...]

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from syncline.bench.result import BenchResult, DemoResult
 from syncline.errors import UsageError
 from syncline.files import FileError, read_json
-from syncline.measure.network import Network
-from syncline.measure.profile import Profile
-from syncline.plan.plan import Plan
-from syncline.report.record import RunRecord
+from syncline.records.bench_result import BenchResult, DemoResult
+from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.records.profile import Profile
+from syncline.records.run_record import RunRecord
 from syncline.report.story import Story
 
 _KINDS: tuple[tuple[str, str, type[msgspec.Struct]], ...] = (

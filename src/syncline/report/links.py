@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from syncline.measure.fitted import Collective
-from syncline.measure.network import Network
+from syncline.records.link_costs import Collective
+from syncline.records.network import Network
 from syncline.report import commands, figures, scales, verdict
 from syncline.report.blocks import Block, Cell, Dot, Lines, Section, Series, Table
 from syncline.report.story import Story

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from syncline.bench.result import BenchResult, Cluster, DemoResult
+from syncline.records.bench_result import BenchResult, Cluster, DemoResult
+from syncline.records.run_record import ModelRecord
 from syncline.report import commands, figures, scales, verdict
 from syncline.report.blocks import Dot, Lines, Marker, Section, Segment, Series, Track, Tracks, Value, present
-from syncline.report.record import ModelRecord
 from syncline.report.story import Story, Subject
 
 _MOST_VERTICES, _MOST_DOTS, _MOST_GRADIENTS = 400, 40, 40

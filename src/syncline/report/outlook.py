@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, Exchange, Hierarchical
-from syncline.measure.network import Network
-from syncline.measure.profile import Profile
-from syncline.plan.plan import Plan
 from syncline.predict import Prediction, Schedule, predict
 from syncline.predict.diagnosis import Diagnosis, diagnose
-from syncline.predict.schedule import filled
+from syncline.records.bucket_caps import filled
+from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.records.profile import Profile
 from syncline.report import figures
 from syncline.report.story import Story, Subject
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 
 from syncline.predict import Prediction
 from syncline.predict.diagnosis import CAUSES, lost_to
+from syncline.records.run_record import ModelRecord, Pace
 from syncline.report import figures, verdict
 from syncline.report.blocks import STEP, Marker, Section, Segment, Track, Tracks, present
 from syncline.report.outlook import Outlook
-from syncline.report.record import ModelRecord, Pace
 from syncline.report.story import Subject
 from syncline.report.timelines import covered_s, measured_timelines, pace_of, predicted_timelines
 

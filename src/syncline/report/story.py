@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from syncline.bench.result import BenchResult, DemoResult
 from syncline.errors import UsageError
-from syncline.measure.network import Network
-from syncline.measure.profile import Profile
-from syncline.plan.plan import Plan
+from syncline.records.bench_result import BenchResult, DemoResult
+from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.records.profile import Profile
+from syncline.records.run_record import ModelRecord, RunRecord
 from syncline.report import figures
-from syncline.report.record import ModelRecord, RunRecord
 
 
 @dataclass(frozen=True)

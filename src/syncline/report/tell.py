@@ -7,11 +7,11 @@ import datetime
 from collections.abc import Iterator
 
 from syncline._version import __version__
-from syncline.measure.network import Network
+from syncline.records.network import Network
+from syncline.records.run_record import FINISHED, RUNNING, RunRecord
 from syncline.report import ahead, commands, figures, links, measured, steps, verdict
 from syncline.report.blocks import Cell, Fact, Page, Section, Table
 from syncline.report.outlook import Outlook, outlook_of
-from syncline.report.record import FINISHED, RUNNING, RunRecord
 from syncline.report.story import Story, Subject
 
 _MOST_SUBJECTS = 6

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
-from syncline.measure.profile import Profile, RankTimes
 from syncline.predict import Prediction
+from syncline.records.profile import Profile, RankTimes
+from syncline.records.run_record import BucketSpan, StepSpan
 from syncline.report import figures
 from syncline.report.blocks import Segment, Track, Tracks, Value
 from syncline.report.outlook import Outlook
-from syncline.report.record import BucketSpan, StepSpan
 from syncline.report.story import Subject
 
 _MOST_MARKS = 160

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from syncline.files import FileError, write_text
-from syncline.report.record import BucketSpan, ModelRecord, PhaseSpan, RunRecord, StepSpan
+from syncline.records.run_record import BucketSpan, ModelRecord, PhaseSpan, RunRecord, StepSpan
 
 Event = dict[str, Any]
 

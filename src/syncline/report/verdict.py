@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 
-from syncline.bench.result import BenchResult, DemoResult
-from syncline.measure.network import Network
-from syncline.measure.profile import Profile
 from syncline.predict import Prediction
 from syncline.predict.diagnosis import CAUSES, Diagnosis, lost_to
+from syncline.records.bench_result import BenchResult, DemoResult
+from syncline.records.network import Network
+from syncline.records.profile import Profile
+from syncline.records.run_record import ModelRecord, Pace
 from syncline.report import figures
-from syncline.report.record import ModelRecord, Pace
 
 PLANNED = ("plan", "the plan")
 """As a run calls the way of a plan."""

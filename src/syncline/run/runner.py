@@ -27,11 +27,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline._version import __version__
-from syncline.engine.attach import scale_of
-from syncline.engine.follow import Following, Wishes
+from syncline.ddp.attach import scale_of
 from syncline.errors import SynclineError, first_line
-from syncline.report.record import FINISHED, RUNNING, ModelRecord, RunRecord
+from syncline.records.run_record import FINISHED, RUNNING, ModelRecord, RunRecord
 from syncline.run.script import run_script
+from syncline.tuning.follow import Following, Wishes
 
 PAGE = "report.html"
 SAVED_EVERY_S = 60.0

@@ -1,0 +1,1 @@
+"""Exchanges in a stock DistributedDataParallel: the hook, `attach`, `wrap` and the handle that they return."""

@@ -1,0 +1,132 @@
+"""`attach`: an exchange for a stock DistributedDataParallel model, in one line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from syncline.ddp.handle import Handle
+from syncline.ddp.hook import other_hooks, switch_of
+from syncline.dist.agreement import current_device, flatten, versions_here
+from syncline.dist.comm import backend_of, group_timeout
+from syncline.errors import SynclineError, UsageError
+from syncline.exchange import Exchange, default_lanes
+from syncline.health.heartbeat import vigil
+from syncline.health.meeting import meet, meeting
+from syncline.records.network import Network
+from syncline.runtime.bucket_policy import Route, Uniform
+from syncline.runtime.engine import Engine
+from syncline.runtime.parameters import ddp_of, described_fully, only_device, parameters_of
+from syncline.runtime.reduction import Reduction
+from syncline.runtime.topology import find_place, mark_of, read_network
+from syncline.runtime.validation import check_lanes, checked_exchange
+
+
+def attach(
+    model: nn.Module,
+    exchange: Exchange | None = None,
+    *,
+    lanes: int | None = None,
+    timeout_s: float | None = None,
+    network: Network | str | os.PathLike[str] | None = None,
+    scaler: GradScaler | None = None,
+) -> Handle:
+    """Has `model`, a DistributedDataParallel, exchange its gradients through `exchange` (default: `Dense()`).
+
+    All ranks of the model's process group call it, with the same arguments. `lanes` exchanges run at the same time,
+    each over connections of its own; default: one, or two where an exchange over gloo waits between its collectives,
+    so that another uses the links meanwhile. `timeout_s` is how long a collective may take; default: the group's own.
+    `network`, or the file that `syncline probe` wrote of it, is for exchanges that choose by what links take, and knows
+    racks; without one, hosts are found and ordinary links are assumed. `scaler` is the GradScaler that the loss is
+    scaled with, if any: an exchange that keeps gradients for later must know when their scale changes.
+    Replaces what was attached before; raises, and leaves the model as it was, if anything does not fit.
+    """
+    ddp = ddp_of(model)
+    exchange = checked_exchange(exchange)
+    if lanes is None:
+        lanes = default_lanes(exchange, backend_of(ddp.process_group))
+    check_lanes(lanes)
+    if timeout_s is not None and not timeout_s > 0:
+        raise UsageError(f"timeout_s is {timeout_s!r}: a collective needs some time")
+    return attach_route(ddp, Uniform(exchange, lanes), timeout_s=timeout_s, network=network, scaler=scaler)
+
+
+def attach_route(
+    ddp: DDP,
+    route: Route,
+    *,
+    timeout_s: float | None = None,
+    network: Network | str | os.PathLike[str] | None = None,
+    scaler: GradScaler | None = None,
+) -> Handle:
+    """`attach`, for buckets that go different ways."""
+    check_scaler(scaler)
+    group: dist.ProcessGroup = ddp.process_group
+    timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
+    parameters = parameters_of(ddp)
+    reduction = Reduction(ddp)
+    reduction.check(any(exchange.keeps for exchange in route.exchanges))
+    with current_device(only_device(parameters)):
+        known = read_network(network)
+        scaled = scaler is not None and scaler.is_enabled()
+        with vigil():
+            meet(group, {**_fingerprint(ddp, group, route, parameters, known), "scaler": scaled})
+            if isinstance(known, SynclineError):
+                raise known
+            with meeting(group, "attach", users=True):
+                place = find_place(group, route.exchanges, known)
+                engine = Engine(group, parameters, route, timeout, place, lambda: scale_of(scaler), reduction=reduction)
+    try:
+        switch = switch_of(ddp)
+    except BaseException:
+        engine.close()
+        raise
+    switch.turn_to(engine)
+    return Handle(ddp, switch, engine)
+
+
+def check_scaler(scaler: object) -> None:
+    known = all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "get_scale"))
+    if scaler is not None and (isinstance(scaler, type) or not known):
+        raise UsageError(
+            f"scaler is a {type(scaler).__name__}: pass the GradScaler that the loss is scaled with, or leave it out"
+        )
+
+
+def scale_of(scaler: GradScaler | None) -> Tensor | None:
+    """What its losses are multiplied with, where it is now."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    on_device = getattr(scaler, "_get_scale_async", None)  # private: without it, asking waits for the device
+    found: Tensor | None = on_device() if on_device is not None else None
+    return torch.tensor(scaler.get_scale()) if found is None else found
+
+
+def _fingerprint(
+    ddp: DDP,
+    group: dist.ProcessGroup,
+    route: Route,
+    parameters: Mapping[str, nn.Parameter],
+    network: Network | SynclineError | None,
+) -> dict[str, Any]:
+    """Everything that must be the same on all ranks for their collectives to fit together."""
+    flags = {
+        "static_graph": bool(getattr(ddp, "static_graph", False)),
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "skip_all_reduce_unused_params": bool(getattr(ddp, "skip_all_reduce_unused_params", False)),
+        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
+        "bucket_bytes_cap": ddp.bucket_bytes_cap,
+        "other hooks": other_hooks(ddp),
+    }
+    versions = {**versions_here(), "backend": backend_of(group)}
+    model = {name: described_fully(parameter) for name, parameter in parameters.items()}
+    fields = flatten({**route.fingerprint(), "ddp": flags, "version": versions, "parameter": model})
+    return {**fields, "network": mark_of(network)}

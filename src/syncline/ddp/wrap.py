@@ -1,0 +1,112 @@
+"""`wrap`: a model in DistributedDataParallel, with buckets, lanes and exchanges as a plan says."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from syncline.ddp import buckets
+from syncline.ddp.attach import attach_route
+from syncline.ddp.handle import Handle
+from syncline.ddp.hook import attached_to
+from syncline.dist.agreement import current_device
+from syncline.errors import UsageError
+from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.runtime.bucket_policy import Planned, difference_of, read_plan
+from syncline.runtime.parameters import ddp_of, described, only_device
+
+ON_MISMATCH = ("refuse", "fallback")
+
+
+def wrap(
+    net: nn.Module,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    on_mismatch: str = "refuse",
+    network: Network | str | os.PathLike[str] | None = None,
+    timeout_s: float | None = None,
+    scaler: GradScaler | None = None,
+    **ddp_arguments: Any,
+) -> DDP:
+    """`DistributedDataParallel(net, **ddp_arguments)`, exchanging gradients as `plan`, or the file of one, says.
+
+    All ranks call it, with the same plan. A plan for another model or cluster is refused, and the error says what
+    differs; with `on_mismatch="fallback"` that is a warning, and the model plain DDP. `handle_of(model)` is what
+    `attach` would have returned. `timeout_s`, `network` and `scaler` are as for `attach`.
+    """
+    for name in ("bucket_cap_mb", "bucket_cap_mb_list"):
+        if ddp_arguments.get(name) is not None:
+            raise UsageError(f"wrap(…, {name}=…): buckets are the plan's: leave it out")
+    if on_mismatch not in ON_MISMATCH:
+        raise UsageError(f"on_mismatch is {on_mismatch!r}: it is one of {', '.join(ON_MISMATCH)}")
+    if isinstance(net, DDP):
+        raise UsageError("wrap takes the module, and this is in DistributedDataParallel already: pass model.module")
+    group = _group(ddp_arguments)
+    parameters = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
+    device = only_device(parameters)
+    with current_device(device):
+        made = read_plan(plan, group, device, "wrap")
+        different = difference_of(made, _trained(net), group, device.type, "wrap")
+    if different is not None and on_mismatch == "refuse":
+        raise UsageError(f"the plan is for something else: {different}. Plan again, or pass on_mismatch='fallback'")
+    if different is not None:
+        if group.rank() == 0:
+            warnings.warn(f"the plan is not applied, and this is plain DDP: {different}", stacklevel=2)
+        return DDP(net, **ddp_arguments)
+    if made.nothing:
+        return DDP(net, **ddp_arguments)
+    rebuilt = bool(ddp_arguments.get("static_graph")) or not ddp_arguments.get("find_unused_parameters")
+    ddp = DDP(net, **ddp_arguments, **buckets.cap_arguments(made.caps, rebuilt=rebuilt))
+    buckets.planned_from_the_start(ddp)
+    apply(ddp, made, network=network, timeout_s=timeout_s, scaler=scaler)
+    return ddp
+
+
+def apply(
+    ddp: DDP,
+    plan: Plan,
+    *,
+    network: Network | str | os.PathLike[str] | None = None,
+    timeout_s: float | None = None,
+    scaler: GradScaler | None = None,
+) -> Handle:
+    """Has a model whose buckets are the plan's exchange them as it says."""
+    route = Planned(plan, settled_after=buckets.settled_after(ddp), tells=ddp.process_group.rank() == 0)
+    return attach_route(ddp, route, timeout_s=timeout_s, network=network, scaler=scaler)
+
+
+def handle_of(model: nn.Module) -> Handle:
+    """The handle of a model that `attach`, `wrap` or `tune` was called for."""
+    ddp = ddp_of(model)
+    found = attached_to(ddp)
+    if found is None or found.engine is None:
+        raise UsageError("nothing is attached to this model: it exchanges its gradients as plain DDP does")
+    return Handle(ddp, found, found.engine)
+
+
+def _trained(net: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
+    """By name: shape and type of what gets gradients."""
+    ignored = getattr(net, "_ddp_params_and_buffers_to_ignore", ())
+    return {
+        name.replace("_orig_mod.", ""): described(parameter)
+        for name, parameter in net.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    }
+
+
+def _group(ddp_arguments: Mapping[str, Any]) -> dist.ProcessGroup:
+    """The one that DDP will use."""
+    mesh = ddp_arguments.get("device_mesh")
+    group: dist.ProcessGroup | None = mesh.get_group(0) if mesh is not None else ddp_arguments.get("process_group")
+    group = group or dist.group.WORLD
+    if group is None:
+        raise UsageError("torch.distributed is not initialised: call init_process_group before wrap")
+    return group

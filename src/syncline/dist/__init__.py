@@ -1,0 +1,1 @@
+"""Process groups, lanes, collectives with counted bytes, and agreement between ranks."""

@@ -1,0 +1,1 @@
+"""`Layerwise`: exchanges and optimizer steps layer by layer, in little memory."""

@@ -1,0 +1,1 @@
+"""What every way to train shares: the bucket-running engine, bucket policies, statistics, logs and checkpoints."""

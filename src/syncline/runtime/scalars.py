@@ -1,0 +1,122 @@
+"""The last step in numbers, for the curves that people watch while they train.
+
+Everything is this rank's own, and nothing here communicates, so any one rank may ask. Numbers that are not known are
+left out: on CUDA nobody waits for a step that the device has not ended yet, and a first step has none before it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from syncline.dist.span import span_of
+from syncline.errors import first_line, tell
+from syncline.exchange import wire
+from syncline.runtime.engine import Engine, Step
+
+PREFIX = "syncline/"
+
+
+class Writer(Protocol):
+    """As `torch.utils.tensorboard.SummaryWriter`, or the `experiment` of Lightning's TensorBoard logger."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int, /) -> Any: ...
+
+
+def scalars_of(engine: Engine, step: Step, *, deep: bool = False) -> dict[str, float]:
+    """Of a step that is over; `Handle.scalars` says what they mean."""
+    if not step.sent_bytes and not step.jobs:
+        return {}
+    values = _deep(engine, step) if deep else {}  # first: where it waits for the device, times are known afterwards
+    if step.period_s is not None:
+        values["step_ms"] = step.period_s * 1e3
+    values |= _times_ms(step)
+    values["sent_bytes"] = sum(step.sent_bytes.values())
+    values |= {f"sent_bytes/{level}": sent for level, sent in step.sent_bytes.items()}
+    plain = sum(
+        wire.sent_bytes("all_reduce", job.elements, job.itemsize, engine.ranks, engine.backend) for job in step.jobs
+    )
+    if plain:
+        values["sent_share"] = values["sent_bytes"] / plain
+    return {f"{PREFIX}{name}": float(value) for name, value in values.items()}
+
+
+def _times_ms(step: Step) -> dict[str, float]:
+    span = span_of(step.jobs)
+    return {} if span is None else {"exchange_ms": span.exchange_s * 1e3, "exposed_ms": span.exposed_s * 1e3}
+
+
+def _deep(engine: Engine, step: Step) -> dict[str, float]:
+    values = {}
+    if step.applied:
+        values["density"] = sum(int(count) for count, _ in step.applied) / sum(numel for _, numel in step.applied)
+    if engine.keeps:
+        squares = [
+            torch.linalg.vector_norm(tensor, dtype=torch.float64) ** 2
+            for kinds in engine.resting()
+            for tensor in _waiting(kinds)
+        ]
+        values["residual_norm"] = float(sum(squares)) ** 0.5
+    return values
+
+
+def _waiting(kinds: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """Velocities, which some keep too, wait for nothing."""
+    return [tensor for kind, tensor in kinds.items() if kind != "velocity"]
+
+
+class Log:
+    """Writes a model's scalars every so many steps, until it is closed, or its handle is detached.
+
+    A step is written when the next one begins, or later, where a device ends it later: by the thread that runs
+    backward, which is the one that may take its time. What cannot be written is told once, and is not worth a training.
+    """
+
+    def __init__(self, engine: Engine, writer: Writer, every: int, deep: bool) -> None:
+        self._engine = weakref.ref(engine)  # which knows this
+        self._writer, self._every, self._deep = writer, every, deep
+        self._due: tuple[int, Step] | None = None
+        engine.listeners.append(self)
+
+    def __call__(self, engine: Engine, begins: Step) -> None:
+        """A step begins."""
+        if engine.last_step.jobs and engine.steps % self._every == 0:
+            self._write(engine)  # what is still due: it will not get better
+            self._due = (engine.steps, engine.last_step)
+        # What is kept is kept now: that is not put off, and waits for the device.
+        if self._due is not None and (_ended(self._due[1]) or (self._deep and engine.keeps)):
+            self._write(engine)
+        begins.counts = begins.counts or (self._deep and (engine.steps + 1) % self._every == 0)
+
+    def _write(self, engine: Engine) -> None:
+        due, self._due = self._due, None
+        if due is None:
+            return
+        number, step = due
+        try:
+            for name, value in scalars_of(engine, step, deep=self._deep).items():
+                self._writer.add_scalar(name, value, number)
+        except Exception as error:  # noqa: BLE001 - whatever a writer raises, training goes on
+            self._stop(engine)
+            reason = first_line(error)
+            tell(f"scalars are not logged any more, because that failed at step {number}: {reason}")
+
+    def _stop(self, engine: Engine) -> None:
+        if self in engine.listeners:
+            engine.listeners.remove(self)
+
+    def close(self) -> None:
+        """Ends it. What was due is written, as far as it is known; the writer stays open, it is the caller's."""
+        engine = self._engine()
+        if engine is not None and self in engine.listeners:
+            self._stop(engine)
+            if self._due is None and engine.last_step.jobs and engine.steps % self._every == 0:
+                self._due = (engine.steps, engine.last_step)
+            self._write(engine)
+
+
+def _ended(step: Step) -> bool:
+    return all(job.marks.seconds() is not None for job in step.jobs)
