@@ -1,4 +1,4 @@
-"""How the guide is built: `make docs`. Nothing is fetched from anywhere, and a warning is an error."""
+"""Sphinx settings for `make docs`. The build fetches nothing from the network, and a warning is an error."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ release = version = installed("syncline")
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 myst_heading_anchors = 3
 
-# Docstrings mark code with single backquotes, and state types in signatures.
+# Docstrings mark code with single backquotes; types are in the signatures.
 default_role = "code"
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
@@ -35,22 +35,23 @@ pygments_dark_style = "monokai"
 
 
 def _example_report(app: Sphinx) -> None:
-    """The report that the pages speak of, as this release makes it."""
+    """Write the example report to which the pages link."""
     if app.builder.format == "html":
         command = "syncline predict --profile resnet50-224px-cuda --rate 10gbit --hosts 4,8,16,64"
         arguments = [sys.executable, "-m", *command.split(), "--report", "example-report.html"]
         subprocess.run(arguments, cwd=app.outdir, stdout=subprocess.DEVNULL, timeout=60, check=True)
 
 
-def _in_the_guide(app: Sphinx, page: str, source: list[str]) -> None:
-    """What pages that are also read in the source tree need here."""
+def _link_to_built_pages(app: Sphinx, page: str, source: list[str]) -> None:
+    """Point links to files outside docs/, which work in the source tree, at the pages that include those files."""
     source[0] = source[0].replace("](../SECURITY.md)", "](security.md)")
+    source[0] = source[0].replace("](../benchmarks/results/README.md", "](measurements.md")
     if page == "adr/README":
         source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n0*\n```\n"
 
 
-def _examples(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
-    """Docstrings indent code without the two colons that reStructuredText asks for."""
+def _mark_examples(app: Sphinx, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Add the `::` that reStructuredText requires before indented code, and that the docstrings leave out."""
     read: list[str] = []
     for line in lines:
         before = next((earlier for earlier in reversed(read) if earlier), "    ")
@@ -61,6 +62,6 @@ def _examples(app: Sphinx, what: str, name: str, obj: object, options: object, l
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("autodoc-process-docstring", _examples)
+    app.connect("autodoc-process-docstring", _mark_examples)
     app.connect("builder-inited", _example_report)
-    app.connect("source-read", _in_the_guide)
+    app.connect("source-read", _link_to_built_pages)

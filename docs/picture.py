@@ -1,4 +1,4 @@
-"""Draws the README's pictures: python docs/picture.py DEMO_RESULT.json NETWORK.json"""
+"""Draw the pictures of the guide: python docs/picture.py DEMO_RESULT.json NETWORK.json"""
 
 from __future__ import annotations
 

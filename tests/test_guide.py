@@ -1,4 +1,4 @@
-"""The guide: it builds without a warning, its links lead somewhere, and what it tells people to type works."""
+"""The README and the guide: pages build without a warning, links lead somewhere, and commands and examples work."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -32,8 +33,11 @@ from syncline.testing import check_laws
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-PAGES = sorted([*(ROOT / "docs" / "guide").glob("*.md"), ROOT / "docs" / "index.md", ROOT / "docs" / "api.md"])
-_FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+README = ROOT / "README.md"
+PAGES = sorted([README, *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "guide").glob("*.md")])
+_FENCE = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_CODE_CELL = re.compile(r"\| `([^`]+)` \|$", re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)
@@ -48,14 +52,14 @@ def pages_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def sphinx(pages_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
-    """Builds the pages, from the first test on; the last looks at them."""
+    """Build the pages in the background while the other tests run; the last test reads them."""
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", "docs", str(pages_folder)]
     with beside(command, tmp_path_factory.mktemp("sphinx"), cwd=ROOT) as running:
         yield running
 
 
 def fences(page: Path, language: str) -> list[str]:
-    return [text for found, text in _FENCE.findall(page.read_text()) if found == language]
+    return [textwrap.dedent(text) for found, text in _FENCE.findall(page.read_text()) if found == language]
 
 
 # --- the pages ------------------------------------------------------------------------------------------------------
@@ -71,6 +75,21 @@ def test_examples_in_python_say_what_they_say(page: Path) -> None:
     assert runner.run(test, out=told.append).failed == 0, "".join(told)
 
 
+def test_the_readme_can_be_read_in_five_minutes() -> None:
+    assert len(README.read_text().split()) <= 1000
+
+
+SOURCES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "benchmarks" / "results" / "README.md"])
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: str(source.relative_to(ROOT)))
+def test_links_between_source_files_lead_to_files(source: Path) -> None:
+    for target in _LINK.findall(source.read_text()):
+        parts = urlsplit(target)
+        if not parts.scheme and parts.path:
+            assert (source.parent / unquote(parts.path)).exists(), f"{source.name} refers to {target}"
+
+
 # --- what to type ---------------------------------------------------------------------------------------------------
 
 
@@ -84,9 +103,13 @@ def commands(page: Path) -> Iterator[str]:
 COMMANDS = [pytest.param(line, id=f"{page.stem}: {line[:60]}") for page in PAGES for line in commands(page)]
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+README_TABLE = [pytest.param(cell, id=f"table: {cell[:60]}") for cell in _CODE_CELL.findall(README.read_text())]
+assert README_TABLE
+
+
+@pytest.mark.parametrize("line", [*COMMANDS, *README_TABLE])
 def test_a_command_on_a_page_is_one_that_exists(line: str) -> None:
-    check(shlex.split(line))
+    check([word for word in shlex.split(line) if word != "…"])
 
 
 def test_a_command_that_does_not_exist_is_noticed() -> None:
@@ -102,7 +125,7 @@ def test_a_command_that_does_not_exist_is_noticed() -> None:
 
 
 def check(words: list[str]) -> None:
-    """That each program in this takes these arguments, as far as it is Syncline's, torchrun's or an example."""
+    """Fail unless the program accepts these arguments, if it is Syncline, torchrun or a script of this repository."""
     program, *arguments = words
     if program == "syncline":
         check_syncline(arguments)
@@ -119,7 +142,7 @@ def check(words: list[str]) -> None:
     elif program == "make":
         assert f"\n{arguments[0]}:" in (ROOT / "Makefile").read_text()
     else:
-        assert program in ("source", "export", "sbatch", "kubectl", "pip"), f"nobody knows {program}"
+        assert program in ("source", "export", "sbatch", "kubectl", "pip"), f"unknown program: {program}"
 
 
 def check_module(module: str, arguments: list[str]) -> None:
@@ -171,7 +194,7 @@ def test_the_kubernetes_manifest_is_consistent() -> None:
 
 
 def test_the_slurm_script_runs_commands_that_exist(tmp_path: Path) -> None:
-    """With stand-ins for what is Slurm's: one that says what it was to run, and one that names the hosts."""
+    """With stand-ins for two Slurm commands: srun prints its arguments, and scontrol prints the host names."""
     for name, body in (("srun", 'printf "%q " "$@"; echo'), ("scontrol", "echo host0; echo host1")):
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
@@ -200,7 +223,7 @@ def test_the_slurm_script_runs_commands_that_exist(tmp_path: Path) -> None:
 
 
 def test_the_worked_example_keeps_the_laws_in_other_types_too() -> None:
-    """In fp32, with seven ranks, its page checks it."""
+    """Its page checks fp32 and up to seven ranks."""
     from int8_exchange import Int8
 
     check_laws(Int8(), ranks=(2, 3), numels=(5, 3000), dtypes=(torch.bfloat16, torch.float16, torch.float64))
@@ -286,7 +309,7 @@ def show_curves(model: nn.Module, folder: Path, train_some_steps: Callable[[], o
 
 
 class Links(HTMLParser):
-    """What a page refers to, what it loads, and where it can be referred to."""
+    """The links, the loaded files and the anchors of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -310,20 +333,31 @@ def test_the_guide_builds_without_a_warning_and_every_link_leads_somewhere(sphin
     status, _, errors = sphinx.wait()
     assert status == 0, errors
     pages = {path: Links(path.read_text()) for path in pages_folder.rglob("*.html")}
-    assert {"index.html", "api.html", "assumptions.html", "example-report.html"} <= {path.name for path in pages}
+    expected = {
+        "index",
+        "api",
+        "assumptions",
+        "caveats",
+        "features",
+        "glossary",
+        "measurements",
+        "results",
+        "example-report",
+    }
+    assert expected <= {path.stem for path in pages}
     assert pages_folder / "guide" / "frameworks.html" in pages
     for path, links in pages.items():
-        for place in links.loaded:
-            assert not urlsplit(place).netloc, f"{path.name} loads {place}"
-        for place in [*links.targets, *links.loaded]:
-            if urlsplit(place).scheme not in ("http", "https", "data", "mailto"):
-                _follow(path, place, pages)
+        for target in links.loaded:
+            assert not urlsplit(target).netloc, f"{path.name} loads {target}"
+        for target in [*links.targets, *links.loaded]:
+            if urlsplit(target).scheme not in ("http", "https", "data", "mailto"):
+                _follow(path, target, pages)
 
 
-def _follow(page: Path, place: str, pages: dict[Path, Links]) -> None:
-    file, anchor = urldefrag(place)
+def _follow(page: Path, link: str, pages: dict[Path, Links]) -> None:
+    file, anchor = urldefrag(link)
     target = page if not file else (page.parent / unquote(urlsplit(file).path)).resolve()
     target = target / "index.html" if target.is_dir() else target
-    assert target.exists(), f"{page.name} refers to {place}, and there is no such file"
+    assert target.exists(), f"{page.name} refers to {link}, and there is no such file"
     if anchor and target in pages:
-        assert unquote(anchor) in pages[target].anchors, f"{page.name} refers to {place}, and there is no such place"
+        assert unquote(anchor) in pages[target].anchors, f"{page.name} refers to {link}, and there is no such anchor"
