@@ -60,7 +60,7 @@ def main() -> int:
         document = {
             "device": arguments.device,
             "gradient_bytes": gradient_bytes,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "rows": rows,
         }
         arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
