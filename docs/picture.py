@@ -10,7 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from syncline.bench.result import DemoResult
-from syncline.cli import demo, predict, screen
+from syncline.cli import demo, screen
+from syncline.cli.commands import predict
 from syncline.files import read_json, write_text
 
 

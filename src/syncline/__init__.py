@@ -5,21 +5,12 @@ syncline.tune(model, step)                                    # measure, plan, a
 handle = syncline.attach(model, syncline.Dense(wire="bf16"))  # or choose yourself
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from syncline._version import __version__
-from syncline.engine import (
-    BucketTiming,
-    Following,
-    Handle,
-    Layerwise,
-    PhaseTiming,
-    Stats,
-    Tuned,
-    attach,
-    follow,
-    handle_of,
-    tune,
-    wrap,
-)
 from syncline.errors import (
     ClusterError,
     ExchangeError,
@@ -27,13 +18,29 @@ from syncline.errors import (
     SynclineError,
     UsageError,
 )
-from syncline.exchange import Dense, Exchange, Hierarchical, OkTopk
-from syncline.measure.backward import measure_backward
-from syncline.measure.network import Network
-from syncline.measure.profile import Profile
-from syncline.measure.watch import watch_backward
-from syncline.plan.make import make_plan
-from syncline.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from syncline.engine import (
+        BucketTiming,
+        Following,
+        Handle,
+        Layerwise,
+        PhaseTiming,
+        Stats,
+        Tuned,
+        handle_of,
+        tune,
+        wrap,
+    )
+    from syncline.engine.attach import attach
+    from syncline.engine.follow import follow
+    from syncline.exchange import Dense, Exchange, Hierarchical, OkTopk
+    from syncline.measure.backward import measure_backward
+    from syncline.measure.network import Network
+    from syncline.measure.profile import Profile
+    from syncline.measure.watch import watch_backward
+    from syncline.plan.make import make_plan
+    from syncline.plan.plan import Plan
 
 __all__ = [
     "BucketTiming",
@@ -65,3 +72,47 @@ __all__ = [
     "watch_backward",
     "wrap",
 ]
+
+_MODULES = {
+    "BucketTiming": "syncline.engine",
+    "Dense": "syncline.exchange",
+    "Exchange": "syncline.exchange",
+    "Following": "syncline.engine",
+    "Handle": "syncline.engine",
+    "Hierarchical": "syncline.exchange",
+    "Layerwise": "syncline.engine",
+    "Network": "syncline.measure.network",
+    "OkTopk": "syncline.exchange",
+    "PhaseTiming": "syncline.engine",
+    "Plan": "syncline.plan.plan",
+    "Profile": "syncline.measure.profile",
+    "Stats": "syncline.engine",
+    "Tuned": "syncline.engine",
+    "attach": "syncline.engine",
+    "follow": "syncline.engine",
+    "handle_of": "syncline.engine",
+    "make_plan": "syncline.plan.make",
+    "measure_backward": "syncline.measure.backward",
+    "tune": "syncline.engine",
+    "watch_backward": "syncline.measure.watch",
+    "wrap": "syncline.engine",
+}
+"""Where each public name is defined. Modules are imported on first use, because torch takes seconds to import and
+`syncline --help` needs none of it."""
+_PACKAGES = frozenset({"engine", "exchange", "measure", "plan"})
+"""Also attributes after `import syncline` alone."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
+    elif name in _PACKAGES:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *_PACKAGES})

@@ -1,4 +1,4 @@
-"""The command line: one file per command, thin."""
+"""The command line: `commands` has what can be typed, and a module beside it does the work of each command."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from syncline._version import __version__
-from syncline.cli import bench, cluster, demo, doctor, failure, plan, predict, probe, profile, report, run
+from syncline.cli.commands import bench, cluster, demo, doctor, failure, plan, predict, probe, profile, report, run
 
 app = typer.Typer(
     name="syncline",
