@@ -25,7 +25,7 @@ from syncline.bench.methods import Wrapping
 from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.bench.run import Workload
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.engine import attach
+from syncline.engine.attach import attach
 from syncline.exchange import Dense, Exchange, Hierarchical
 from syncline.files import write_json
 from syncline.measure.probe import probe

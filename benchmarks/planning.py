@@ -36,7 +36,7 @@ from syncline.bench.forecast import Forecast, profile_workload
 from syncline.bench.methods import make_planned
 from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.engine import handle_of, wrap
+from syncline.engine.wrapping import handle_of, wrap
 from syncline.exchange import EXCHANGES
 from syncline.files import write_text
 from syncline.measure.network import Network

@@ -25,7 +25,7 @@ from syncline._version import __version__
 from syncline.bench.methods import Wrapping
 from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.engine import attach
+from syncline.engine.attach import attach
 from syncline.files import write_text
 from syncline.measure.backward import measure_backward
 from syncline.measure.network import Network

@@ -25,7 +25,7 @@ from prediction_error_cuda import loss_of
 from syncline._version import __version__
 from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.engine import attach
+from syncline.engine.attach import attach
 from syncline.exchange import OkTopk
 from syncline.files import write_text
 

@@ -55,7 +55,7 @@ from link_rate import cpu_ticks, stolen_since
 from syncline.bench.methods import Wrapping
 from syncline.bench.rounds import Contender, combine, take_turns
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.engine import attach
+from syncline.engine.attach import attach
 from syncline.engine.local import LocalComm, run_ranks
 from syncline.exchange import WORLD, Comm, Dense, Exchange, Layout, OkTopk, State, Work
 from syncline.files import write_json, write_text

@@ -20,20 +20,13 @@ from syncline.errors import (
 )
 
 if TYPE_CHECKING:
-    from syncline.engine import (
-        BucketTiming,
-        Following,
-        Handle,
-        Layerwise,
-        PhaseTiming,
-        Stats,
-        Tuned,
-        handle_of,
-        tune,
-        wrap,
-    )
     from syncline.engine.attach import attach
-    from syncline.engine.follow import follow
+    from syncline.engine.follow import Following, follow
+    from syncline.engine.handle import Handle
+    from syncline.engine.layerwise import Layerwise
+    from syncline.engine.stats import BucketTiming, PhaseTiming, Stats
+    from syncline.engine.tuning import Tuned, tune
+    from syncline.engine.wrapping import handle_of, wrap
     from syncline.exchange import Dense, Exchange, Hierarchical, OkTopk
     from syncline.measure.backward import measure_backward
     from syncline.measure.network import Network
@@ -74,32 +67,32 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BucketTiming": "syncline.engine",
+    "BucketTiming": "syncline.engine.stats",
     "Dense": "syncline.exchange",
     "Exchange": "syncline.exchange",
-    "Following": "syncline.engine",
-    "Handle": "syncline.engine",
+    "Following": "syncline.engine.follow",
+    "Handle": "syncline.engine.handle",
     "Hierarchical": "syncline.exchange",
-    "Layerwise": "syncline.engine",
+    "Layerwise": "syncline.engine.layerwise",
     "Network": "syncline.measure.network",
     "OkTopk": "syncline.exchange",
-    "PhaseTiming": "syncline.engine",
+    "PhaseTiming": "syncline.engine.stats",
     "Plan": "syncline.plan.plan",
     "Profile": "syncline.measure.profile",
-    "Stats": "syncline.engine",
-    "Tuned": "syncline.engine",
-    "attach": "syncline.engine",
-    "follow": "syncline.engine",
-    "handle_of": "syncline.engine",
+    "Stats": "syncline.engine.stats",
+    "Tuned": "syncline.engine.tuning",
+    "attach": "syncline.engine.attach",
+    "follow": "syncline.engine.follow",
+    "handle_of": "syncline.engine.wrapping",
     "make_plan": "syncline.plan.make",
     "measure_backward": "syncline.measure.backward",
-    "tune": "syncline.engine",
+    "tune": "syncline.engine.tuning",
     "watch_backward": "syncline.measure.watch",
-    "wrap": "syncline.engine",
+    "wrap": "syncline.engine.wrapping",
 }
 """Where each public name is defined. Modules are imported on first use, because torch takes seconds to import and
 `syncline --help` needs none of it."""
-_PACKAGES = frozenset({"engine", "exchange", "measure", "plan"})
+_PACKAGES = frozenset({"exchange", "measure", "plan"})
 """Also attributes after `import syncline` alone."""
 
 

@@ -21,7 +21,7 @@ from syncline.bench.result import Cluster, DemoResult, DemoRow, Tuning
 from syncline.bench.rounds import Contender, combine, reported_to, take_turns
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.cluster.isolation import why_not_shaped
-from syncline.engine import Tuned, tune
+from syncline.engine.tuning import Tuned, tune
 from syncline.measure.network import Network
 from syncline.measure.probe import probe
 from syncline.models import zoo

@@ -16,8 +16,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.bench.baselines import TopKCost, with_topk
-from syncline.engine import Handle, Layerwise, attach, handle_of, wrap
 from syncline.engine.activations import find_blocks
+from syncline.engine.attach import attach
+from syncline.engine.handle import Handle
+from syncline.engine.layerwise import Layerwise
+from syncline.engine.wrapping import handle_of, wrap
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, AllgatherTopk, Cost, Dense, Exchange, OkTopk, Phase, Topology
 from syncline.exchange.wire import sent_bytes

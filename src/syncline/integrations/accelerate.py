@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import nn
 
-from syncline.engine import Handle
+from syncline.engine.handle import Handle
 from syncline.errors import UsageError
 from syncline.exchange import Exchange
 from syncline.integrations.synced import FOLDER, Asked, Synced, joined, missing

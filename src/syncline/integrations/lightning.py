@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from syncline.engine import Handle
+from syncline.engine.handle import Handle
 from syncline.errors import UsageError
 from syncline.exchange import Exchange
 from syncline.integrations.synced import Asked, Synced, joined, missing, remove

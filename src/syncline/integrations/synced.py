@@ -23,14 +23,15 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
-from syncline.engine import Handle, handle_of
 from syncline.engine.agreement import together
 from syncline.engine.checkpoint import ON_WORLD_SIZE
 from syncline.engine.follow import Following, Wishes, follow
+from syncline.engine.handle import Handle
 from syncline.engine.hook import forget
 from syncline.engine.model import ddp_of, only_device, parameters_of, shapes_of
 from syncline.engine.replan import make_plain
 from syncline.engine.route import difference_of
+from syncline.engine.wrapping import handle_of
 from syncline.errors import UsageError
 from syncline.exchange import Exchange
 from syncline.files import write_bytes

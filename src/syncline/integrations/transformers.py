@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from syncline.engine import Handle
+from syncline.engine.handle import Handle
 from syncline.errors import UsageError
 from syncline.exchange import Exchange
 from syncline.integrations.accelerate import SynclineKwargs
