@@ -23,9 +23,7 @@ def bench(
     scale: Annotated[
         str, typer.Option(metavar="T,B", help="Of a replay: times by T, sizes by B. 10,0.05 fits slow links.")
     ] = "1,1",
-    methods: Annotated[
-        str, typer.Option(metavar="A,B,…", help="Which to compare; all of them: --methods list.")
-    ] = "nosync,ddp,dense",
+    methods: Annotated[str, typer.Option(metavar="A,B,…", help="All of them: --methods list.")] = "nosync,ddp,dense",
     steps: Annotated[int, typer.Option(min=1, help="Rounds in which every method takes a step.")] = 30,
     batch: Annotated[int, typer.Option(min=1, help="Samples per rank and step.")] = 16,
     bucket_mb: Annotated[float | None, typer.Option(help="Of DDP's buckets, for every method.")] = None,
