@@ -85,6 +85,14 @@ def test_help_shows_the_names_and_defaults_that_there_are() -> None:
     assert choices.RUN_PROBE_S == follow.PROBE_S
 
 
+def test_a_command_and_what_does_its_work_are_told_apart() -> None:
+    """`syncline.cli.plan` is the module of that name, whatever was imported before."""
+    assert run_python("from syncline.cli import app, plan, run; print(plan.__name__, run.__name__)").split() == [
+        "syncline.cli.plan",
+        "syncline.cli.run",
+    ]
+
+
 # --- the package ------------------------------------------------------------------------------------------------------
 
 
