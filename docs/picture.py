@@ -1,4 +1,4 @@
-"""Draw the pictures of the guide: python docs/picture.py DEMO_RESULT.json NETWORK.json"""
+"""Draws the README's pictures: python docs/picture.py DEMO_RESULT.json NETWORK.json"""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from syncline.cli import demo, predict, screen
+from syncline.cli import demo, screen
+from syncline.cli.commands import predict
 from syncline.files import read_json, write_text
 from syncline.records.bench_result import DemoResult
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from syncline.cli import cluster as cli
+from syncline.cli.commands import cluster as cli
 from syncline.cluster import ClusterSpec, run_command, why_not_shaped
 from syncline.cluster.command import commands_of
 

@@ -27,7 +27,7 @@ import syncline
 from background import Beside, beside
 from ddp_helpers import Mlp, batch, on_ranks, seeded
 from syncline.cli import app
-from syncline.cli import run as cli_run
+from syncline.cli.commands import run as cli_run
 from syncline.cluster import Rank
 from syncline.testing import check_laws
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from syncline.cli import run as run_cli
+from syncline.cli.commands import run as run_cli
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
 from syncline.measure.assumed_network import assumed_links
 from syncline.records.network import Network

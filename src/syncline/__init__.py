@@ -5,10 +5,12 @@ syncline.tune(model, step)                                    # measure, plan, a
 handle = syncline.attach(model, syncline.Dense(wire="bf16"))  # or choose yourself
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from syncline._version import __version__
-from syncline.ddp.attach import attach
-from syncline.ddp.handle import Handle
-from syncline.ddp.wrap import handle_of, wrap
 from syncline.errors import (
     ClusterError,
     ExchangeError,
@@ -16,17 +18,22 @@ from syncline.errors import (
     SynclineError,
     UsageError,
 )
-from syncline.exchange import Dense, Exchange, Hierarchical, OkTopk
-from syncline.layerwise.trainer import Layerwise
-from syncline.measure.backward import measure_backward
-from syncline.measure.backward_watch import watch_backward
-from syncline.plan.make import make_plan
-from syncline.records.network import Network
-from syncline.records.plan import Plan
-from syncline.records.profile import Profile
-from syncline.runtime.stats import BucketTiming, PhaseTiming, Stats
-from syncline.tuning.follow import Following, follow
-from syncline.tuning.tune import Tuned, tune
+
+if TYPE_CHECKING:
+    from syncline.ddp.attach import attach
+    from syncline.ddp.handle import Handle
+    from syncline.ddp.wrap import handle_of, wrap
+    from syncline.exchange import Dense, Exchange, Hierarchical, OkTopk
+    from syncline.layerwise.trainer import Layerwise
+    from syncline.measure.backward import measure_backward
+    from syncline.measure.backward_watch import watch_backward
+    from syncline.plan.make import make_plan
+    from syncline.records.network import Network
+    from syncline.records.plan import Plan
+    from syncline.records.profile import Profile
+    from syncline.runtime.stats import BucketTiming, PhaseTiming, Stats
+    from syncline.tuning.follow import Following, follow
+    from syncline.tuning.tune import Tuned, tune
 
 __all__ = [
     "BucketTiming",
@@ -58,3 +65,47 @@ __all__ = [
     "watch_backward",
     "wrap",
 ]
+
+_MODULES = {
+    "BucketTiming": "syncline.runtime.stats",
+    "Dense": "syncline.exchange",
+    "Exchange": "syncline.exchange",
+    "Following": "syncline.tuning.follow",
+    "Handle": "syncline.ddp.handle",
+    "Hierarchical": "syncline.exchange",
+    "Layerwise": "syncline.layerwise.trainer",
+    "Network": "syncline.records.network",
+    "OkTopk": "syncline.exchange",
+    "PhaseTiming": "syncline.runtime.stats",
+    "Plan": "syncline.records.plan",
+    "Profile": "syncline.records.profile",
+    "Stats": "syncline.runtime.stats",
+    "Tuned": "syncline.tuning.tune",
+    "attach": "syncline.ddp.attach",
+    "follow": "syncline.tuning.follow",
+    "handle_of": "syncline.ddp.wrap",
+    "make_plan": "syncline.plan.make",
+    "measure_backward": "syncline.measure.backward",
+    "tune": "syncline.tuning.tune",
+    "watch_backward": "syncline.measure.backward_watch",
+    "wrap": "syncline.ddp.wrap",
+}
+"""Where each public name is defined. Modules are imported on first use, because torch takes seconds to import and
+`syncline --help` needs none of it."""
+_PACKAGES = frozenset({"exchange", "measure", "plan"})
+"""Also attributes after `import syncline` alone."""
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        value = getattr(importlib.import_module(_MODULES[name]), name)
+    elif name in _PACKAGES:
+        value = importlib.import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value  # the next access does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *_PACKAGES})

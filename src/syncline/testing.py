@@ -10,7 +10,6 @@ They run any number of ranks in this process, over a `Comm` that is stricter tha
 from __future__ import annotations
 
 import dataclasses
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -203,12 +202,11 @@ def no_host_synchronisation(exchange: Exchange, ranks: int, numel: int, dtype: t
     run_steps(exchange, inputs)  # kernels are compiled and buffers allocated by now
     layout = Layout.flat(numel, dtype, device)
 
-    prepared = threading.Barrier(ranks, action=lambda: torch.cuda.set_sync_debug_mode("error"))
-
     def main(comm: LocalComm) -> None:
         state = exchange.prepare(layout, comm)
         flat = inputs[0][comm.rank].clone()
-        prepared.wait(30)  # the mode is the whole process's
+        comm.all_reduce(torch.zeros(1)).wait()  # the mode is the whole process's: all ranks must be prepared
+        torch.cuda.set_sync_debug_mode("error")
         state.begin(0)
         last = exchange.run(flat, state, comm)
         if last is not None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 
 from syncline.bench.methods import METHODS, check_methods
-from syncline.bench.run import PROBE_LEVELS_S, PROBE_S, Workload, run_bench
+from syncline.bench.run import Workload, run_bench
 from syncline.cli import options, screen
-from syncline.cli.report import ReportFile, typed, write_page
+from syncline.cli.commands.common import ClusterOptions
+from syncline.cli.report import typed, write_page
 from syncline.cluster import ClusterSpec
 from syncline.errors import UsageError
 from syncline.files import write_json
@@ -24,48 +23,24 @@ from syncline.report.story import Story
 
 
 def bench(
-    hosts: options.Hosts = 4,
-    per_host: options.PerHost = "1",
-    rate: options.Rate = "200mbit",
-    racks: options.Racks = 1,
-    trunk_rate: options.TrunkRate = None,
-    rank_order: options.RankOrder = "host",
-    device: options.Device = "cpu",
-    model: Annotated[str | None, typer.Option(metavar="NAME", help=f"One of {', '.join(MODELS)}.")] = None,
-    replay: Annotated[str | None, typer.Option(metavar="PROFILE", help="A recorded profile: file or name.")] = None,
-    scale: Annotated[
-        str, typer.Option(metavar="T,B", help="Of a replay: times by T, sizes by B. 10,0.05 fits slow links.")
-    ] = "1,1",
-    methods: Annotated[
-        str, typer.Option(metavar="A,B,…", help=f"Of {len(METHODS)}; all of them: --methods list.")
-    ] = "nosync,ddp,dense",
-    steps: Annotated[int, typer.Option(min=1, help="Rounds in which every method takes a step.")] = 30,
-    batch: Annotated[int, typer.Option(min=1, help="Samples per rank and step.")] = 16,
-    bucket_mb: Annotated[float | None, typer.Option(help="Of DDP's buckets, for every method.")] = None,
-    network: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="For predictions: what syncline probe wrote.")
-    ] = None,
-    probe: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help=f"Without --network: how long to probe; {PROBE_S:g}, or {PROBE_LEVELS_S:g} where hosts have several "
-            "ranks; 0: no predictions.",
-        ),
-    ] = None,
-    peak_memory: Annotated[
-        bool, typer.Option("--peak-memory", help="Also measure what each method takes of memory.")
-    ] = False,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The longest that the run may take.")] = 1800,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result for machines.")] = None,
-    report: ReportFile = None,
+    cluster: ClusterOptions,
+    *,
+    model: str | None,
+    replay: str | None,
+    scale: str,
+    methods: str,
+    steps: int,
+    batch: int,
+    bucket_mb: float | None,
+    network: Path | None,
+    probe: float | None,
+    peak_memory: bool,
+    timeout: float,
+    json: Path | None,
+    report: Path | None,
 ) -> None:
-    """Compare methods on an emulated cluster, in one run: they take turns in the same processes.
-
-    syncline bench --hosts 4 --rate 200mbit --model cnn --methods nosync,ddp,dense,bf16
-    """
     with options.one_line_errors("syncline bench"):
-        spec = options.cluster_spec(hosts, per_host, rate, racks, trunk_rate, rank_order, device)
+        spec = options.cluster_spec(cluster)
         workload = _workload(model, replay, scale, batch)
         if methods.strip() == "list":
             _list_methods()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
 
-from syncline.bench.demo import BATCH, TUNE_S, run_demo
+from syncline.bench.demo import BATCH, run_demo
 from syncline.cli import options, screen
+from syncline.cli.commands.common import ClusterOptions
 from syncline.cli.report import typed, write_page
 from syncline.cluster import format_rate, why_not_shaped
 from syncline.errors import UsageError
@@ -30,23 +29,9 @@ NAMES = {
 }
 
 
-def demo(
-    hosts: options.Hosts = 4,
-    per_host: options.PerHost = "1",
-    rate: options.Rate = "100mbit",
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each method.")] = 60,
-    tune: Annotated[float, typer.Option(min=5, max=3600, metavar="SECONDS", help="For each tuning, about.")] = TUNE_S,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result for machines.")] = None,
-    report: Annotated[
-        Path | None, typer.Option(metavar="FILE", help=f"Where the page to look at goes; default: {PAGE}.")
-    ] = None,
-) -> None:
-    """Train on real digits over an emulated slow cluster: plain DDP against what tune makes of it. Under two minutes.
-
-    syncline demo --hosts 4 --rate 100mbit
-    """
+def demo(cluster: ClusterOptions, *, steps: int, tune: float, json: Path | None, report: Path | None) -> None:
     with options.one_line_errors("syncline demo"):
-        spec = options.cluster_spec(hosts=hosts, per_host=per_host, rate=rate)
+        spec = options.cluster_spec(cluster)
         if spec.world_size < 2:
             raise UsageError("--hosts 1: one rank exchanges nothing; take two or more")
         for path in (json, report):

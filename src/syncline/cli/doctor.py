@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -21,18 +20,7 @@ _LONGEST_LIST = 4
 """Interfaces, and GPUs, that are named one by one."""
 
 
-def doctor(
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all of it for machines.")] = None,
-    wait: Annotated[
-        float, typer.Option(min=1, max=600, metavar="SECONDS", help="Under torchrun: for ranks to meet.")
-    ] = 30.0,
-) -> None:
-    """Look at this machine: what works here, what does not, and what to do about it. Under five seconds.
-
-    syncline doctor
-
-    torchrun --nnodes 2 … -m syncline doctor     # do the ranks of a job meet?
-    """
+def doctor(json: Path | None, wait: float) -> None:
     with options.one_line_errors("syncline doctor"):
         if options.is_first():
             screen.check_writable(json)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -19,20 +17,7 @@ from syncline.units import ranks_text, size_text
 _LONGEST_LIST = 8
 
 
-def failure(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(help="Where ranks have left their notes. Default: $SYNCLINE_FAILURES, or syncline-failure."),
-    ] = None,
-    events: Annotated[int, typer.Option(min=0, metavar="N", help="Show so many of each rank's last events, too.")] = 0,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all of it for machines.")] = None,
-) -> None:
-    """Read what ranks left behind when an exchange failed: who failed where, whom they suspect, and what to look at.
-
-    syncline failure
-
-    syncline failure collected/ --events 10
-    """
+def failure(folder: Path | None, events: int, json: Path | None) -> None:
     with options.one_line_errors("syncline failure"):
         screen.check_writable(json)
         found = examine_notes(folder)

@@ -1,4 +1,4 @@
-"""What commands have in common: the options that describe an emulated cluster, and errors in one line."""
+"""What commands have in common: clusters, devices and process groups made of options, and errors in one line."""
 
 from __future__ import annotations
 
@@ -6,60 +6,34 @@ import contextlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Annotated
 
 import torch
 import torch.distributed as dist
 import typer
 
+from syncline import startup
+from syncline.cli.commands.common import ClusterOptions
 from syncline.cluster import ClusterSpec, RankFailedError, parse_per_host, parse_rate
 from syncline.errors import ClusterError, SynclineError, UsageError, first_line
 
-_PANEL = "The emulated cluster"
 _JOINING = timedelta(minutes=10)
 """How long ranks wait for each other."""
 
-Hosts = Annotated[int, typer.Option("--hosts", metavar="N", help="How many hosts.", rich_help_panel=_PANEL)]
-PerHost = Annotated[
-    str,
-    typer.Option("--per-host", metavar="N|N,N,…", help="Ranks on each host, or a list.", rich_help_panel=_PANEL),
-]
-Rate = Annotated[
-    str,
-    typer.Option("--rate", metavar="RATE", help="Of each host's link: 200mbit, 1gbit.", rich_help_panel=_PANEL),
-]
-Racks = Annotated[int, typer.Option("--racks", metavar="N", help="Racks to put them in.", rich_help_panel=_PANEL)]
-TrunkRate = Annotated[
-    str | None,
-    typer.Option("--trunk-rate", metavar="RATE", help="Of each rack's uplink.", rich_help_panel=_PANEL),
-]
-RankOrder = Annotated[
-    str,
-    typer.Option("--rank-order", metavar="host|scrambled", help="How ranks are numbered.", rich_help_panel=_PANEL),
-]
-Device = Annotated[str, typer.Option("--device", metavar="cpu|cuda", help="Where ranks run.", rich_help_panel=_PANEL)]
 
-
-def cluster_spec(
-    hosts: int = 4,
-    per_host: str = "1",
-    rate: str = "200mbit",
-    racks: int = 1,
-    trunk_rate: str | None = None,
-    rank_order: str = "host",
-    device: str = "cpu",
-) -> ClusterSpec:
+def cluster_spec(cluster: ClusterOptions) -> ClusterSpec:
     """The cluster that these options describe, or a `UsageError`."""
-    if device == "cuda" and torch.version.cuda is None:  # asking for a GPU would keep CUDA from ranks that are forked
+    if (
+        cluster.device == "cuda" and torch.version.cuda is None
+    ):  # asking for a GPU would keep CUDA from ranks that are forked
         raise UsageError("--device cuda: this torch was built without CUDA: use cpu, or install another build")
     return ClusterSpec(
-        hosts=hosts,
-        per_host=parse_per_host(per_host, hosts),
-        rate_bps=parse_rate(rate),
-        racks=racks,
-        trunk_rate_bps=None if trunk_rate is None else parse_rate(trunk_rate),
-        rank_order=rank_order,
-        device=device,
+        hosts=cluster.hosts,
+        per_host=parse_per_host(cluster.per_host, cluster.hosts),
+        rate_bps=parse_rate(cluster.rate),
+        racks=cluster.racks,
+        trunk_rate_bps=None if cluster.trunk_rate is None else parse_rate(cluster.trunk_rate),
+        rank_order=cluster.rank_order,
+        device=cluster.device,
     )
 
 
@@ -127,6 +101,7 @@ def one_line_errors(command: str) -> Iterator[None]:
 
     Only a rank that fails in a way nobody foresaw keeps its traceback.
     """
+    startup.end()
     try:
         yield
     except SynclineError as error:

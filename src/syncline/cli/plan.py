@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from syncline.cli import options, screen
 from syncline.cli.predict import FASTEST_BPS, assumed, load_network, moved
-from syncline.cli.report import ReportFile, typed, write_page
+from syncline.cli.report import typed, write_page
 from syncline.cluster import parse_rate
 from syncline.errors import SynclineError, UsageError
 from syncline.files import write_json
 from syncline.plan.make import make_plan
 from syncline.plan.memory import MemoryPlan, plan_memory
-from syncline.plan.search import ALLOWED
 from syncline.predict.memory import FURTHEST
 from syncline.predict.schedule import ddp_caps
 from syncline.records.plan import Plan
@@ -28,42 +24,20 @@ _SHOWN = 8
 
 
 def plan_command(
-    profile: Annotated[str, typer.Option(metavar="NAME|FILE", help="Of the model: syncline profile writes one.")],
-    network: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of the cluster: syncline probe writes one.")
-    ] = None,
-    hosts: Annotated[
-        int | None, typer.Option(min=1, max=65_536, metavar="N", help="How many hosts; default: the network's, or 4.")
-    ] = None,
-    rate: Annotated[str | None, typer.Option(metavar="RATE", help="Of the hosts' links; default: as measured.")] = None,
-    per_host: Annotated[
-        int | None, typer.Option("--per-host", min=1, metavar="N", help="Ranks on each host, without --network.")
-    ] = None,
-    allow: Annotated[
-        str, typer.Option(metavar="A,B,…", help=f"What may change results: {', '.join(ALLOWED)}. Default: nothing.")
-    ] = "",
-    bucket_mb: Annotated[
-        float | None, typer.Option(help="The size of plain DDP's buckets, if not its default.")
-    ] = None,
-    memory_budget: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Instead: what to train with in so much memory, like 8GiB, per rank."),
-    ] = None,
-    scale: Annotated[str, typer.Option(metavar="T,B", help="Of the profile: times by T, sizes by B.")] = "1,1",
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan, for wrap.")] = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The same: the plan is a file for machines.")
-    ] = None,
-    report: ReportFile = None,
+    *,
+    profile: str,
+    network: Path | None,
+    hosts: int | None,
+    rate: str | None,
+    per_host: int | None,
+    allow: str,
+    bucket_mb: float | None,
+    memory_budget: str | None,
+    scale: str,
+    out: Path | None,
+    json: Path | None,
+    report: Path | None,
 ) -> None:
-    """Find the fastest way to exchange a model's gradients on a cluster: buckets, lanes and exchanges.
-
-    syncline plan --profile profile.json --network network.json --out plan.json
-
-    Apply it with syncline.wrap(net, "plan.json"). Without --network, links are assumed to be Ethernet at --rate.
-
-    syncline plan --profile profile.json --network network.json --memory-budget 8GiB --allow sparse
-    """
     with options.one_line_errors("syncline plan"):
         for path in (out, json, report):
             screen.check_writable(path)

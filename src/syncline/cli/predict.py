@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 
 from syncline.cli import options, screen
-from syncline.cli.report import ReportFile, typed, write_page
+from syncline.cli.report import typed, write_page
 from syncline.cluster import format_rate, parse_rate
 from syncline.errors import UsageError
 from syncline.files import write_json
@@ -56,36 +54,18 @@ class PredictResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def predict_command(
-    profile: Annotated[str, typer.Option(metavar="NAME|FILE", help="Of the model: syncline profile writes one.")],
-    network: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of the cluster: syncline probe writes one.")
-    ] = None,
-    hosts: Annotated[
-        str | None, typer.Option(metavar="N,N,…", help="How many hosts; the first is looked at in detail.")
-    ] = None,
-    rate: Annotated[
-        str | None, typer.Option(metavar="RATE,…", help="Of the hosts' links; default: as measured.")
-    ] = None,
-    trunk_rate: Annotated[
-        str | None, typer.Option("--trunk-rate", metavar="RATE", help="Of the racks' links; default: as measured.")
-    ] = None,
-    per_host: Annotated[
-        int | None, typer.Option("--per-host", min=1, metavar="N", help="Ranks on each host, without --network.")
-    ] = None,
-    plan: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PLAN", help="ddp, hierarchical, dense,lanes=4 or bf16,bucket_mb=5. May be repeated."),
-    ] = None,
-    scale: Annotated[str, typer.Option(metavar="T,B", help="Of the profile: times by T, sizes by B.")] = "1,1",
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result for machines.")] = None,
-    report: ReportFile = None,
+    *,
+    profile: str,
+    network: Path | None,
+    hosts: str | None,
+    rate: str | None,
+    trunk_rate: str | None,
+    per_host: int | None,
+    plans: list[str],
+    scale: str,
+    json: Path | None,
+    report: Path | None,
 ) -> None:
-    """Predict a step's time on hosts, links and plans that nobody has tried, and say what limits the scaling.
-
-    syncline predict --profile bert-base-cuda --network network.json --hosts 4,8,16,64 --rate 10gbit
-
-    Without --network, links are assumed to be Ethernet at --rate, and the answer says so.
-    """
     with options.one_line_errors("syncline predict"):
         for path in (json, report):
             screen.check_writable(path)
@@ -100,7 +80,7 @@ def predict_command(
             raise UsageError("--per-host is for links that are assumed: a --network knows its ranks")
         else:
             cluster = measured
-        schedules = [Schedule.parse(model, text, cluster.backend) for text in plan or ["ddp"]]
+        schedules = [Schedule.parse(model, text, cluster.backend) for text in plans]
         here = moved(cluster, counts[0], rates[0])
         found = diagnose(model, here, schedules[0])
         rows = [
@@ -113,8 +93,8 @@ def predict_command(
             write_json(json, _result(model, here, found, rows))
         _show(model, here, found, rows)
         if report is not None:
-            plans, links = tuple(plan or ["ddp"]), tuple(rates)
-            story = Story(model, cluster, schedules=plans, hosts=tuple(counts), rates_bps=links, command=typed())
+            links = tuple(rates)
+            story = Story(model, cluster, schedules=tuple(plans), hosts=tuple(counts), rates_bps=links, command=typed())
             write_page(report, story, short=True)
 
 

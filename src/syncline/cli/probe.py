@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 from syncline.bench.forecast import probe_emulated
 from syncline.cli import options, screen
+from syncline.cli.commands.common import ClusterOptions
 from syncline.errors import UsageError
 from syncline.exchange import WORLD
 from syncline.measure.probe import probe
@@ -22,26 +22,8 @@ _MAX_BUDGET_S = 3600.0
 
 
 def probe_command(
-    output: Annotated[
-        Path | None, typer.Option("--output", "--json", metavar="FILE", help="Write the network.")
-    ] = None,
-    hosts: options.Hosts = 4,
-    per_host: options.PerHost = "1",
-    rate: options.Rate = "200mbit",
-    racks: options.Racks = 1,
-    trunk_rate: options.TrunkRate = None,
-    rank_order: options.RankOrder = "host",
-    device: options.Device = "cpu",
-    budget: Annotated[float, typer.Option(metavar="SECONDS", help="About how long to measure.")] = 55.0,
-    every: Annotated[bool, typer.Option("--every", help="Show the sweep of every collective.")] = False,
-    context: typer.Context = None,  # type: ignore[assignment]  # typer passes it
+    cluster: ClusterOptions, *, output: Path | None, budget: float, every: bool, context: typer.Context
 ) -> None:
-    """Measure a cluster's links with the collectives that training uses: this one under torchrun, or an emulated one.
-
-    torchrun --nnodes 4 … -m syncline probe --output network.json
-
-    syncline probe --hosts 4 --rate 200mbit --output network.json
-    """
     with options.one_line_errors("syncline probe"):
         if not 1 <= budget <= _MAX_BUDGET_S:
             raise UsageError(f"--budget {budget:g}: probing takes 1 to {_MAX_BUDGET_S:g} seconds")
@@ -52,10 +34,10 @@ def probe_command(
         with screen.progress("Probing", shown=first) as on_progress:
             if under_torchrun:
                 options.refuse_cluster_options(context)
-                with options.torchrun_group(device):
+                with options.torchrun_group(cluster.device):
                     network = probe(budget_s=budget, on_progress=lambda done, of: on_progress(round(done), round(of)))
             else:
-                spec = options.cluster_spec(hosts, per_host, rate, racks, trunk_rate, rank_order, device)
+                spec = options.cluster_spec(cluster)
                 if spec.world_size < 2:
                     raise UsageError("probe needs at least two ranks: there is no link to measure with one")
                 screen.say_if_not_shaped()

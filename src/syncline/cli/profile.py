@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-import typer
 
 from syncline.cli import options, screen
+from syncline.cli.commands.common import ClusterOptions
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.errors import SynclineError, UsageError
 from syncline.layerwise.layer_optimizer import state_bytes
@@ -24,8 +24,7 @@ from syncline.layerwise.measure_blocks import measure_activations
 from syncline.measure.backward import measure_backward
 from syncline.measure.overhead import measure_overheads
 from syncline.measure.steps import together
-from syncline.models.target import AUTOCAST, Target, Task
-from syncline.models.zoo import MODELS
+from syncline.models.target import Target, Task
 from syncline.predict.memory import peak_bytes
 from syncline.records.activations import KEEP, RECOMPUTE, Activations
 from syncline.records.profile import Gradient, Profile
@@ -49,35 +48,19 @@ class _Request:
 
 
 def profile(
-    target: Annotated[
-        str, typer.Argument(metavar="MODEL|FILE.py:FUNCTION", help=f"One of {', '.join(MODELS)}, or your own.")
-    ],
-    output: Annotated[
-        Path | None, typer.Option("--output", "--json", metavar="FILE", help="Write the profile.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(metavar="cpu|cuda", help="Where to compute; default: cpu.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps to take medians over.")] = 20,
-    warmup: Annotated[int, typer.Option(min=0, help="Steps before them.")] = 5,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples per rank and step of a named model.")] = None,
-    autocast: Annotated[str | None, typer.Option(metavar="|".join(AUTOCAST), help="Of a named model.")] = None,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Also what forward and backward take of memory, for plan --memory-budget.")
-    ] = False,
-    hosts: Annotated[
-        int | None, typer.Option(metavar="N", help="On this many emulated hosts.", rich_help_panel="Several ranks")
-    ] = None,
-    per_host: Annotated[
-        str, typer.Option("--per-host", metavar="N|N,N,…", help="Ranks on each.", rich_help_panel="Several ranks")
-    ] = "1",
-    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="The longest that the run may take.")] = 1800,
+    target: str,
+    *,
+    output: Path | None,
+    device: str | None,
+    steps: int,
+    warmup: int,
+    batch: int | None,
+    autocast: str | None,
+    memory: bool,
+    hosts: int | None,
+    per_host: str,
+    timeout: float,
 ) -> None:
-    """Measure a model's backward: when each gradient is ready, and what can hide behind the rest.
-
-    syncline profile cnn --output profile.json
-
-    FUNCTION() returns (model, step) or (model, step, optimizer); step(model) returns the loss. Measures in this
-    process, under torchrun on all its ranks at once, or on the ranks of an emulated cluster (--hosts).
-    """
     with options.one_line_errors("syncline profile"):
         if device not in (None, "cpu", "cuda"):
             raise UsageError(f"--device {device!r}: use cpu or cuda")
@@ -92,7 +75,7 @@ def profile(
             if hosts is not None:
                 if under_torchrun:
                     raise UsageError("--hosts starts ranks of its own, and torchrun has started this one: choose one")
-                spec = options.cluster_spec(hosts=hosts, per_host=per_host, device=device or "cpu")
+                spec = options.cluster_spec(ClusterOptions(hosts, per_host, device=device or "cpu"))
                 found = _on_emulated_hosts(spec, request, timeout, on_progress)
             elif per_host != "1":
                 raise UsageError("--per-host is for emulated hosts: add --hosts")

@@ -5,9 +5,6 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from syncline.cli import options, screen
 from syncline.errors import UsageError
@@ -17,32 +14,8 @@ from syncline.report.page import render
 from syncline.report.story import Story
 from syncline.report.tell import tell
 
-ReportFile = Annotated[
-    Path | None, typer.Option("--report", metavar="FILE", help="Also write a page to look at, in HTML.")
-]
 
-
-def report(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILE|FOLDER…", help="What profile, probe, plan, bench, demo or run wrote, in any order."
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the page goes, in HTML.")
-    ] = Path("report.html"),
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also a run's steps for Perfetto or chrome://tracing.")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what it says for machines.")] = None,
-) -> None:
-    """Make one self-contained page of Syncline's files: what limits a training, and what would help.
-
-    syncline report profile.json network.json plan.json
-
-    syncline report FOLDER, where FOLDER is what syncline run wrote: a page of that run.
-    """
+def report(files: list[Path], output: Path, trace: Path | None, json: Path | None) -> None:
     with options.one_line_errors("syncline report"):
         for path in (output, trace, json):
             screen.check_writable(path)

@@ -1,8 +1,4 @@
-"""`syncline run`: an unmodified training script, made faster, or only looked at.
-
-A script runs outside of the command line's own machinery, so that its exceptions, exit status and Ctrl-C are what they
-would be without it.
-"""
+"""`syncline run`: an unmodified training script, made faster, or only looked at."""
 
 from __future__ import annotations
 
@@ -11,14 +7,12 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
-
-import typer
+from typing import NoReturn
 
 from syncline.cli import options, screen
+from syncline.cli.commands.run import FOLDER
 from syncline.errors import SynclineError, UsageError, first_line
 from syncline.exchange import EXCHANGES, Exchange
 from syncline.records.network import Network
@@ -28,50 +22,27 @@ from syncline.run.runner import PAGE, Job, Runner
 from syncline.run.script import check_script
 from syncline.tuning.follow import PROBE_S, Wishes
 
-FOLDER = Path("syncline-run")
 _WAIT_S = 5.0
 """For the records of this host's other ranks, when the script has ended."""
 
 
-@dataclass(frozen=True)
-class _Started:
-    """What the command line asked for."""
-
-    job: Job
-    ranks: int | None
-    """To start here; None where somebody has started them."""
-    options: list[str] = field(default_factory=list)
-
-
-def run_command(
-    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The training script; with -m, a module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own.")] = None,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for python -m.")] = False,
-    nproc_per_node: Annotated[
-        int | None, typer.Option(min=1, max=1024, metavar="N", help="Start N ranks here, through torchrun.")
-    ] = None,
-    observe_only: Annotated[bool, typer.Option("--observe-only", help="Measure and diagnose; change nothing.")] = False,
-    allow: Annotated[str, typer.Option(metavar="A,B", help="What a plan may lose: bf16, fp16, sparse.")] = "",
-    exchange: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"Instead of tuning: one of {', '.join(EXCHANGES)}.")
-    ] = None,
-    plan: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of tuning: a plan's file.")] = None,
-    network: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What syncline probe wrote, instead of probing.")
-    ] = None,
-    probe: Annotated[float, typer.Option(metavar="SECONDS", help="How long to probe the links.")] = PROBE_S,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="For the records and the report.")] = FOLDER,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing while the script runs.")] = False,
-) -> _Started:
-    """Run a training script as it is, under torchrun, and have its DDP models exchange their gradients faster.
-
-    torchrun --nproc-per-node 4 -m syncline.run train.py --epochs 3
-
-    syncline run --nproc-per-node 4 train.py --epochs 3
-
-    The script's own steps are watched, a plan is made and tried on them, and the faster way stays: same losses, to
-    summation order, unless --allow says more. A report is written when the script ends.
-    """
+@options.one_line_errors("syncline run")
+def prepare(
+    script: str,
+    arguments: list[str],
+    *,
+    module: bool,
+    nproc_per_node: int | None,
+    observe_only: bool,
+    allow: str,
+    exchange: str | None,
+    plan: Path | None,
+    network: Path | None,
+    probe: float,
+    out: Path,
+    quiet: bool,
+) -> Callable[[], NoReturn]:
+    """Checks the options → what runs the script."""
     if exchange is not None and plan is not None:
         raise UsageError("--exchange and --plan exclude each other: a plan names the exchanges of its buckets")
     if (exchange is not None or plan is not None) and (allow or observe_only):
@@ -97,13 +68,15 @@ def run_command(
         probe_s=probe,
         quiet=quiet,
     )
-    given = [*(["-m"] if module else []), script, *(arguments or [])]
+    given = [*(["-m"] if module else []), script, *arguments]
     words = [part for name, value in _chosen(locals()) for part in (name, value) if part is not None]
     ranks = nproc_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     nodes = int(os.environ.get("WORLD_SIZE", ranks)) // ranks
     several = ["--nnodes", str(nodes)] if nodes > 1 else []
     command = shlex.join(["torchrun", *several, "--nproc-per-node", str(ranks), "-m", "syncline.run", *words, *given])
-    return _Started(Job(script, tuple(arguments or ()), module, wishes, out, command), nproc_per_node, [*words, *given])
+    if nproc_per_node is not None:
+        return functools.partial(_start_ranks, nproc_per_node, [*words, *given])
+    return functools.partial(_run, Job(script, tuple(arguments), module, wishes, out, command))
 
 
 def _chosen(given: dict[str, object]) -> list[tuple[str, str | None]]:
@@ -127,13 +100,13 @@ def _exchange(name: str | None) -> Exchange | None:
     return EXCHANGES[name]()
 
 
-def main(arguments: Sequence[str]) -> NoReturn:
-    """`syncline run`, and `python -m syncline.run`."""
-    started = _parse(arguments)
-    if started.ranks is not None:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={started.ranks}"]
-        os.execv(sys.executable, [*torchrun, "-m", "syncline.run", *started.options])  # noqa: S606 - no shell in it
-    runner = Runner(started.job)
+def _start_ranks(ranks: int, arguments: list[str]) -> NoReturn:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    os.execv(sys.executable, [*torchrun, "-m", "syncline.run", *arguments])  # noqa: S606 - no shell in it
+
+
+def _run(job: Job) -> NoReturn:
+    runner = Runner(job)
     try:
         runner.run()
     except SynclineError as error:
@@ -146,30 +119,6 @@ def main(arguments: Sequence[str]) -> NoReturn:
         if runner.rank == 0:
             _tell(runner)
     sys.exit(0)
-
-
-def _parse(arguments: Sequence[str]) -> _Started:
-    asked: list[_Started] = []
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-    @app.command(context_settings=SETTINGS)
-    @functools.wraps(run_command)
-    def keep(**given: Any) -> None:
-        asked.append(run_command(**given))
-
-    try:
-        with options.one_line_errors("syncline run"):
-            app(list(arguments), prog_name="syncline run")
-    except typer.Exit as exit_:
-        sys.exit(exit_.exit_code)
-    except SystemExit as exit_:
-        if exit_.code or not asked:
-            raise
-    return asked[0]
-
-
-SETTINGS = {"allow_interspersed_args": False}
-"""What follows the script is the script's."""
 
 
 def _tell(runner: Runner) -> None:

@@ -2,7 +2,10 @@
 
 import sys
 
-from syncline.cli.run import main
+from syncline import startup
 
 if __name__ == "__main__":
+    startup.begin()
+    from syncline.cli.commands.run import main
+
     main(sys.argv[1:])

@@ -1,0 +1,200 @@
+"""How `syncline` starts: help and mistakes without torch, work with it, and Ctrl-C in between without a traceback."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+import syncline
+from syncline.bench import demo as bench_demo
+from syncline.bench import run as bench_run
+from syncline.cli import app
+from syncline.cli.commands import choices
+from syncline.exchange import EXCHANGES
+from syncline.models.target import AUTOCAST
+from syncline.models.zoo import MODELS
+from syncline.plan.search import ALLOWED
+from syncline.tuning import follow
+
+SOURCE = Path(syncline.__file__).parents[1]
+HEAVY = {"torch", "numpy", "scipy"}
+COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
+def environment(*first: Path) -> dict[str, str]:
+    """Of a child that imports this tree, and before it what is in the folders `first`."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*first, SOURCE]))}
+
+
+def imported_by(*words: str) -> tuple[int, set[str]]:
+    """The exit status of `python -m …`, and the packages that it imported."""
+    command = [sys.executable, "-X", "importtime", "-m", *words]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
+    return done.returncode, {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (["syncline", "--help"], 0),
+        (["syncline", "--version"], 0),
+        (["syncline"], 2),
+        (["syncline", "no-such-command"], 2),
+        (["syncline", "--no-such-option"], 2),
+        *((["syncline", name, "--help"], 0) for name in COMMANDS),
+        *((["syncline", name, "--no-such-option"], 2) for name in COMMANDS),
+        (["syncline", "cluster", "run", "--help"], 0),
+        (["syncline", "cluster", "run", "--no-such-option"], 2),
+        (["syncline", "bench", "--steps", "many"], 2),
+        (["syncline.run", "--help"], 0),
+        (["syncline.run", "--no-such-option"], 2),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_help_and_mistakes_are_answered_without_torch(words: list[str], status: int) -> None:
+    returned, packages = imported_by(*words)
+    assert returned == status
+    assert "typer" in packages  # it was the command line that answered
+    assert not packages & HEAVY
+
+
+def test_work_imports_torch() -> None:
+    """Otherwise the test above would see nothing."""
+    returned, packages = imported_by("syncline", "predict", "--profile", "cnn-cpu", "--rate", "1gbit", "--hosts", "2")
+    assert returned == 0
+    assert packages >= {"torch", "numpy"}
+
+
+def test_help_shows_the_names_and_defaults_that_there_are() -> None:
+    assert tuple(MODELS) == choices.MODELS
+    assert tuple(AUTOCAST) == choices.AUTOCAST
+    assert tuple(ALLOWED) == choices.ALLOWED
+    assert tuple(EXCHANGES) == choices.EXCHANGES
+    assert (choices.BENCH_PROBE_S, choices.BENCH_PROBE_LEVELS_S) == (bench_run.PROBE_S, bench_run.PROBE_LEVELS_S)
+    assert choices.DEMO_TUNE_S == bench_demo.TUNE_S
+    assert choices.RUN_PROBE_S == follow.PROBE_S
+
+
+def test_a_command_and_what_does_its_work_are_told_apart() -> None:
+    """`syncline.cli.plan` is the module of that name, whatever was imported before."""
+    assert run_python("from syncline.cli import app, plan, run; print(plan.__name__, run.__name__)").split() == [
+        "syncline.cli.plan",
+        "syncline.cli.run",
+    ]
+
+
+# --- the package ------------------------------------------------------------------------------------------------------
+
+
+def run_python(program: str) -> str:
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    assert run_python("import sys, syncline; syncline.UsageError; print('torch' in sys.modules)").strip() == "False"
+
+
+def test_every_public_name_is_there_on_first_use_and_in_dir() -> None:
+    program = (
+        "import syncline\n"
+        "assert set(syncline.__all__) <= set(dir(syncline))\n"
+        "for name in reversed(syncline.__all__): getattr(syncline, name)\n"
+        "from syncline import *\n"
+        "from syncline import attach\n"
+        "print(attach is syncline.attach, OkTopk.__module__)"
+    )
+    assert run_python(program).split() == ["True", "syncline.exchange.oktopk"]
+
+
+def test_any_public_name_may_be_the_first_to_be_used() -> None:
+    """Whichever module is imported first, no circle of imports closes."""
+    program = (
+        "import os, sys, syncline, torch, torch.distributed\n"
+        "for name in [*syncline._MODULES, *syncline._PACKAGES]:\n"
+        "    if (child := os.fork()) == 0:\n"
+        "        try: getattr(syncline, name)\n"
+        "        except BaseException as error: print(name, error, flush=True); os._exit(1)\n"
+        "        os._exit(0)\n"
+        "    os.waitpid(child, 0)\n"
+        "assert not [name for name in sys.modules if name.startswith('syncline.exchange')]\n"
+    )
+    assert run_python(program) == ""
+
+
+def test_no_public_name_is_also_a_module_of_the_package() -> None:
+    """Python would set the module as an attribute when it is imported, and hide the lazy name for good."""
+    modules = {module.name for module in pkgutil.iter_modules(syncline.__path__)}
+    assert not modules & set(syncline.__all__)
+
+
+def test_type_checkers_see_the_same_modules_as_python() -> None:
+    """The imports for type checkers, and the table, name the same objects."""
+    (block,) = (node for node in ast.parse(inspect.getsource(syncline)).body if isinstance(node, ast.If))
+    seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert seen.keys() == syncline._MODULES.keys()
+    assert seen.keys() | {"__version__"} | {name for name in syncline.__all__ if name.endswith("Error")} == {
+        *syncline.__all__
+    }
+    for name, module in seen.items():
+        __import__(str(module))
+        assert getattr(sys.modules[str(module)], name) is getattr(syncline, name)
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'syncline' has no attribute 'nope'"):
+        _ = syncline.nope
+    with pytest.raises(ImportError, match="cannot import name 'nope'"):
+        from syncline import nope  # noqa: F401
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("swallows", [False, True], ids=["", "a module that swallows exceptions"])
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        ("typer", ["syncline", "--help"]),
+        ("torch", ["syncline", "predict", "--profile", "cnn-cpu", "--rate", "1gbit"]),
+        ("torch", ["syncline", "cluster", "run", "--", "true"]),
+        ("torch", ["syncline", "run", __file__]),
+        ("torch", ["syncline.run", __file__]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value[:2]),
+)
+def test_ctrl_c_while_modules_are_imported_ends_it_without_a_word(
+    tmp_path: Path, module: str, words: list[str], swallows: bool
+) -> None:
+    # In the module's place stands one that says that it is being imported and goes on until it is interrupted.
+    waits = "print('importing', flush=True)\nwhile True: pass\n"
+    if swallows:
+        waits = "print('importing', flush=True)\ntry:\n    while True: pass\nexcept BaseException: pass\n"
+    (tmp_path / f"{module}.py").write_text(waits)
+    child = subprocess.Popen(
+        [sys.executable, "-m", *words],
+        env=environment(tmp_path),
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "importing\n"
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    finally:
+        child.kill()
+        child.wait()
+    assert (child.returncode, out, err) == (130, "", "")
