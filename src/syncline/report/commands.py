@@ -11,8 +11,8 @@ from syncline.report.layout import Commands
 
 
 def for_prediction(inputs: Inputs) -> Commands:
-    """Return what predicts again from the two files, or whatever made the page."""
-    return _from_files(inputs, "Predict again", "predict") or for_everything(inputs)
+    command = "syncline predict --profile {profile} --network {network}"
+    return _with_files(inputs, "Predict again", command) or for_everything(inputs)
 
 
 def for_step(inputs: Inputs, model: ModelData) -> Commands:
@@ -21,25 +21,22 @@ def for_step(inputs: Inputs, model: ModelData) -> Commands:
 
 
 def for_plan(inputs: Inputs) -> Commands:
-    if found := _from_files(inputs, "Plan again", "plan") or for_everything(inputs):
-        return found
-    files = ["--profile", "profile.json", "--network", "network.json", "--out", inputs.file("plan") or "plan.json"]
-    return (("Plan again, from a profile and a network", _join("syncline", "plan", *files)),)
+    command = "syncline plan --profile {profile} --network {network}"
+    example = command.format(profile="profile.json", network="network.json")
+    example += f" --out {shlex.quote(inputs.file('plan') or 'plan.json')}"
+    made = _with_files(inputs, "Plan again", command) or for_everything(inputs)
+    return made or (("Plan again, from a profile and a network", example),)
 
 
 def for_network(inputs: Inputs) -> Commands:
-    file = inputs.file("network")
-    if file is None and (found := for_everything(inputs)):
-        return found
-    output = file or "network.json"
-    return (("Probe again, on the cluster", _join("torchrun", "…", "-m", "syncline", "probe", "--output", output)),)
+    command, purpose = "torchrun … -m syncline probe --output {network}", "Probe again, on the cluster"
+    made = _with_files(inputs, purpose, command) or for_everything(inputs)
+    return made or ((purpose, command.format(network="network.json")),)
 
 
 def for_profile(inputs: Inputs) -> Commands:
-    file = inputs.file("profile")
-    if file is None:
-        return for_everything(inputs)
-    return (("Profile again", _join("syncline", "profile", "MODEL", "--output", file)),)
+    command = "syncline profile MODEL --output {profile}"
+    return _with_files(inputs, "Profile again", command) or for_everything(inputs)
 
 
 def for_run(inputs: Inputs) -> Commands:
@@ -55,12 +52,12 @@ def for_bench(result: BenchResult) -> Commands:
     if result.batch is not None:
         model = ["--model", result.model.name, "--batch", str(result.batch)]
     methods = ["--methods", ",".join(row.method for row in result.rows), "--steps", str(result.rounds)]
-    return (("Measure again", _join("syncline", "bench", *_cluster_options(result.cluster), *model, *methods)),)
+    return (("Measure again", shlex.join(["syncline", "bench", *_cluster_options(result.cluster), *model, *methods])),)
 
 
 def for_demo(result: DemoResult) -> Commands:
     options = [*_cluster_options(result.cluster)[:6], "--steps", str(result.steps)]
-    return (("Train again", result.command or _join("syncline", "demo", *options)),)
+    return (("Train again", result.command or shlex.join(["syncline", "demo", *options])),)
 
 
 def for_everything(inputs: Inputs) -> Commands:
@@ -73,11 +70,13 @@ def for_everything(inputs: Inputs) -> Commands:
     return for_bench(inputs.benches[0]) if inputs.benches else ()
 
 
-def _from_files(inputs: Inputs, purpose: str, command: str) -> Commands:
-    profile, network = inputs.file("profile"), inputs.file("network")
-    if profile is None or network is None:
+def _with_files(inputs: Inputs, purpose: str, command: str) -> Commands:
+    """Put the names of files into a command; return nothing if one of them was not read."""
+    try:
+        files = {kind: shlex.quote(paths[0]) for kind, paths in inputs.files.items() if paths}
+        return ((purpose, command.format_map(files)),)
+    except KeyError:
         return ()
-    return ((purpose, _join("syncline", command, "--profile", profile, "--network", network)),)
 
 
 def _cluster_options(cluster: Cluster) -> list[str]:
@@ -88,7 +87,3 @@ def _cluster_options(cluster: Cluster) -> list[str]:
     if cluster.rank_order != "host":
         words += ["--rank-order", cluster.rank_order]
     return words + (["--device", cluster.device] if cluster.device != "cpu" else [])
-
-
-def _join(*words: str) -> str:
-    return " ".join(word if word == "…" else shlex.quote(word) for word in words)
