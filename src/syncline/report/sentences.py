@@ -40,7 +40,7 @@ def diagnosis(found: Diagnosis) -> str:
     """Say how well a schedule scales, and what most of the lost time goes to."""
     prediction = found.prediction
     if prediction.ranks == 1:
-        return "A single rank exchanges nothing, so there is no scaling to predict."
+        return "One rank exchanges nothing, so there is no scaling to predict."
     if found.culprit is None:
         return f"Scaling is {prediction.scaling:.0%}: {found.why}."
     lost_s = prediction.iteration_s - prediction.compute_s
@@ -77,12 +77,12 @@ def forecast(found: Diagnosis, name: str, others: Mapping[str, Prediction]) -> s
 def demo(result: DemoResult) -> list[str]:
     floor, plain, lossless, bf16 = (result.row(name) for name in ("nosync", "ddp", "tune", "tune-bf16"))
     exposed = max(0.0, 1 - floor.step_ms / plain.step_ms) if plain.step_ms else 0.0
-    weights = "bit-identical weights" if lossless.difference == 0 else "the same weights to summation order"
+    weights = "the same weights, bit for bit" if lossless.difference == 0 else "the same weights to summation order"
     difference = abs((bf16.held_out_accuracy or 0) - (plain.held_out_accuracy or 0))
     outcomes = {method: " ".join(text.split("\n")) for method, text in result.said.items()}
     return [
         f"Plain DDP spends {exposed:.0%} of each step on communication that computation does not hide.",
-        f"tune, lossless: {outcomes.get('tune', '')} In training: {clear_speedup(lossless.vs_ddp)}, {weights}.",
+        f"tune, without loss: {outcomes.get('tune', '')} In training: {clear_speedup(lossless.vs_ddp)}, {weights}.",
         f"tune, with 16 bits allowed: {outcomes.get('tune-bf16', '')} In training: {clear_speedup(bf16.vs_ddp)}; "
         f"accuracy on 1,000 held-out digits differs by {difference * 100:.1f} points.",
     ]

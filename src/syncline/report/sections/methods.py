@@ -59,7 +59,7 @@ def demo_section(inputs: Inputs) -> Iterator[Section]:
         "demo",
         f"Training compared: {sentences.bench_cluster(result.cluster)}",
         "Each method trains its own copy of the model, from the same weights and on the same batches; they take turns.",
-        [_methods(caption, rows, ("on the wire", "accuracy"), floor_ms)],
+        [_methods(caption, rows, ("wire", "accuracy"), floor_ms)],
         commands=commands.for_demo(result),
     )
 
