@@ -22,7 +22,7 @@ from syncline.cluster.ports import reserved_port
 from syncline.dist.deadline import TooLateError, left_behind, within
 from syncline.doctor import Checkup, examine
 from syncline.doctor.interfaces import Interface, gloo_choice, interfaces, is_loopback, nccl_choice
-from syncline.doctor.meeting import meet
+from syncline.doctor.rendezvous import meet
 
 runner = CliRunner()
 
@@ -88,7 +88,7 @@ def test_what_this_torch_lacks_is_told_and_is_no_failure(monkeypatch: pytest.Mon
     ("asked", "shared", "told"),
     [
         ("3", "True", "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
-        ("3", "False", "3 restarts, each with a store of its own"),
+        ("3", "False", "3 restarts, each with its own store"),
         ("0", "True", None),
         ("", "True", None),
     ],
@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.setenv(name, value)
         answer = runner.invoke(app, ["doctor", "--wait", "1"])
     assert answer.exit_code == 1
-    assert f"of 3, rank 1, 2 did not come to 127.0.0.1:{port}" in " ".join(answer.stdout.split())
+    assert f"ranks 1, 2 of 3 did not connect to 127.0.0.1:{port}" in " ".join(answer.stdout.split())
 
 
 def test_a_rank_that_nobody_can_see_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +150,7 @@ def test_a_rank_that_nobody_can_see_says_so_itself(monkeypatch: pytest.MonkeyPat
         answer = runner.invoke(app, ["doctor", "--wait", "1"])
     assert answer.exit_code == 1
     assert answer.stdout == ""
-    assert f"rank 1 does not reach 127.0.0.1:{port}: Connection refused" in " ".join(answer.stderr.split())
+    assert f"rank 1 cannot reach 127.0.0.1:{port}: Connection refused" in " ".join(answer.stderr.split())
 
 
 def on_two_hosts(interface: str | None) -> list[Any]:

@@ -33,8 +33,8 @@ ALLOWED: dict[str, set[str]] = {
         *("predict", "records", "report", "run", "tuning"),
     },
     "run": {"_version", "ddp", "errors", "records", "tuning"},
-    "report": {"_version", "cluster", "errors", "exchange", "files", "predict", "records"},
-    "doctor": {"_version", "cluster", "ddp", "dist", "errors", "files", "health", "measure"},
+    "report": {"_version", "cluster", "errors", "exchange", "files", "predict", "records", "units"},
+    "doctor": {"_version", "cluster", "ddp", "dist", "errors", "files", "health", "measure", "units"},
     "bench": {
         *("_version", "errors", "memory_meter"),
         *("cluster", "ddp", "dist", "exchange", "layerwise", "measure", "models", "plan", "predict", "records"),

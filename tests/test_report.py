@@ -31,11 +31,10 @@ from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Gradient, Profile, load_profile
 from syncline.records.run_record import BucketSpan, Loss, ModelRecord, Pace, PhaseSpan, RunRecord, StepSpan
-from syncline.report import figures, scales, verdict
-from syncline.report.gather import gather
-from syncline.report.page import render, write_report
-from syncline.report.story import Story
-from syncline.report.tell import tell
+from syncline.report import axes, formatting, sentences
+from syncline.report.inputs import Inputs
+from syncline.report.page import build_page, render, write_report
+from syncline.report.read_inputs import read_inputs
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PROFILE = load_profile("cnn-cpu")
@@ -210,8 +209,8 @@ class Seen(HTMLParser):
 NUMBERS = frozenset({"x", "y", "x1", "x2", "y1", "y2", "cx", "cy", "width", "height", "d", "data-y", "data-seconds"})
 
 
-def page_of(story: Story) -> Seen:
-    return Seen(render(tell(story)))
+def page_of(inputs: Inputs) -> Seen:
+    return Seen(render(build_page(inputs)))
 
 
 def near(values: list[float]) -> list[object]:
@@ -223,32 +222,32 @@ def near(values: list[float]) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("story", "sections"),
+    ("inputs", "sections"),
     [
-        (Story(profile=PROFILE), ["model"]),
-        (Story(network=NETWORK), ["links"]),
-        (Story(plans={"the plan": PLAN}), ["plan"]),
-        (Story(benches=(BENCH,)), ["bench"]),
-        (Story(PROFILE, NETWORK), ["step", "timeline", "remedies", "scaling", "model", "links"]),
+        (Inputs(profile=PROFILE), ["model"]),
+        (Inputs(network=NETWORK), ["links"]),
+        (Inputs(plans={"the plan": PLAN}), ["plan"]),
+        (Inputs(benches=(BENCH,)), ["bench"]),
+        (Inputs(PROFILE, NETWORK), ["step", "timeline", "remedies", "scaling", "model", "links"]),
         (
-            Story(PROFILE, NETWORK, {"the plan": PLAN}, benches=(BENCH,)),
+            Inputs(PROFILE, NETWORK, {"the plan": PLAN}, benches=(BENCH,)),
             ["bench", "step", "timeline", "remedies", "plan", "scaling", "model", "links"],
         ),
         (
-            Story(demo=DEMO),
+            Inputs(demo=DEMO),
             ["demo", "step", "timeline", "remedies", "plan", "plan-2", "scaling", "training", "model", "links"],
         ),
         (
-            Story(runs=tuple(a_run(rank) for rank in range(4))),
+            Inputs(runs=tuple(a_run(rank) for rank in range(4))),
             ["step", "timeline", "remedies", "plan", "scaling", "training", "model", "links"],
         ),
     ],
     ids=["profile", "network", "plan", "bench", "profile+network", "all but a run", "demo", "run"],
 )
 def test_there_is_a_section_for_everything_that_is_known_and_for_nothing_else(
-    story: Story, sections: list[str]
+    inputs: Inputs, sections: list[str]
 ) -> None:
-    seen = page_of(story)
+    seen = page_of(inputs)
     assert [name for name in seen.sections if name != "sources"] == [*sections, "assumptions"]
     assert {mark.section for mark in seen.marks} == set(sections)
     assert all(mark.says for mark in seen.marks)
@@ -256,7 +255,7 @@ def test_there_is_a_section_for_everything_that_is_known_and_for_nothing_else(
 
 
 def test_a_waterfall_adds_up_to_the_step_that_is_predicted() -> None:
-    seen = page_of(Story(PROFILE, NETWORK))
+    seen = page_of(Inputs(PROFILE, NETWORK))
     found = diagnose(PROFILE, NETWORK, Schedule.of(PROFILE))
     one = found.prediction
     marks = [mark for mark in seen.of("step", "data-seconds") if mark.attributes["data-kind"] != "hidden"]
@@ -264,11 +263,11 @@ def test_a_waterfall_adds_up_to_the_step_that_is_predicted() -> None:
     causes = [mark.value("seconds") for mark in marks[: 1 + len(shown)]]
     assert causes == near([one.compute_s, *shown.values()])
     assert sum(mark.value("seconds") for mark in marks[1 + len(shown) :]) == pytest.approx(one.iteration_s, rel=1e-4)
-    assert " ".join(verdict.of_diagnosis(found).split())[1:] in seen.text
+    assert " ".join(sentences.diagnosis(found).split())[1:] in seen.text
 
 
 def test_timelines_hold_every_bucket_where_the_simulation_has_it_before_and_after() -> None:
-    seen = page_of(Story(PROFILE, NETWORK, {"the plan": PLAN}))
+    seen = page_of(Inputs(PROFILE, NETWORK, {"the plan": PLAN}))
     marks = seen.of("timeline", "data-bytes")
     plain = predict(PROFILE, NETWORK, Schedule.of(PROFILE))
     buckets = len(plain.schedule.buckets)
@@ -282,7 +281,7 @@ def test_timelines_hold_every_bucket_where_the_simulation_has_it_before_and_afte
 
 def test_measured_timelines_are_a_steps_own_buckets() -> None:
     record = a_run()
-    seen = page_of(Story(runs=(record,)))
+    seen = page_of(Inputs(runs=(record,)))
     span = record.models[0].spans[-2]
     measured = [mark for mark in seen.of("timeline", "data-bytes") if mark.value("bytes") >= 400_000][:8]
     for mark in measured[:4]:
@@ -301,7 +300,7 @@ def test_measured_timelines_are_a_steps_own_buckets() -> None:
 
 
 def test_paces_of_a_run_name_the_rank_that_the_others_wait_for() -> None:
-    seen = page_of(Story(runs=tuple(a_run(rank) for rank in range(4))))
+    seen = page_of(Inputs(runs=tuple(a_run(rank) for rank in range(4))))
     parts = {mark.attributes["data-kind"]: mark.value("seconds") for mark in seen.of("step", "data-rank")[3:6]}
     assert parts == {
         "compute": pytest.approx(0.03),
@@ -314,18 +313,18 @@ def test_paces_of_a_run_name_the_rank_that_the_others_wait_for() -> None:
 
 
 def test_bench_rows_are_the_results_own_with_what_was_predicted() -> None:
-    seen = page_of(Story(benches=(BENCH,)))
+    seen = page_of(Inputs(benches=(BENCH,)))
     steps = {mark.attributes["data-method"]: mark.value("step-ms") for mark in seen.of("bench", "data-step-ms")}
     assert list(steps) == [row.method for row in BENCH.rows]
     assert list(steps.values()) == near([row.step_ms for row in BENCH.rows])
     foreseen = [mark.value("predicted-ms") for mark in seen.of("bench", "data-predicted-ms")]
     assert foreseen == near([row.predicted_ms or 0 for row in BENCH.rows])
-    assert "Plain DDP takes 135 ms per step, 77% of it communication that nothing hides" in seen.text
+    assert "Plain DDP takes 135 ms per step, 77% of it exposed communication" in seen.text
     assert "syncline bench --hosts 4 --per-host 1 --rate 200mbit --model cnn --batch 16" in seen.text
 
 
 def test_alternatives_remedies_and_scaling_are_the_plans_and_the_predictors_own() -> None:
-    seen = page_of(Story(PROFILE, NETWORK, {"the plan": PLAN}, benches=(BENCH,)))
+    seen = page_of(Inputs(PROFILE, NETWORK, {"the plan": PLAN}, benches=(BENCH,)))
     bars = [mark.value("seconds") for mark in seen.of("plan", "data-seconds")]
     assert bars == near([PLAN.iteration_s, *(other.iteration_s for other in PLAN.alternatives)])
     found = diagnose(PROFILE, NETWORK, Schedule.of(PROFILE))
@@ -344,7 +343,7 @@ def test_alternatives_remedies_and_scaling_are_the_plans_and_the_predictors_own(
 
 
 def test_links_are_the_networks_matrix_and_the_points_of_every_sweep() -> None:
-    seen = page_of(Story(network=NETWORK))
+    seen = page_of(Inputs(network=NETWORK))
     rates = [mark.value("value") for mark in seen.of("links", "data-value")]
     matrix = NETWORK.matrix_bytes_per_s
     assert rates == near([matrix[a][b] for a in range(4) for b in range(4) if a != b])
@@ -354,7 +353,7 @@ def test_links_are_the_networks_matrix_and_the_points_of_every_sweep() -> None:
 
 
 def test_training_curves_are_the_losses() -> None:
-    seen = page_of(Story(demo=DEMO))
+    seen = page_of(Inputs(demo=DEMO))
     plain = [mark.value("y") for mark in seen.of("training", "data-y") if mark.attributes["data-series"] == "plain DDP"]
     losses = DEMO.row("ddp").losses
     assert plain[0] == pytest.approx(losses[0], rel=1e-5) and plain[-1] == pytest.approx(losses[-1], rel=1e-5)
@@ -362,26 +361,26 @@ def test_training_curves_are_the_losses() -> None:
 
 
 def test_gradients_are_ready_when_the_profile_says() -> None:
-    seen = page_of(Story(profile=PROFILE))
+    seen = page_of(Inputs(profile=PROFILE))
     dots = [(mark.value("x"), mark.value("y")) for mark in seen.of("model", "data-y")]
     assert [x for x, _ in dots] == near([gradient.ready_s for gradient in PROFILE.gradients])
     assert dots[-1][1] == pytest.approx(PROFILE.gradient_bytes, rel=1e-5)
 
 
 def test_links_that_nobody_measured_are_called_so_everywhere() -> None:
-    seen = page_of(Story(PROFILE, assumed_network(4, 1, 10**9)))
-    assert "Links are not measured but assumed: syncline probe measures yours." in seen.text
+    seen = page_of(Inputs(PROFILE, assumed_network(4, 1, 10**9)))
+    assert "Link speeds are assumed, not measured: syncline probe measures yours." in seen.text
     assert seen.text.count("predicted, links assumed") >= 4
 
 
 def test_what_was_asked_of_predict_is_what_is_drawn() -> None:
-    story = Story(PROFILE, NETWORK, schedules=("bf16", "ddp"), hosts=(8, 2), rates_bps=(10**9, 10**10))
-    seen = page_of(story)
+    inputs = Inputs(PROFILE, NETWORK, schedules=("bf16", "ddp"), hosts=(8, 2), rates_bps=(10**9, 10**10))
+    seen = page_of(inputs)
     series = list(dict.fromkeys(mark.attributes["data-series"] for mark in seen.of("scaling", "data-series")))
     assert series == ["bf16, 1 Gbit/s", "plain DDP, 1 Gbit/s", "bf16, 10 Gbit/s", "plain DDP, 10 Gbit/s"]
     assert "8 hosts, 1 Gbit/s links" in seen.text
     one = predict(PROFILE, NETWORK.with_hosts(8).with_rate(10**9), Schedule.parse(PROFILE, "bf16", "gloo"))
-    assert f"of {figures.step(one.iteration_s)} per step" in seen.text
+    assert f"of {formatting.step_time(one.iteration_s)} per step" in seen.text
 
 
 # Names stay text.
@@ -413,11 +412,11 @@ def test_whatever_people_name_stays_text() -> None:
         plan=plan,
     )
     record = msgspec.structs.replace(record, command=f'torchrun "{EVIL}" train.py', models=(model,))
-    for story in (
-        Story(profile, network, {EVIL: plan}, benches=(bench,), files={"profile": (EVIL,), "plan": (f'"{EVIL}"',)}),
-        Story(runs=(record,), files={"run": (EVIL,)}),
+    for inputs in (
+        Inputs(profile, network, {EVIL: plan}, benches=(bench,), files={"profile": (EVIL,), "plan": (f'"{EVIL}"',)}),
+        Inputs(runs=(record,), files={"run": (EVIL,)}),
     ):
-        text = render(tell(story))
+        text = render(build_page(inputs))
         assert EVIL not in text and '"<script' not in text
         seen = Seen(text)
         assert seen.tags.count("script") == 1
@@ -427,7 +426,7 @@ def test_whatever_people_name_stays_text() -> None:
 
 def test_half_characters_and_control_characters_do_not_break_the_page(tmp_path: Path) -> None:
     profile = msgspec.structs.replace(PROFILE, model="half \ud800 \x00 \x1b[31m")
-    write_report(tmp_path / "page.html", Story(profile=profile))
+    write_report(tmp_path / "page.html", Inputs(profile=profile))
     assert "half ?" in (tmp_path / "page.html").read_text()
 
 
@@ -435,7 +434,7 @@ def test_half_characters_and_control_characters_do_not_break_the_page(tmp_path: 
 
 
 def test_the_page_asks_nothing_of_any_network() -> None:
-    text = render(tell(Story(demo=DEMO)))
+    text = render(build_page(Inputs(demo=DEMO)))
     assert not re.search(r"""(src|href|action|url)\s*[=(]\s*["']?\s*(https?:)?//""", text)
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
     assert policy is not None and "default-src &#39;none&#39;" in policy[1]
@@ -450,7 +449,7 @@ def test_the_page_asks_nothing_of_any_network() -> None:
 # Odd models, clusters and runs.
 
 
-def _many() -> Story:
+def _many() -> Inputs:
     """Five thousand gradients, in 500 buckets."""
     gradients = tuple(
         Gradient(name=f"layer{place}", shape=(1000,), dtype="float32", bytes=4000, ready_s=0.1 * (place + 1) / 5000)
@@ -461,7 +460,7 @@ def _many() -> Story:
     buckets = tuple(tuple(range(first, first + 10)) for first in range(0, 5000, 10))
     one = predict(profile, network, Schedule("each", buckets))
     plan = plan_for(profile, network, one, plain_s=0.3, reason="each")
-    return Story(profile, network, {"the plan": plan}, hosts=(2, 4))
+    return Inputs(profile, network, {"the plan": plan}, hosts=(2, 4))
 
 
 def _without(record: RunRecord, **changed: object) -> RunRecord:
@@ -469,41 +468,41 @@ def _without(record: RunRecord, **changed: object) -> RunRecord:
     return msgspec.structs.replace(record, models=models)
 
 
-ODD: dict[str, Callable[[], Story]] = {
-    "one rank": lambda: Story(PROFILE, assumed_network(1, 1, 10**9)),
-    "one host": lambda: Story(PROFILE, assumed_network(1, 4, 10**9)),
-    "everything a network may have": lambda: Story(made_up.profile(), made_up.RICH_NETWORK),
-    "no collectives": lambda: Story(PROFILE, msgspec.structs.replace(NETWORK, collectives=())),
-    "no links": lambda: Story(PROFILE, msgspec.structs.replace(NETWORK, links=())),
-    "no times, no bytes": lambda: Story(made_up.profile([0], forward_s=0.0, backward_s=0.0), made_up.network()),
-    "times of centuries": lambda: Story(made_up.profile(forward_s=1e12, backward_s=1e12), made_up.network()),
-    "plain DDP is best": lambda: Story(plans={"the plan": make_plan(PROFILE, NETWORK)}),
-    "a plan without alternatives": lambda: Story(
+ODD: dict[str, Callable[[], Inputs]] = {
+    "one rank": lambda: Inputs(PROFILE, assumed_network(1, 1, 10**9)),
+    "one host": lambda: Inputs(PROFILE, assumed_network(1, 4, 10**9)),
+    "everything a network may have": lambda: Inputs(made_up.profile(), made_up.RICH_NETWORK),
+    "no collectives": lambda: Inputs(PROFILE, msgspec.structs.replace(NETWORK, collectives=())),
+    "no links": lambda: Inputs(PROFILE, msgspec.structs.replace(NETWORK, links=())),
+    "no times, no bytes": lambda: Inputs(made_up.profile([0], forward_s=0.0, backward_s=0.0), made_up.network()),
+    "times of centuries": lambda: Inputs(made_up.profile(forward_s=1e12, backward_s=1e12), made_up.network()),
+    "plain DDP is best": lambda: Inputs(plans={"the plan": make_plan(PROFILE, NETWORK)}),
+    "a plan without alternatives": lambda: Inputs(
         plans={"p": msgspec.structs.replace(PLAN, alternatives=PLAN.alternatives[:1])}
     ),
     "5,000 gradients": _many,
-    "300 hosts": lambda: Story(PROFILE, assumed_network(300, 1, 10**9)),
-    "a bench without rows": lambda: Story(benches=(msgspec.structs.replace(BENCH, rows=[]),)),
-    "a bench of one method": lambda: Story(benches=(msgspec.structs.replace(BENCH, rows=BENCH.rows[:1]),)),
-    "a bench of no time": lambda: Story(
+    "300 hosts": lambda: Inputs(PROFILE, assumed_network(300, 1, 10**9)),
+    "a bench without rows": lambda: Inputs(benches=(msgspec.structs.replace(BENCH, rows=[]),)),
+    "a bench of one method": lambda: Inputs(benches=(msgspec.structs.replace(BENCH, rows=BENCH.rows[:1]),)),
+    "a bench of no time": lambda: Inputs(
         benches=(
             msgspec.structs.replace(
                 BENCH, rows=[msgspec.structs.replace(row, step_ms=0.0, vs_ddp=0.0) for row in BENCH.rows]
             ),
         )
     ),
-    "an old demo": lambda: Story(demo=msgspec.structs.replace(DEMO, network=None, tunings={})),
-    "a run without models": lambda: Story(runs=(msgspec.structs.replace(a_run(), models=()),)),
-    "a run without steps": lambda: Story(runs=(_without(a_run(), steps=0, paces=(), spans=(), losses=()),)),
-    "a run that only looked": lambda: Story(
+    "an old demo": lambda: Inputs(demo=msgspec.structs.replace(DEMO, network=None, tunings={})),
+    "a run without models": lambda: Inputs(runs=(msgspec.structs.replace(a_run(), models=()),)),
+    "a run without steps": lambda: Inputs(runs=(_without(a_run(), steps=0, paces=(), spans=(), losses=()),)),
+    "a run that only looked": lambda: Inputs(
         runs=(_without(a_run(), plan=None, network=None, profile=None, way="plain DDP"),)
     ),
-    "a run that does not know its hosts": lambda: Story(runs=(_without(a_run(), host_of_rank=()),)),
-    "a run of two models": lambda: Story(
+    "a run that does not know its hosts": lambda: Inputs(runs=(_without(a_run(), host_of_rank=()),)),
+    "a run of two models": lambda: Inputs(
         runs=tuple(msgspec.structs.replace(run, models=run.models * 2) for run in (a_run(0), a_run(1)))
     ),
-    "a run that crashed": lambda: Story(runs=(a_run(1, ended="RuntimeError: connection closed"), a_run(3))),
-    "a negative loss": lambda: Story(
+    "a run that crashed": lambda: Inputs(runs=(a_run(1, ended="RuntimeError: connection closed"), a_run(3))),
+    "a negative loss": lambda: Inputs(
         runs=(_without(a_run(), losses=(Loss(step=0, value=-2.0), Loss(step=9, value=-3))),)
     ),
 }
@@ -517,21 +516,21 @@ def test_odd_ones_have_a_page_too(name: str, tmp_path: Path) -> None:
     seen = Seen(path.read_text())
     assert seen.text
     says = {
-        "5,000 gradients": "up to 4 stand together in one bar",
+        "5,000 gradients": "Each bar stands for up to 4 buckets.",
         "one rank": "One rank exchanges nothing",
         "300 hosts": "300 hosts",
-        "a run without models": "The script made no DistributedDataParallel model",
+        "a run without models": "The script built no DistributedDataParallel model",
         "a run without steps": "Net took 0 steps, too few to say how long they take.",
-        "a run of two models": "Where a step goes: Net",
+        "a run of two models": "Where the time of a step goes: Net",
         "a run that crashed": "The run did not finish: rank 1: RuntimeError: connection closed. "
-        "No record is here of rank 0, 2.",
+        "There is no record of ranks 0, 2.",
         "plain DDP is best": "Nothing that is allowed is faster than plain DDP, predicted at",
     }
     assert says.get(name, "") in seen.text
 
 
 def test_a_page_of_one_record_says_whose_it_is() -> None:
-    assert "A run is shown as rank 0 of 4 saw it" in page_of(Story(runs=(a_run(),))).text
+    assert "The run is shown as rank 0 of 4 recorded it" in page_of(Inputs(runs=(a_run(),))).text
 
 
 @given(st.lists(st.floats(min_value=0, max_value=1e15), min_size=1, max_size=5))
@@ -540,17 +539,17 @@ def test_a_page_of_one_record_says_whose_it_is() -> None:
 @settings(max_examples=40, deadline=None)
 def test_axes_hold_everything_that_is_drawn_on_them(values: list[float]) -> None:
     drawn = [
-        scales.linear("", values, str),
-        scales.logarithmic("", values, str),
-        scales.between("", [*values, -values[0]], str),
-        scales.duration("", values),
-        scales.doubling("", [1 + int(value) for value in values]),
+        axes.linear("", values, str),
+        axes.logarithmic("", values, str),
+        axes.linear("", [*values, -values[0]], str),
+        axes.time("", values),
+        axes.counts("", [1 + int(value) for value in values]),
     ]
     for axis in drawn:
         assert axis.low < axis.high and 1 <= len(axis.ticks) <= 24
-        assert all(-1e-6 <= scales.place(axis, tick) <= 1 + 1e-6 for tick, _ in axis.ticks)
-    for axis in drawn[:2]:
-        assert all(scales.place(axis, value) <= 1 + 1e-6 for value in values)
+        assert all(-1e-4 <= axis.percent(tick) <= 100 + 1e-4 for tick, _ in axis.ticks)
+    for axis in drawn[:4]:
+        assert all(axis.percent(value) <= 100 + 1e-4 for value in values)
 
 
 # What does not belong together.
@@ -566,26 +565,26 @@ def other_profile() -> Profile:
         ({"profile": other_profile(), "plans": {"p": PLAN}}, "p is for another model than the profile: parameter"),
         (
             {"network": assumed_network(2, 1, 10**9), "plans": {"p": PLAN}},
-            "p is for 4 hosts with 4 ranks, and the network has 2 hosts with 2 ranks",
+            "p is for 4 hosts with 4 ranks, but the network has 2 hosts with 2 ranks",
         ),
-        ({"profile": other_profile(), "benches": (BENCH,)}, "were files of two models mixed?"),
+        ({"profile": other_profile(), "benches": (BENCH,)}, "are these files of two different models?"),
         ({"runs": (a_run(0), a_run(0))}, "two records are of rank 0"),
         ({"runs": (a_run(0, 4), a_run(1, 8))}, "these records are of two runs, with 4 ranks and 8"),
         ({"runs": (a_run(9, 4),)}, "rank 9 of 4"),
         (
             {"runs": (_without(a_run(), network=None, plan=None),), "network": assumed_network(2, 1, 10**9)},
-            "Net ran on 4 hosts with 4 ranks, and the network has 2 hosts",
+            "Net ran on 4 hosts with 4 ranks, but the network has 2 hosts",
         ),
         (
             {"runs": (_without(a_run(), profile=None, plan=None),), "profile": other_profile()},
-            "were files of two models mixed?",
+            "are these files of two different models?",
         ),
         ({"demo": msgspec.structs.replace(DEMO, rows=DEMO.rows[1:])}, "rows: nosync is missing"),
     ],
 )
 def test_what_contradicts_itself_is_refused(known: dict[str, object], says: str) -> None:
     with pytest.raises(UsageError, match=re.escape(says)) as caught:
-        Story(**known)  # type: ignore[arg-type]
+        Inputs(**known)  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
 
 
@@ -639,7 +638,7 @@ def test_a_demo_is_read_with_and_without_what_tuning_found(folder: Path) -> None
     assert run(str(RESULTS / "demo-2026-11-15.json"), "--output", "old.html").exit_code == 0
     assert Path("old.html").stat().st_size < Path("report.html").stat().st_size
     for path in RESULTS.glob("bench-*.json"):
-        assert gather([path]).benches[0].rows
+        assert read_inputs([path]).benches[0].rows
 
 
 @pytest.mark.parametrize(
@@ -652,9 +651,9 @@ def test_a_demo_is_read_with_and_without_what_tuning_found(folder: Path) -> None
         (["list.json"], "list.json: is none of Syncline's files"),
         (["newer.json"], "newer.json: schema: is 2, and this release reads up to 1"),
         (["nan.json"], "must be a finite number"),
-        (["predicted.json"], "is what syncline predict --json wrote: pass the profile and the network"),
-        (["empty"], "empty: holds no rank-*.json: name the folder that syncline run wrote"),
-        (["profile.json", "again.json"], "profile.json and again.json are both of a model"),
+        (["predicted.json"], "was written by syncline predict --json: pass the profile and the network"),
+        (["empty"], "empty: has no rank-*.json: name the folder that syncline run wrote"),
+        (["profile.json", "again.json"], "profile.json and again.json are both a profile"),
         (["plan.json", "gpt.json"], "the plan is for another model than the profile"),
         (["profile.json", "--trace", "trace.json"], "--trace is of a run"),
         (["profile.json", "--output", "nowhere/page.html"], "there is no folder nowhere"),
@@ -711,6 +710,6 @@ def test_a_plan_from_a_file_is_applied_by_its_name(folder: Path) -> None:
 
 def test_a_plan_made_with_other_measurements_says_so() -> None:
     slower = msgspec.structs.replace(NETWORK, links=tuple(link.times(0.25) for link in NETWORK.links))
-    seen = page_of(Story(PROFILE, slower, {"the plan": PLAN}))
+    seen = page_of(Inputs(PROFILE, slower, {"the plan": PLAN}))
     assert "It was made with other measurements" in seen.text
     assert isinstance(PLAN, Plan) and not PLAN.lossless and "changes numerics" in seen.text

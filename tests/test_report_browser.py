@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from syncline.report.inputs import Inputs
 from syncline.report.page import write_report
-from syncline.report.story import Story
 from test_report import BENCH, DEMO, EVIL, NETWORK, PLAN, PROFILE, a_run
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -36,15 +36,15 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     gradients = tuple(
         msgspec.structs.replace(gradient, name=f"{EVIL}{place}") for place, gradient in enumerate(PROFILE.gradients)
     )
-    stories = {
-        "all": Story(PROFILE, NETWORK, {"the plan": PLAN}, benches=(BENCH,)),
-        "run": Story(runs=tuple(a_run(rank) for rank in range(4))),
-        "demo": Story(demo=DEMO),
-        "evil": Story(msgspec.structs.replace(PROFILE, gradients=gradients, model=EVIL), NETWORK),
+    pages = {
+        "all": Inputs(PROFILE, NETWORK, {"the plan": PLAN}, benches=(BENCH,)),
+        "run": Inputs(runs=tuple(a_run(rank) for rank in range(4))),
+        "demo": Inputs(demo=DEMO),
+        "evil": Inputs(msgspec.structs.replace(PROFILE, gradients=gradients, model=EVIL), NETWORK),
     }
-    for name, story in stories.items():
-        write_report(folder / f"{name}.html", story)
-    return {name: folder / f"{name}.html" for name in stories}
+    for name, inputs in pages.items():
+        write_report(folder / f"{name}.html", inputs)
+    return {name: folder / f"{name}.html" for name in pages}
 
 
 class Opened:

@@ -18,8 +18,8 @@ from syncline.models.zoo import MODELS, build_model
 from syncline.records.bench_result import BenchResult
 from syncline.records.network import Network
 from syncline.records.profile import load_profile
-from syncline.report import figures
-from syncline.report.story import Story
+from syncline.report import formatting
+from syncline.report.inputs import Inputs
 
 
 def bench(
@@ -77,7 +77,7 @@ def bench(
         finally:  # a run that took minutes is shown, whatever became of its file
             _show(spec, result)
         if report is not None:
-            write_page(report, Story(benches=(result,)), short=True)
+            write_page(report, Inputs(benches=(result,)), short=True)
 
 
 def _list_methods() -> None:
@@ -102,7 +102,7 @@ def _workload(model: str | None, replay: str | None, scale: str, batch: int) -> 
 
 def _show(spec: ClusterSpec, result: BenchResult) -> None:
     model = result.model
-    what = f"{model.name} ({model.parameters:,} parameters, {figures.size(model.gradient_bytes)} of gradients)"
+    what = f"{model.name} ({model.parameters:,} parameters, {formatting.size(model.gradient_bytes)} of gradients)"
     screen.out.print(f"{what}, {screen.links(spec, result.cluster.emulated)}, {result.rounds} rounds")
     if result.tree:
         screen.out.print(result.tree, highlight=False)
@@ -118,14 +118,14 @@ def _show(spec: ClusterSpec, result: BenchResult) -> None:
     for row in result.rows:
         table.add_row(
             row.method,
-            figures.ms(row.step_ms, unit=""),
-            f"{figures.ms(row.step_ms_low, unit='')}–{figures.ms(row.step_ms_high, unit='')}",
-            "–" if row.predicted_ms is None else figures.ms(row.predicted_ms, unit=""),
+            formatting.milliseconds(row.step_ms, unit=""),
+            f"{formatting.milliseconds(row.step_ms_low, unit='')}–{formatting.milliseconds(row.step_ms_high, unit='')}",
+            "–" if row.predicted_ms is None else formatting.milliseconds(row.predicted_ms, unit=""),
             "" if row.vs_ddp is None else f"{row.vs_ddp:.2f}",
-            figures.size(row.sent_bytes),
-            *([figures.size(row.predicted_sent_bytes)] if surprising else []),
-            figures.size(row.wire_bytes),
-            *([figures.size(row.peak_bytes)] if memory else []),
+            formatting.size(row.sent_bytes),
+            *([formatting.size(row.predicted_sent_bytes)] if surprising else []),
+            formatting.size(row.wire_bytes),
+            *([formatting.size(row.peak_bytes)] if memory else []),
         )
     screen.out.print(table)
     for row in result.rows:

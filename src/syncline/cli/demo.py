@@ -15,8 +15,8 @@ from syncline.cluster import format_rate, why_not_shaped
 from syncline.errors import UsageError
 from syncline.files import write_json
 from syncline.records.bench_result import DemoResult, DemoRow
-from syncline.report import figures, verdict
-from syncline.report.story import Story
+from syncline.report import formatting, sentences
+from syncline.report.inputs import Inputs
 
 PAGE = Path("syncline-report.html")
 """Where the page goes, in the current folder."""
@@ -49,7 +49,7 @@ def demo(cluster: ClusterOptions, *, steps: int, tune: float, json: Path | None,
             show(result, screen.out)
         if (page := report or _usual_page()) is not None:
             screen.out.print()
-            write_page(page, Story(demo=result), short=True)
+            write_page(page, Inputs(demo=result), short=True)
 
 
 def _usual_page() -> Path | None:
@@ -73,15 +73,15 @@ def show(result: DemoResult, console: Console) -> None:
     for row in result.rows:
         table.add_row(
             NAMES[row.method],
-            figures.ms(row.step_ms),
+            formatting.milliseconds(row.step_ms),
             "" if row.method in ("ddp", "nosync") else f"{1 / row.vs_ddp:.2f}×",
-            "" if row.method == "nosync" else figures.size(row.wire_bytes),
+            "" if row.method == "nosync" else formatting.size(row.wire_bytes),
             "" if row.held_out_accuracy is None else f"{row.held_out_accuracy:.1%}",
             _weights(row),
         )
     console.print(table)
     console.print()
-    console.print("\n\n".join(verdict.of_demo(result)))
+    console.print("\n\n".join(sentences.demo(result)))
 
 
 def _weights(row: DemoRow) -> str:

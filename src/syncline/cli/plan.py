@@ -16,8 +16,8 @@ from syncline.predict.memory import FURTHEST
 from syncline.predict.schedule import ddp_caps
 from syncline.records.plan import Plan
 from syncline.records.profile import load_profile
-from syncline.report import figures
-from syncline.report.story import Story
+from syncline.report import formatting
+from syncline.report.inputs import Inputs
 from syncline.units import format_bytes, parse_bytes
 
 _SHOWN = 8
@@ -73,9 +73,9 @@ def plan_command(
         _show(plan, out or json, cluster.measured)
         if report is not None:
             plain = "ddp" if bucket_mb is None else f"ddp,bucket_mb={bucket_mb:g}"
-            story = Story(model, cluster, {"the plan": plan}, schedules=(plain,), command=typed())
+            inputs = Inputs(model, cluster, {"the plan": plan}, schedules=(plain,), command=typed())
             screen.out.print()
-            write_page(report, story, short=True)
+            write_page(report, inputs, short=True)
 
 
 def _show(plan: Plan, path: Path | None, measured: bool) -> None:
@@ -104,8 +104,8 @@ def _show(plan: Plan, path: Path | None, measured: bool) -> None:
             size = sum(gradient.bytes for gradient in plan.gradients if gradient.name in set(bucket.parameters))
             lane = f", lane {bucket.lane}" if plan.lanes > 1 else ""
             count = f"{len(bucket.parameters)} gradient{'s' if len(bucket.parameters) > 1 else ''}"
-            way = figures.exchange(plan.exchanges[index])
-            line = f"bucket {index}: {count}, {figures.size(size)}, {way}{lane}, from {bucket.parameters[0]}"
+            way = formatting.exchange(plan.exchanges[index])
+            line = f"bucket {index}: {count}, {formatting.size(size)}, {way}{lane}, from {bucket.parameters[0]}"
             screen.out.print(line, style="dim", no_wrap=True, overflow="ellipsis")
         if len(plan.buckets) > _SHOWN:
             screen.out.print(f"and {len(plan.buckets) - _SHOWN} buckets more", style="dim")
@@ -136,7 +136,7 @@ def _show_memory(answer: MemoryPlan, measured: bool) -> None:
         if not row.batch:
             table.add_row(name, "–", "", "", "", f"one {unit} needs {format_bytes(row.least_bytes)}")
             continue
-        shown = (format_bytes(row.peak_bytes), figures.ms(row.step_s * 1e3), figures.ms(row.sample_s * 1e3))
+        shown = (format_bytes(row.peak_bytes), formatting.step_time(row.step_s), formatting.step_time(row.sample_s))
         table.add_row(name, str(row.batch), *shown, row.about)
     screen.out.print(table)
     screen.out.print(
@@ -159,4 +159,4 @@ def _show_memory(answer: MemoryPlan, measured: bool) -> None:
 def _figures(plan: Plan, seconds: float, lossless: bool) -> tuple[str, str, str, str]:
     times = plan.plain_s / seconds if seconds else 1.0
     scaling = f"{plan.compute_s / seconds:.0%}" if seconds else "–"
-    return figures.ms(seconds * 1e3), f"{times:.2f}×", scaling, "" if lossless else "lossy"
+    return formatting.step_time(seconds), f"{times:.2f}×", scaling, "" if lossless else "lossy"

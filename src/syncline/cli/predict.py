@@ -16,8 +16,8 @@ from syncline.predict import Losses, Prediction, Schedule, predict
 from syncline.predict.diagnosis import CAUSES, Diagnosis, Remedy, diagnose, lost_to
 from syncline.records.network import Network
 from syncline.records.profile import Profile, load_profile
-from syncline.report import figures, verdict
-from syncline.report.story import Story
+from syncline.report import formatting, sentences
+from syncline.report.inputs import Inputs
 
 MAX_HOSTS = 65_536
 FASTEST_BPS = 10**13
@@ -94,8 +94,10 @@ def predict_command(
         _show(model, here, found, rows)
         if report is not None:
             links = tuple(rates)
-            story = Story(model, cluster, schedules=tuple(plans), hosts=tuple(counts), rates_bps=links, command=typed())
-            write_page(report, story, short=True)
+            inputs = Inputs(
+                model, cluster, schedules=tuple(plans), hosts=tuple(counts), rates_bps=links, command=typed()
+            )
+            write_page(report, inputs, short=True)
 
 
 def _host_counts(text: str | None, network: Network | None) -> list[int]:
@@ -143,7 +145,7 @@ def _result(
     return PredictResult(
         model=model.model,
         measured_network=network.measured,
-        verdict=verdict.of_diagnosis(found),
+        verdict=sentences.diagnosis(found),
         culprit=found.culprit,
         remedies={remedy.name: remedy.prediction.iteration_s * 1e3 for remedy in found.remedies},
         rows=[
@@ -175,7 +177,7 @@ def _show(model: Profile, network: Network, found: Diagnosis, rows: list[tuple[i
     if not network.measured:
         screen.out.print(f"Links are not measured but {network.how}: syncline probe measures yours.", style="yellow")
     screen.out.print()
-    screen.out.print(verdict.of_diagnosis(found))
+    screen.out.print(sentences.diagnosis(found))
     screen.out.print()
     _show_losses(one)
     _show_remedies("What you can change:", one, [remedy for remedy in found.remedies if not remedy.hardware])
@@ -191,8 +193,8 @@ def _show_remedies(title: str, before: Prediction, remedies: list[Remedy]) -> No
     for remedy in remedies[:4]:
         after = remedy.prediction
         note = " (lossy)" if remedy.lossy else ""
-        ratio = figures.speed(after.iteration_s / before.iteration_s)
-        table.add_row(f"{remedy.what}{note}", figures.ms(after.iteration_s * 1e3), ratio, f"{after.scaling:.0%}")
+        ratio = formatting.speedup(after.iteration_s / before.iteration_s)
+        table.add_row(f"{remedy.what}{note}", formatting.step_time(after.iteration_s), ratio, f"{after.scaling:.0%}")
     screen.out.print(table)
     screen.out.print()
 
@@ -209,10 +211,10 @@ def _show_rows(rows: list[tuple[int | None, Prediction]], measured: bool) -> Non
             *([row.schedule.describe()] if plans else []),
             *([links] if rates else []),
             str(row.hosts),
-            figures.ms(row.iteration_s * 1e3),
+            formatting.step_time(row.iteration_s),
             f"{row.low_s * 1e3:.0f}–{row.high_s * 1e3:.0f}",
             f"{row.scaling:.0%}",
-            figures.size(row.sent_bytes),
+            formatting.size(row.sent_bytes),
         )
     screen.out.print(table)
     taken = "with the network's figures at the ends of their 90 % intervals"
@@ -227,8 +229,8 @@ def _show_rows(rows: list[tuple[int | None, Prediction]], measured: bool) -> Non
 
 def _show_losses(one: Prediction) -> None:
     table = screen.table("lost to", "per step", "of the step")
-    table.add_row("(computation)", figures.ms(one.compute_s * 1e3), f"{one.scaling:.0%}")
+    table.add_row("(computation)", formatting.step_time(one.compute_s), f"{one.scaling:.0%}")
     for name, seconds in lost_to(one.losses).items():
-        table.add_row(CAUSES[name], figures.ms(seconds * 1e3), f"{seconds / one.iteration_s:.0%}")
+        table.add_row(CAUSES[name], formatting.step_time(seconds), f"{seconds / one.iteration_s:.0%}")
     screen.out.print(table)
     screen.out.print()

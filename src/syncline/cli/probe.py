@@ -14,7 +14,7 @@ from syncline.exchange import WORLD
 from syncline.measure.probe import probe
 from syncline.records.link_costs import Collective, Point
 from syncline.records.network import Network
-from syncline.report import figures
+from syncline.report import formatting
 from syncline.units import size_text
 
 _WIDEST_MATRIX = 16
@@ -69,7 +69,7 @@ def _summary(network: Network) -> str:
     for link in network.links:
         what = {"host": "A host's link", "rack": "A rack's link", "local": "Inside a host, a rank"}[link.name]
         nominal = f" ({link.bytes_per_s * 8 / link.nominal_bps:.0%} of what it is sold as)" if link.nominal_bps else ""
-        burst = f", and {figures.size(link.burst_bytes)} at once after a rest" if link.burst_bytes >= 1000 else ""
+        burst = f", and {formatting.size(link.burst_bytes)} at once after a rest" if link.burst_bytes >= 1000 else ""
         parts.append(f"{what} carries {link.bytes_per_s * 8 / 1e6:,.0f} Mbit/s of payload{nominal}{burst}.")
     startup = network.collective("all_reduce").startup_s
     parts.append(f"A tiny all-reduce among {network.ranks} ranks takes {startup * 1e3:.3g} ms.")

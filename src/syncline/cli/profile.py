@@ -28,7 +28,7 @@ from syncline.models.target import Target, Task
 from syncline.predict.memory import peak_bytes
 from syncline.records.activations import KEEP, RECOMPUTE, Activations
 from syncline.records.profile import Gradient, Profile
-from syncline.report import figures
+from syncline.report import formatting
 from syncline.units import format_bytes
 
 _STRAGGLES = 1.1
@@ -165,7 +165,7 @@ def _show(profile: Profile, output: Path | None) -> None:
     say = screen.out.print
     parameters = sum(math.prod(gradient.shape) for gradient in profile.gradients)
     batch = f", batch {profile.batch}" if profile.batch else ""
-    nbytes = figures.size(profile.gradient_bytes)
+    nbytes = formatting.size(profile.gradient_bytes)
     say(f"{profile.model}: {parameters:,} parameters, {len(profile.gradients)} gradients of {nbytes}{batch}")
     say(f"{profile.device}: {profile.where}", style="dim")
     say(profile.how, style="dim")
@@ -176,7 +176,7 @@ def _show(profile: Profile, output: Path | None) -> None:
     table = screen.table("largest gradients", "size", "ready", "of backward")
     for gradient in sorted(profile.gradients, key=lambda one: -one.bytes)[:_TOP]:
         share = gradient.ready_s / profile.backward_s if profile.backward_s else 0.0
-        table.add_row(gradient.name, figures.size(gradient.bytes), _ms(gradient.ready_s), f"{share:.0%}")
+        table.add_row(gradient.name, formatting.size(gradient.bytes), _ms(gradient.ready_s), f"{share:.0%}")
     say(table)
     say()
     for line in _beside_lines(profile):
@@ -222,7 +222,7 @@ def _beside_lines(profile: Profile) -> Iterator[str]:
         work = ", ".join(f"{name} {_ms(one.fixed_s + one.s_per_byte * nbytes)}" for name, one in over.work.items())
         yield f"exchanges' own work on one bucket: {work}"
     if profile.buffers:
-        buffers = ", ".join(f"{figures.size(entry.bytes)} of {entry.dtype}" for entry in profile.buffers)
+        buffers = ", ".join(f"{formatting.size(entry.bytes)} of {entry.dtype}" for entry in profile.buffers)
         yield f"buffers: {buffers}, broadcast before every forward"
 
 
@@ -251,4 +251,4 @@ def _half_ready_s(gradients: tuple[Gradient, ...]) -> float:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms" if seconds < 0.01 else figures.ms(seconds * 1e3)
+    return f"{seconds * 1e3:.2f} ms" if seconds < 0.01 else formatting.step_time(seconds)

@@ -9,30 +9,29 @@ from pathlib import Path
 from syncline.cli import options, screen
 from syncline.errors import UsageError
 from syncline.files import write_json, write_text
-from syncline.report.gather import gather
-from syncline.report.page import render
-from syncline.report.story import Story
-from syncline.report.tell import tell
+from syncline.report.inputs import Inputs
+from syncline.report.page import build_page, render
+from syncline.report.read_inputs import read_inputs
 
 
 def report(files: list[Path], output: Path, trace: Path | None, json: Path | None) -> None:
     with options.one_line_errors("syncline report"):
         for path in (output, trace, json):
             screen.check_writable(path)
-        story = gather(files)
-        if trace is not None and not story.runs:
+        inputs = read_inputs(files)
+        if trace is not None and not inputs.runs:
             raise UsageError("--trace is of a run: name the folder that syncline run wrote")
-        write_page(output, story, json)
+        write_page(output, inputs, json)
         if trace is not None:
             from syncline.report.trace import write_trace
 
-            write_trace(trace, story.runs)
+            write_trace(trace, inputs.runs)
             screen.out.print(f"Steps, for https://ui.perfetto.dev: {trace}", soft_wrap=True)
 
 
-def write_page(path: Path, story: Story, json: Path | None = None, *, short: bool = False) -> None:
+def write_page(path: Path, inputs: Inputs, json: Path | None = None, *, short: bool = False) -> None:
     """And says where it is; what it says, too, unless the command has said as much (`short`)."""
-    page = tell(story)
+    page = build_page(inputs)
     write_text(path, render(page))
     if json is not None:
         said = {

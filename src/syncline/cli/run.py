@@ -132,12 +132,12 @@ def _tell(runner: Runner) -> None:
         again = shlex.join(["syncline", "report", str(folder)])
         print(f"syncline run: the ranks' records are in {folder}; {again} makes a page of them", file=sys.stderr)
     try:
+        from syncline.report.inputs import Inputs
         from syncline.report.page import write_report
-        from syncline.report.story import Story
 
         records = _records(runner, _WAIT_S if runner.ended == FINISHED else _WAIT_S / 10)
         page = folder / PAGE
-        write_report(page, Story(runs=records))
+        write_report(page, Inputs(runs=records))
         print(f"syncline run: {page} tells what became of it", file=sys.stderr)
     except Exception as error:  # noqa: BLE001 - the training is over, and its end is what counts
         line = first_line(error)

@@ -1,8 +1,10 @@
-"""What this machine, and the job that started this process, can do: looked at and tried, never assumed. And what became
-of a job that failed, by the notes that it left."""
+"""What works on this machine and in this job, found by trying; and what the reports of a failed job say.
 
+A new check is a function in `checks` and one line in `checks.CHECKS`.
+"""
+
+from syncline.doctor.checks import Finding
 from syncline.doctor.checkup import Checkup, examine
 from syncline.doctor.postmortem import Accused, Postmortem, examine_notes
-from syncline.doctor.trials import Finding
 
 __all__ = ["Accused", "Checkup", "Finding", "Postmortem", "examine", "examine_notes"]

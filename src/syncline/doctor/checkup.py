@@ -1,4 +1,4 @@
-"""What is here, what works, and what to do about what does not."""
+"""Examine this machine: what is here, what works, and what to do about what does not."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ import torch
 
 from syncline._version import __version__
 from syncline.cluster import why_not_shaped
-from syncline.dist import torchrun
-from syncline.doctor import meeting, trials
+from syncline.doctor import checks, rendezvous
+from syncline.doctor.checks import EXTRAS, Finding, Gpu, Machine
 from syncline.doctor.interfaces import Choice, Interface, gloo_choice, interfaces, nccl_choice
-from syncline.doctor.trials import EXTRAS, Finding, Gpu
 
-PREDICT = "syncline predict --profile bert-base-cuda --rate 10gbit --hosts 4,8,64"
-"""Needs nothing but the package."""
+_PREDICT = "syncline predict --profile bert-base-cuda --rate 10gbit --hosts 4,8,64"
+"""A command that works wherever the package is installed."""
 
 
 class Checkup(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,82 +38,71 @@ class Checkup(msgspec.Struct, frozen=True, kw_only=True):
     gloo: Choice
     nccl_interfaces: Choice
     extras: dict[str, str | None]
-    """Versions of packages; None for those that are not installed."""
+    """Versions of optional packages; None for those that are not installed."""
     job: dict[str, str]
-    """The variables of the job that started this process."""
-    meeting: meeting.Meeting | None
+    """Environment variables of the job that started this process."""
+    meeting: rendezvous.Meeting | None
     findings: tuple[Finding, ...]
     next: str
     """A command that works here."""
 
     @property
     def problems(self) -> tuple[Finding, ...]:
-        return tuple(one for one in self.findings if one.needed and not one.works)
+        return tuple(finding for finding in self.findings if finding.needed and not finding.works)
 
 
 def examine(wait_s: float = 30.0) -> Checkup | None:
-    """Looks and tries; None on ranks other than 0 of a job. `wait_s`: for ranks that torchrun has started."""
-    job = meeting.variables()
+    """Examine this machine and, under torchrun, the job.
+
+    Args:
+        wait_s: How long to wait for the other ranks of the job.
+
+    Returns:
+        The results; None on ranks other than 0, unless such a rank cannot be seen by rank 0.
+    """
+    job = rendezvous.job_variables()
     first = job.get("RANK", "0") == "0"
-    shaped = why_not_shaped() if first else None  # forks: before anything here starts a thread or wakes a GPU
-    incomplete = [name for name in meeting.NEEDED if job and name not in job]
-    met = meeting.meet(wait_s) if job and not incomplete else None
+    why_no_namespaces = why_not_shaped() if first else None  # forks: before anything here starts a thread or a GPU
+    met = rendezvous.meet(wait_s) if job.keys() == set(rendezvous.NEEDED) else None
     if not first and met is None:
         return None
-    found = interfaces()
-    gloo, nccl = gloo_choice(found), nccl_choice(found)
-    gpus = trials.gpus()
-    triton = _version("triton")
-    extras = {package: _version(package) for package in EXTRAS}
-    findings = (
-        trials.loopback(),
-        *([trials.job(met, incomplete)] if job else []),
-        *([trials.restarts()] if torchrun.restarts() else []),
-        *([] if met is not None and met.hosts > 1 else [trials.between_hosts(found, gloo)]),
-        trials.nccl(gpus, nccl),
-        trials.emulation(shaped),
-        trials.live_plans(),
-        trials.wrapped_plans(),
-        trials.private_parts(),
-        trials.selection(gpus, triton),
-        trials.shared_gpu(gpus),
-        trials.digits(extras),
-        trials.frameworks(extras),
+    found, memory = interfaces(), psutil.virtual_memory()
+    versions = {package: _version(package) for package in (*EXTRAS, "triton")}
+    machine = Machine(
+        checks.find_gpus(), found, gloo_choice(found), nccl_choice(found), versions, why_no_namespaces, job, met
     )
-    memory = psutil.virtual_memory()
+    findings = tuple(checks.run_checks(machine))
     return Checkup(
         syncline=__version__,
         python=platform.python_version(),
         torch=str(torch.__version__),
         cuda=torch.version.cuda,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if trials.has_nccl() else None,
-        triton=triton,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if checks.has_nccl() else None,
+        triton=versions["triton"],
         system=f"{platform.system()} {platform.release()}",
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=memory.total,
         available_bytes=memory.available,
-        gpus=gpus,
+        gpus=machine.gpus,
         interfaces=found,
-        gloo=gloo,
-        nccl_interfaces=nccl,
-        extras=extras,
+        gloo=machine.gloo,
+        nccl_interfaces=machine.nccl,
+        extras={package: versions[package] for package in EXTRAS},
         job=job,
         meeting=met,
         findings=findings,
-        next=_next(findings, shaped is None, extras, met),
+        next=_next_command(findings, machine),
     )
 
 
-def _next(findings: Sequence[Finding], shaped: bool, extras: dict[str, str | None], met: meeting.Meeting | None) -> str:
-    """What brings somebody furthest here; without process groups a prediction still does."""
-    broken = [one for one in findings if one.needed and not one.works]
-    if broken:
-        return PREDICT
-    if met is not None and met.ranks > 1:
+def _next_command(findings: Sequence[Finding], machine: Machine) -> str:
+    if any(finding.needed and not finding.works for finding in findings):
+        return _PREDICT
+    if machine.met is not None and machine.met.ranks > 1:
         return "the same torchrun, with: -m syncline probe --output network.json"
-    if not shaped:
-        return PREDICT
-    return "syncline demo" if extras["mlxtend"] is not None else "syncline probe --hosts 4 --rate 200mbit"
+    if machine.why_no_namespaces is not None:
+        return _PREDICT
+    return "syncline probe --hosts 4 --rate 200mbit" if machine.versions["mlxtend"] is None else "syncline demo"
 
 
 def _version(package: str) -> str | None:

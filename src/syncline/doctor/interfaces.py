@@ -1,8 +1,8 @@
-"""Network interfaces, and which of them gloo and NCCL would take.
+"""Network interfaces, and which of them gloo and NCCL would use.
 
-A job over several hosts fails most often here: a host's name that stands for 127.0.0.1 in its own /etc/hosts makes gloo
-listen where no other host can reach it, and NCCL takes a container's bridge. Both choose by rules of their own, which
-are followed here; `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` overrule them.
+Jobs over several hosts fail most often here: if a host's own /etc/hosts maps its name to 127.0.0.1, gloo listens where
+no other host can reach it, and NCCL may choose a container's bridge. Each follows rules of its own, which are repeated
+here; `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` override them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _RESOLVE_S = 2.0
 _FAMILIES = {socket.AF_INET: "IPv4", socket.AF_INET6: "IPv6"}
 _LAST_RESORTS = ("docker", "lo", "virbr")
-"""Beginnings of names that NCCL takes only where there is nothing else, in its order."""
+"""Prefixes of interfaces that NCCL uses only if there is nothing else, in its order."""
 
 
 class Interface(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,36 +29,33 @@ class Interface(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...]
     families: tuple[str, ...]
     speed_bps: int | None
-    """As its driver says; None where it does not, as of most virtual ones."""
+    """None if the driver does not report it, as with most virtual interfaces."""
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backend would take."""
+    """Interfaces that a backend would use."""
 
     names: tuple[str, ...]
     why: str
     problem: str = ""
-    """What keeps it from working at all."""
+    """Why it cannot work at all."""
 
 
 def interfaces() -> tuple[Interface, ...]:
-    """Those that have an address, in the kernel's order."""
+    """Return the interfaces that have an address, in the kernel's order."""
     stats = psutil.net_if_stats()
     found = []
     for name, entries in psutil.net_if_addrs().items():
-        reachable = [entry for entry in entries if entry.family in _FAMILIES]
-        if reachable:
-            about = stats.get(name)
-            speed = about.speed * 10**6 if about is not None and 0 < about.speed < 10**7 else None
-            found.append(
-                Interface(
-                    name=name,
-                    up=about is not None and about.isup,
-                    addresses=tuple(entry.address.partition("%")[0] for entry in reachable),
-                    families=tuple(dict.fromkeys(_FAMILIES[entry.family] for entry in reachable)),
-                    speed_bps=speed,
-                )
-            )
+        usable = [entry for entry in entries if entry.family in _FAMILIES]
+        stat = stats.get(name)
+        interface = Interface(
+            name=name,
+            up=stat is not None and stat.isup,
+            addresses=tuple(entry.address.partition("%")[0] for entry in usable),
+            families=tuple(dict.fromkeys(_FAMILIES[entry.family] for entry in usable)),
+            speed_bps=stat.speed * 10**6 if stat is not None and 0 < stat.speed < 10**7 else None,
+        )
+        found += [interface] if usable else []
     return tuple(found)
 
 
@@ -67,36 +64,32 @@ def is_loopback(interface: Interface) -> bool:
 
 
 def outward(found: Sequence[Interface]) -> Interface | None:
-    """The one by which other hosts most likely reach this one."""
+    """Return the interface by which other hosts most likely reach this one."""
     able = [one for one in found if one.up and not is_loopback(one) and not one.name.startswith(_LAST_RESORTS)]
     return max(able, key=lambda one: one.speed_bps or 0, default=None)
 
 
 def gloo_choice(found: Sequence[Interface], environment: Mapping[str, str] = os.environ) -> Choice:
-    """The interfaces that are named, or the one that this host's own name leads to, or the loopback interface."""
+    """Return the interfaces that the variable names, or the one of this host's name, or the loopback interface."""
     if named := environment.get(GLOO):
-        names = tuple(name for name in named.split(",") if name)
-        known = {one.name for one in found if one.up}
-        missing = [name for name in names if name not in known]
+        names = tuple(filter(None, named.split(",")))
+        missing = [name for name in names if name not in {one.name for one in found if one.up}]
         problem = f"{GLOO}={named}: no interface {missing[0]} is up and has an address" if missing else ""
         return Choice(names=names, why=f"{GLOO}={named}", problem=problem)
     host = socket.gethostname()
     try:
         address = within(_RESOLVE_S, lambda: _own_address(host))
     except TooLateError:
-        return Choice(
-            names=(), why=f"the name of this host, {host}", problem=f"{host} is not resolved in {_RESOLVE_S:g} s"
-        )
-    if address is None:
-        return Choice(names=tuple(one.name for one in found if is_loopback(one))[:1], why=f"{host} does not resolve")
+        problem = f"{host} could not be resolved in {_RESOLVE_S:g} s"
+        return Choice(names=(), why=f"the name of this host, {host}", problem=problem)
     names = tuple(one.name for one in found if address in one.addresses)
-    if not names and address.startswith("127."):  # all of 127/8 is the loopback interface's
+    if address is None or (not names and address.startswith("127.")):  # all of 127/8 is the loopback interface's
         names = tuple(one.name for one in found if is_loopback(one))[:1]
-    return Choice(names=names, why=f"{host} resolves to {address}")
+    return Choice(names=names, why=f"{host} does not resolve" if address is None else f"{host} resolves to {address}")
 
 
 def _own_address(host: str) -> str | None:
-    """The first address of this name that can be bound here, as gloo looks for it."""
+    """Return the first address of this name that can be bound here, which is what gloo looks for."""
     try:
         candidates = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -112,27 +105,22 @@ def _own_address(host: str) -> str | None:
 
 
 def nccl_choice(found: Sequence[Interface], environment: Mapping[str, str] = os.environ) -> Choice:
-    """All that match what is named; otherwise InfiniBand's, or those that are no bridge, or what is left."""
+    """Return all interfaces that match the variable; otherwise InfiniBand, then others, then bridges and loopback."""
     names = [one.name for one in found if one.up]
     if named := environment.get(NCCL):
-        taken = [name for name in names if _matches(name, named)]
-        return Choice(
-            names=tuple(taken),
-            why=f"{NCCL}={named}",
-            problem="" if taken else f"{NCCL}={named}: no interface that is up matches",
-        )
+        taken = tuple(name for name in names if _matches(name, named))
+        problem = "" if taken else f"{NCCL}={named}: no interface that is up matches"
+        return Choice(names=taken, why=f"{NCCL}={named}", problem=problem)
     infiniband = [name for name in names if name.startswith("ib")]
     others = [name for name in names if not name.startswith(_LAST_RESORTS)]
-    fallbacks = [[name for name in names if name.startswith(beginning)] for beginning in _LAST_RESORTS]
-    taken = next((some for some in (infiniband, others, *fallbacks) if some), [])
-    return Choice(names=tuple(taken), why="its own order", problem="" if taken else "no interface is up")
+    fallbacks = [[name for name in names if name.startswith(prefix)] for prefix in _LAST_RESORTS]
+    taken = tuple(next(filter(None, (infiniband, others, *fallbacks)), []))
+    return Choice(names=taken, why="its own order", problem="" if taken else "no interface is up")
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """NCCL's patterns: beginnings, or whole names after `=`; all others after `^`."""
-    without = pattern.startswith("^")
+    """Match NCCL's patterns: prefixes, whole names after `=`, and all others after `^`."""
     rest = pattern.removeprefix("^")
-    exact = rest.startswith("=")
     parts = [part for part in rest.removeprefix("=").split(",") if part]
-    found = any(name == part if exact else name.startswith(part) for part in parts)
-    return found is not without
+    matches = any(name == part if rest.startswith("=") else name.startswith(part) for part in parts)
+    return matches is not pattern.startswith("^")

@@ -1,4 +1,4 @@
-"""The commands that give a page's figures again."""
+"""The commands that reproduce what a page shows."""
 
 from __future__ import annotations
 
@@ -6,87 +6,84 @@ import shlex
 
 from syncline.cluster import format_rate
 from syncline.records.bench_result import BenchResult, Cluster, DemoResult
-from syncline.report.story import Story
-
-How = tuple[tuple[str, str], ...]
-
-
-def of_prediction(story: Story) -> How:
-    """What predicts: from the two files if they are there, otherwise whatever made the page's figures."""
-    profile, network = (next(iter(story.files.get(kind, ())), None) for kind in ("profile", "network"))
-    if profile is not None and network is not None:
-        return (("Predict again", _line("syncline", "predict", "--profile", profile, "--network", network)),)
-    return whole(story)
+from syncline.report.inputs import Inputs, ModelData
+from syncline.report.layout import Commands
 
 
-def of_plan(story: Story) -> How:
-    profile, network = (next(iter(story.files.get(kind, ())), None) for kind in ("profile", "network"))
-    if profile is not None and network is not None:
-        return (("Plan again", _line("syncline", "plan", "--profile", profile, "--network", network)),)
-    if story.command or story.runs or story.demo or story.benches:
-        return whole(story)
-    plan = next(iter(story.files.get("plan", ())), "plan.json")
-    made = _line("syncline", "plan", "--profile", "profile.json", "--network", "network.json", "--out", plan)
-    return (("Plan again, from a profile and a network", made),)
+def for_prediction(inputs: Inputs) -> Commands:
+    command = "syncline predict --profile {profile} --network {network}"
+    return _with_files(inputs, "Predict again", command) or for_everything(inputs)
 
 
-def of_network(story: Story) -> How:
-    found = next(iter(story.files.get("network", ())), None)
-    if found is None and (story.command or story.benches or story.demo or story.runs):
-        return whole(story)
-    path = found or "network.json"
-    return (("Probe again, on the cluster", _line("torchrun", "…", "-m", "syncline", "probe", "--output", path)),)
+def for_step(inputs: Inputs, model: ModelData) -> Commands:
+    run = for_run(inputs) if model.records else ()
+    return tuple(dict.fromkeys((*run, *(for_prediction(inputs) if model.forecast is not None else ()))))
 
 
-def of_profile(story: Story) -> How:
-    found = next(iter(story.files.get("profile", ())), None)
-    if found is None:
-        return whole(story)
-    return (("Profile again", _line("syncline", "profile", "MODEL", "--output", found)),)
+def for_plan(inputs: Inputs) -> Commands:
+    command = "syncline plan --profile {profile} --network {network}"
+    example = command.format(profile="profile.json", network="network.json")
+    example += f" --out {shlex.quote(inputs.file('plan') or 'plan.json')}"
+    made = _with_files(inputs, "Plan again", command) or for_everything(inputs)
+    return made or (("Plan again, from a profile and a network", example),)
 
 
-def of_run(story: Story) -> How:
-    command = next((run.command for run in story.runs if run.command), "")
+def for_network(inputs: Inputs) -> Commands:
+    command, purpose = "torchrun … -m syncline probe --output {network}", "Probe again, on the cluster"
+    made = _with_files(inputs, purpose, command) or for_everything(inputs)
+    return made or ((purpose, command.format(network="network.json")),)
+
+
+def for_profile(inputs: Inputs) -> Commands:
+    command = "syncline profile MODEL --output {profile}"
+    return _with_files(inputs, "Profile again", command) or for_everything(inputs)
+
+
+def for_run(inputs: Inputs) -> Commands:
+    command = next((run.command for run in inputs.runs if run.command), "")
     return (("Run again", command),) if command else ()
 
 
-def of_bench(result: BenchResult, story: Story) -> How:
-    """As it was typed; from a file that does not say, as far as the result does."""
+def for_bench(result: BenchResult) -> Commands:
+    """Return the command as it was typed, or, for older files without it, one with the same settings."""
     if result.command:
         return (("Measure again", result.command),)
-    what = ["--model", result.model.name, "--batch", str(result.batch)]
-    if result.batch is None:
-        what = ["--replay", "PROFILE"]
-    methods = ",".join(row.method for row in result.rows)
-    line = ["syncline", "bench", *_cluster(result.cluster), *what, "--methods", methods, "--steps", str(result.rounds)]
-    return (("Measure again", _line(*line)),)
+    model = ["--replay", "PROFILE"]
+    if result.batch is not None:
+        model = ["--model", result.model.name, "--batch", str(result.batch)]
+    methods = ["--methods", ",".join(row.method for row in result.rows), "--steps", str(result.rounds)]
+    return (("Measure again", shlex.join(["syncline", "bench", *_cluster_options(result.cluster), *model, *methods])),)
 
 
-def of_demo(result: DemoResult, story: Story) -> How:
-    line = result.command or _line("syncline", "demo", *_cluster(result.cluster)[:6], "--steps", str(result.steps))
-    return (("Train again", line),)
+def for_demo(result: DemoResult) -> Commands:
+    options = [*_cluster_options(result.cluster)[:6], "--steps", str(result.steps)]
+    return (("Train again", result.command or shlex.join(["syncline", "demo", *options])),)
 
 
-def whole(story: Story) -> How:
-    """What makes everything again."""
-    if story.command:
-        return (("Everything again", story.command),)
-    if story.runs:
-        return of_run(story)
-    if story.demo is not None:
-        return of_demo(story.demo, story)
-    return of_bench(story.benches[0], story) if story.benches else ()
+def for_everything(inputs: Inputs) -> Commands:
+    if inputs.command:
+        return (("Make this page again", inputs.command),)
+    if inputs.runs:
+        return for_run(inputs)
+    if inputs.demo is not None:
+        return for_demo(inputs.demo)
+    return for_bench(inputs.benches[0]) if inputs.benches else ()
 
 
-def _cluster(one: Cluster) -> list[str]:
-    each = str(one.per_host) if isinstance(one.per_host, int) else ",".join(map(str, one.per_host))
-    words = ["--hosts", str(one.hosts), "--per-host", each, "--rate", format_rate(one.rate_bps)]
-    if one.racks > 1 and one.trunk_rate_bps is not None:
-        words += ["--racks", str(one.racks), "--trunk-rate", format_rate(one.trunk_rate_bps)]
-    if one.rank_order != "host":
-        words += ["--rank-order", one.rank_order]
-    return words + (["--device", one.device] if one.device != "cpu" else [])
+def _with_files(inputs: Inputs, purpose: str, command: str) -> Commands:
+    """Put the names of files into a command; return nothing if one of them was not read."""
+    try:
+        files = {kind: shlex.quote(paths[0]) for kind, paths in inputs.files.items() if paths}
+        return ((purpose, command.format_map(files)),)
+    except KeyError:
+        return ()
 
 
-def _line(*words: str) -> str:
-    return " ".join(word if word == "…" else shlex.quote(word) for word in words)
+def _cluster_options(cluster: Cluster) -> list[str]:
+    per_host = str(cluster.per_host) if isinstance(cluster.per_host, int) else ",".join(map(str, cluster.per_host))
+    words = ["--hosts", str(cluster.hosts), "--per-host", per_host, "--rate", format_rate(cluster.rate_bps)]
+    if cluster.racks > 1 and cluster.trunk_rate_bps is not None:
+        words += ["--racks", str(cluster.racks), "--trunk-rate", format_rate(cluster.trunk_rate_bps)]
+    if cluster.rank_order != "host":
+        words += ["--rank-order", cluster.rank_order]
+    return words + (["--device", cluster.device] if cluster.device != "cpu" else [])

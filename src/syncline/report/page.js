@@ -1,15 +1,17 @@
 "use strict";
 (() => {
-  // One box that says what a mark says; without a script, marks have titles.
+  // One tooltip for all marks. Without this script, browsers show the marks' titles.
   const tip = document.getElementById("tip");
-  const said = new Map();
+  const tooltips = new Map();
   for (const mark of document.querySelectorAll(".mark")) {
     const title = mark.querySelector(":scope > title");
-    const says = title ? title.textContent : mark.getAttribute("title") || "";
+    const text = title ? title.textContent : mark.getAttribute("title") || "";
     if (title) title.remove();
     mark.removeAttribute("title");
-    mark.setAttribute("aria-label", says);
-    said.set(mark, says);
+    mark.setAttribute("aria-label", text);
+    mark.setAttribute("role", "img");
+    mark.tabIndex = -1;
+    tooltips.set(mark, text);
   }
 
   let shown = null;
@@ -18,7 +20,7 @@
     const at = mark.getBoundingClientRect();
     if (at.bottom < 0 || at.top > innerHeight) { tip.hidden = true; return; }
     shown = mark;
-    tip.textContent = said.get(mark);
+    tip.textContent = tooltips.get(mark);
     tip.hidden = false;
     const middle = Math.min(Math.max(at.left + at.width / 2, 0), innerWidth);
     const left = Math.min(Math.max(middle - tip.offsetWidth / 2, 8), innerWidth - tip.offsetWidth - 8);
@@ -43,7 +45,11 @@
     addEventListener(moved, () => { if (shown) show(shown); }, { passive: true, capture: true });
   }
 
-  // Tab goes from chart to chart; arrows, Home and End go from mark to mark.
+  // Tab moves from chart to chart; arrow keys, Home and End move from mark to mark.
+  for (const chart of document.querySelectorAll(".chart")) {
+    const first = chart.querySelector(".mark");
+    if (first) first.tabIndex = 0;
+  }
   const steps = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1, Home: -Infinity, End: Infinity };
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") hide();

@@ -1,8 +1,10 @@
-"""One self-contained HTML page: no request, no font, no script from anywhere; a double click opens it."""
+"""Build the page and write it as one self-contained HTML file: no request to any server, no external font or script."""
 
 from __future__ import annotations
 
 import base64
+import dataclasses
+import datetime
 import hashlib
 import os
 import re
@@ -11,26 +13,50 @@ from importlib import resources
 import jinja2
 from markupsafe import Markup
 
+from syncline._version import __version__
 from syncline.files import write_text
-from syncline.report.blocks import Lines, Page, Section
-from syncline.report.charts import draw
-from syncline.report.story import Story
-from syncline.report.tell import tell
+from syncline.report import summary
+from syncline.report.forecast import forecast_for
+from syncline.report.inputs import Inputs
+from syncline.report.layout import Page
+from syncline.report.sections import all_sections
 
+_MOST_MODELS = 6
 _UNITS = r"(?:m?s|µs|[kMG]?B|[kMG]?bit/s|hosts?|ranks?)\b"
 
 
-def write_report(path: str | os.PathLike[str], story: Story) -> None:
-    """Tells `story` on a page at `path`, which is replaced in one step, or left as it was where something is wrong."""
-    write_text(path, render(tell(story)))
+def write_report(path: str | os.PathLike[str], inputs: Inputs) -> None:
+    """Write the page for `inputs` to `path`. An existing file is replaced in one step, or kept if anything fails.
+
+    Example:
+        >>> write_report("report.html", read_inputs(["profile.json", "network.json"]))
+    """
+    write_text(path, render(build_page(inputs)))
+
+
+def build_page(inputs: Inputs) -> Page:
+    """Decide what the page shows; nothing is drawn yet."""
+    models = [
+        dataclasses.replace(model, forecast=forecast_for(inputs, model)) for model in inputs.models[:_MOST_MODELS]
+    ]
+    about = summary.about(inputs, models)
+    now = datetime.datetime.now().astimezone().isoformat(timespec="minutes", sep=" ")
+    verdict, *more = summary.verdict_sentences(inputs, models)
+    return Page(
+        title=about or "Syncline",
+        about=about,
+        verdict=verdict,
+        more=more,
+        facts=list(summary.facts(inputs, models))[:4],
+        sections=list(all_sections(inputs, models)),
+        made_by=f"syncline {__version__}, {now}",
+        warning=summary.warning(inputs, models),
+    )
 
 
 def render(page: Page) -> str:
-    style, script = _own("page.css"), _own("page.js")
-    policy = (
-        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
-        "base-uri 'none'; form-action 'none'"
-    )
+    """Return the page as HTML."""
+    style, script = _read("page.css"), _read("page.js")
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("syncline", "report"),
         autoescape=True,
@@ -38,44 +64,35 @@ def render(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["close"] = _close
+    environment.filters |= {"keep_units": _keep_units, "percent": _percent, "digits": _digits}
     text = environment.get_template("page.html.j2").render(
         page=page,
-        drawn={section.name: _drawn(section) for section in page.sections},
         style=Markup(style),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704
-        policy=policy,
+        policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
+        "base-uri 'none'; form-action 'none'",
     )
-    # Names may hold halves of characters, which JSON can say and UTF-8 cannot.
+    # Names may contain lone surrogates, which JSON can express and UTF-8 cannot.
     return text.encode("utf-8", "replace").decode()
 
 
-def _close(text: str) -> str:
-    """Numbers stay with their units at a line's end."""
+def _keep_units(text: str) -> str:
+    """Keep a number and its unit on one line."""
     return re.sub(rf"(?<=[0-9]) (?={_UNITS})", "\u00a0", text)
 
 
-def _own(name: str) -> str:
+def _percent(value: float, end: float = 100.0) -> str:
+    return f"{100 * max(0.0, value) / end:.3f}%"
+
+
+def _digits(value: str | float) -> str | float:
+    """Six digits are enough in an attribute."""
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+def _read(name: str) -> str:
     return (resources.files("syncline") / "report" / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:
-    digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    return f"'sha256-{digest}'"
-
-
-def _drawn(section: Section) -> Markup:
-    """Its blocks; small charts stand beside each other."""
-    parts: list[Markup] = []
-    beside: list[Markup] = []
-    for block in section.blocks:
-        if isinstance(block, Lines) and block.small:
-            beside.append(draw(block))
-            continue
-        if beside:
-            parts.append(Markup('<div class="beside">{}</div>').format(Markup("").join(beside)))
-            beside = []
-        parts.append(draw(block))
-    if beside:
-        parts.append(Markup('<div class="beside">{}</div>').format(Markup("").join(beside)))
-    return Markup("\n").join(parts)
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

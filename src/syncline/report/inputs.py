@@ -1,0 +1,204 @@
+"""Everything a page is made from, and checks that it belongs together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from syncline.errors import UsageError
+from syncline.records.bench_result import BenchResult, DemoResult
+from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.records.profile import Profile
+from syncline.records.run_record import ModelRecord, RunRecord
+from syncline.report import formatting
+from syncline.report.forecast import Forecast
+
+_PLAN_NAMES = {
+    "plan": "the plan, lossless",
+    "plan-lossy": "the plan, lossy allowed",
+    "tune": "the plan, lossless",
+    "tune-bf16": "the plan, 16 bits allowed",
+}
+"""What the plan of a bench's or demo's method is called on the page."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that one page may show; any part may be missing.
+
+    Raises:
+        UsageError: The parts contradict each other, for instance a plan and a profile of different models.
+    """
+
+    profile: Profile | None = None
+    network: Network | None = None
+    plans: Mapping[str, Plan] = field(default_factory=dict)
+    """By their names on the page."""
+    benches: tuple[BenchResult, ...] = ()
+    demo: DemoResult | None = None
+    runs: tuple[RunRecord, ...] = ()
+    """Records of one run, of some or all of its ranks."""
+    schedules: tuple[str, ...] = ("ddp",)
+    """Schedules to predict, as `syncline predict --plan` takes them; the first is analysed in detail."""
+    hosts: tuple[int, ...] = ()
+    """Numbers of hosts to predict, the first in detail; by default the network's, and many more for the scaling."""
+    rates_bps: tuple[int | None, ...] = (None,)
+    """Rates of the hosts' links to predict, the first in detail; None: the network's own."""
+    files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names of the files that were read, by kind."""
+    command: str = ""
+    """The command that makes the page again, if there is one."""
+
+    def __post_init__(self) -> None:
+        _check_runs(self)
+        for model in self.models:
+            _check_model(self, model)
+        for result in self.benches:
+            _check_bench(self, result)
+        if self.demo is not None:
+            methods = [row.method for row in self.demo.rows]
+            for method in ("nosync", "ddp", "tune", "tune-bf16"):
+                if method not in methods:
+                    name = self.file("demo") or "the demo"
+                    raise UsageError(f"{name}: rows: {method} is missing; run the demo again")
+
+    @property
+    def models(self) -> tuple[ModelData, ...]:
+        """The models of a run, or the one model that the other files describe."""
+        return tuple(_models_of_runs(self)) or (_model_of_files(self),)
+
+    def file(self, kind: str) -> str | None:
+        """Return the first file of a kind, if any."""
+        return next(iter(self.files.get(kind, ())), None)
+
+
+@dataclass(frozen=True)
+class ModelData:
+    """One model on one cluster, and all that is known about it."""
+
+    name: str
+    profile: Profile | None = None
+    network: Network | None = None
+    plans: Mapping[str, Plan] = field(default_factory=dict)
+    records: tuple[tuple[int, ModelRecord], ...] = ()
+    """Ranks and what each recorded."""
+    forecast: Forecast | None = None
+
+    @property
+    def bucket_caps(self) -> tuple[int, ...]:
+        """Sizes in bytes at which the script's DDP closes its buckets, if known."""
+        return self.records[0][1].caps if self.records else ()
+
+    @property
+    def gradient_bytes(self) -> int | None:
+        if self.profile is not None:
+            return self.profile.gradient_bytes
+        if self.records:
+            return self.records[0][1].gradient_bytes
+        plan = next(iter(self.plans.values()), None)
+        return None if plan is None else sum(gradient.bytes for gradient in plan.gradients)
+
+
+def _model_of_files(inputs: Inputs) -> ModelData:
+    profile, network, plans = inputs.profile, inputs.network, dict(inputs.plans)
+    for result in inputs.benches:
+        profile, network = profile or result.profile, network or result.network
+        plans = plans or {_PLAN_NAMES[name]: plan for name, plan in result.plans.items() if name in _PLAN_NAMES}
+    names = [result.model.name for result in inputs.benches]
+    if inputs.demo is not None:
+        tunings = inputs.demo.tunings
+        network = network or inputs.demo.network
+        profile = profile or next((tuning.profile for tuning in reversed(tunings.values())), None)
+        plans = plans or {_PLAN_NAMES.get(name, name): tuning.plan for name, tuning in tunings.items()}
+        names = ["a CNN on real digits"]
+    else:
+        names = [known.model for known in (profile, *plans.values()) if known is not None] + names
+    return ModelData(next(filter(None, names), ""), profile, network, plans)
+
+
+def _models_of_runs(inputs: Inputs) -> Iterator[ModelData]:
+    """Match the ranks' models by name and by the order in which the script builds them."""
+    found: dict[tuple[int, str], list[tuple[int, ModelRecord]]] = {}
+    for run in sorted(inputs.runs, key=lambda run: run.rank):
+        for position, model in enumerate(run.models):
+            found.setdefault((position, model.name), []).append((run.rank, model))
+    only = len(found) == 1  # files that were passed beside a run describe its only model
+    for (_, name), records in found.items():
+        models = [model for _, model in records]
+        profile = next((model.profile for model in models if model.profile is not None), None)
+        network = next((model.network for model in models if model.network is not None), None)
+        plan = next((model.plan for model in models if model.plan is not None), None)
+        yield ModelData(
+            name,
+            profile or (inputs.profile if only else None),
+            network or inputs.network,
+            inputs.plans if plan is None else {"the plan": plan},
+            tuple(records),
+        )
+
+
+def _check_runs(inputs: Inputs) -> None:
+    for index, run in enumerate(inputs.runs):
+        if not 0 <= run.rank < run.ranks:
+            raise UsageError(f"a run's record claims to be of rank {run.rank} of {run.ranks}: there is no such rank")
+        if run.ranks != inputs.runs[0].ranks:
+            ranks = f"{inputs.runs[0].ranks} ranks and {run.ranks}"
+            raise UsageError(f"these records are of two runs, with {ranks}: pass one run, or remove old records")
+        if any(other.rank == run.rank for other in inputs.runs[:index]):
+            raise UsageError(f"two records are of rank {run.rank}: pass the records of one run")
+
+
+def _check_model(inputs: Inputs, model: ModelData) -> None:
+    """Check what was combined here; what a record or a result contains belongs together."""
+    profile, network = model.profile, model.network
+    for name, plan in model.plans.items():
+        passed = plan is inputs.plans.get(name)
+        if profile is not None and (passed or profile is inputs.profile):
+            _check_plan(name, plan, profile)
+        if network is not None and (passed or network is inputs.network):
+            _check_hosts(f"{name} is for", plan.where.host_of_rank, network)
+    for rank, record in model.records:
+        # Parameters that are never used have no gradient in a profile, but count in the model.
+        least, most = record.gradient_bytes / 2, record.gradient_bytes
+        if profile is not None and profile is inputs.profile and not least <= profile.gradient_bytes <= most:
+            ours, theirs = formatting.size(profile.gradient_bytes), formatting.size(most)
+            raise UsageError(
+                f"{record.name} of rank {rank} has {theirs} of gradients, but the profile has {ours}: are these files "
+                "of two different models?"
+            )
+        if network is not None and network is inputs.network:
+            _check_hosts(f"{record.name} ran on", record.host_of_rank, network)
+
+
+def _check_hosts(what: str, host_of_rank: tuple[int, ...], network: Network) -> None:
+    if host_of_rank and host_of_rank != network.host_of_rank:
+        theirs, ours = (
+            f"{formatting.count(len(set(hosts)), 'host')} with {formatting.count(len(hosts), 'rank')}"
+            for hosts in (host_of_rank, network.host_of_rank)
+        )
+        theirs += " in another order" if theirs == ours else ""
+        raise UsageError(f"{what} {theirs}, but the network has {ours}: are these files of two different clusters?")
+
+
+def _check_plan(name: str, plan: Plan, profile: Profile) -> None:
+    planned, profiled = (
+        {gradient.name: (gradient.shape, gradient.dtype) for gradient in source.gradients} for source in (plan, profile)
+    )
+    for parameter in [*planned, *profiled]:
+        if planned.get(parameter) != profiled.get(parameter):
+            problem = "has different shapes or types in the two"
+            if parameter not in planned or parameter not in profiled:
+                problem = f"is not in the {'plan' if parameter not in planned else 'profile'}"
+            raise UsageError(f"{name} is for another model than the profile: parameter {parameter} {problem}")
+
+
+def _check_bench(inputs: Inputs, result: BenchResult) -> None:
+    profile = inputs.profile or next((bench.profile for bench in inputs.benches if bench.profile is not None), None)
+    sizes = [bench.model.gradient_bytes for bench in inputs.benches] + ([profile.gradient_bytes] if profile else [])
+    other = next((size for size in sizes if size != result.model.gradient_bytes), None)
+    if other is not None:
+        raise UsageError(
+            f"{inputs.file('bench') or 'the bench'}: its model has {formatting.size(result.model.gradient_bytes)} of "
+            f"gradients, but another file's has {formatting.size(other)}: are these files of two different models?"
+        )

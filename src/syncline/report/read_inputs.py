@@ -1,0 +1,102 @@
+"""Read the files that Syncline wrote: each is recognised by its content."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from syncline.errors import UsageError
+from syncline.files import FileError, read_json
+from syncline.records.bench_result import BenchResult, DemoResult
+from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.records.profile import Profile
+from syncline.records.run_record import RunRecord
+from syncline.report.inputs import Inputs
+
+_KINDS: tuple[tuple[str, str, type[msgspec.Struct]], ...] = (
+    ("alternatives", "plan", Plan),
+    ("forward_s", "profile", Profile),
+    ("collectives", "network", Network),
+    ("models", "run", RunRecord),
+    ("epochs", "demo", DemoResult),
+    ("cluster", "bench", BenchResult),
+)
+"""A key that identifies each kind of file; the first that is found decides."""
+_NOT_SHOWN = {
+    "culprit": "was written by syncline predict --json: pass the profile and the network to predict again",
+    "budget_bytes": "was written by syncline plan --memory-budget, which a report does not show",
+}
+
+
+def read_inputs(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
+    """Read files, and the folders that `syncline run` wrote, in any order.
+
+    Raises:
+        UsageError: A file is not one of Syncline's, is damaged, or contradicts another; in one line.
+
+    Example:
+        >>> read_inputs(["profile.json", "network.json", "plan.json"])
+    """
+    found: dict[str, list[tuple[Path, Any]]] = {}
+    for path in _expand(paths):
+        kind, content = _read(path)
+        found.setdefault(kind, []).append((path, content))
+
+    def only(kind: str) -> Any:
+        entries = found.get(kind, [])
+        if len(entries) > 1:
+            raise UsageError(
+                f"{entries[0][0]} and {entries[1][0]} are both a {kind}: a page shows one, so make a page for each"
+            )
+        return entries[0][1] if entries else None
+
+    plans = found.get("plan", [])
+    names = [path.stem for path, _ in plans]
+    if len(set(names)) < len(names):
+        names = [str(path) for path, _ in plans]
+    return Inputs(
+        profile=only("profile"),
+        network=only("network"),
+        plans=dict(zip(["the plan"] if len(plans) == 1 else names, (plan for _, plan in plans), strict=True)),
+        benches=tuple(result for _, result in found.get("bench", [])),
+        demo=only("demo"),
+        runs=tuple(run for _, run in found.get("run", [])),
+        files={kind: tuple(str(path) for path, _ in entries) for kind, entries in found.items()},
+    )
+
+
+def _expand(paths: Sequence[str | os.PathLike[str]]) -> Iterator[Path]:
+    """Replace folders by the records in them, and skip files that were named before."""
+    seen: set[Path] = set()
+    for path in map(Path, paths):
+        files = sorted(path.glob("rank-*.json")) if path.is_dir() else [path]
+        if not files:
+            raise UsageError(f"{path}: has no rank-*.json: name the folder that syncline run wrote, or files")
+        for file in files:
+            if file.resolve() not in seen:
+                seen.add(file.resolve())
+                yield file
+
+
+def _read(path: Path) -> tuple[str, Any]:
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        Profile.load(path)  # raises an error that says what is wrong with the file
+        raise
+    keys = tree if isinstance(tree, dict) else {}
+    for key, reason in _NOT_SHOWN.items():
+        if key in keys:
+            raise FileError(f"{path}: {reason}")
+    for key, kind, type in _KINDS:
+        if key in keys:
+            return kind, read_json(path, type)
+    raise FileError(
+        f"{path}: is none of Syncline's files: pass what profile, probe, plan, bench, demo (--json) or run wrote"
+    )

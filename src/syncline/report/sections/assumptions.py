@@ -1,0 +1,81 @@
+"""The end of the page: what the results assume, and which files and commands they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from syncline.report import commands, formatting, sentences
+from syncline.report.charts import Table
+from syncline.report.inputs import Inputs, ModelData
+from syncline.report.layout import Section
+from syncline.report.summary import all_networks
+
+_MOST_FILES = 40
+
+
+def assumptions_section(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[Section]:
+    yield Section("assumptions", "Assumptions", points=list(_assumptions(inputs, models)))
+
+
+def _assumptions(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[str]:
+    networks, forecasts = all_networks(models), [model.forecast for model in models if model.forecast is not None]
+    if forecasts:
+        yield (
+            "Predictions simulate one step from the profile and the network. They assume that communication needs no "
+            "processor time: where it competes with computation, steps take longer than predicted."
+        )
+        yield "Computation is as profiled: the same model, batch and device on every host."
+    if any(forecast.curves for forecast in forecasts):
+        yield (
+            "Clusters with more hosts than were measured have the same kind of hosts and links, behind a switch that "
+            "carries all of their traffic."
+        )
+    for network in networks:
+        if not network.measured:
+            yield f"Links were not measured: {network.how}."
+            break
+    if any(network.one_machine for network in networks):
+        yield "Hosts were emulated on one machine: without latency or loss, and with shared processors."
+    if any(not plan.lossless for model in models for plan in model.plans.values()):
+        yield "A plan on this page is lossy: it was allowed to change numerics, and a model may train differently."
+    if len(inputs.runs) == 1 and inputs.runs[0].ranks > 1:
+        run = inputs.runs[0]
+        yield (
+            f"The run is shown as rank {run.rank} of {run.ranks} recorded it; syncline report with the run’s folder "
+            "shows all ranks."
+        )
+    if inputs.runs:
+        yield "Step times of a run are each rank’s own, without the optimizer, data loading and logging."
+    if inputs.benches or inputs.demo:
+        yield "Methods took turns in the same processes, and each step began after the links had been idle."
+    yield "docs/assumptions.md in Syncline’s source lists all assumptions, and what breaks its guarantees."
+
+
+def sources_section(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[Section]:
+    rows = [
+        (kind, path, description)
+        for kind, paths in inputs.files.items()
+        for path, description in zip(paths, _descriptions(inputs, kind), strict=True)
+    ]
+    reproduce = commands.for_everything(inputs)
+    if rows or reproduce:
+        tables = [Table("Files that were read", ("", "file", "content"), rows[:_MOST_FILES])] if rows else []
+        yield Section("sources", "Sources", "", tables, commands=reproduce)
+
+
+def _descriptions(inputs: Inputs, kind: str) -> Iterator[str]:
+    """Describe the files of one kind."""
+    if kind == "profile" and (profile := inputs.profile) is not None:
+        yield f"{profile.model} on {profile.where}: {profile.how}; {formatting.count(profile.steps, 'step')}"
+    elif kind == "network" and (network := inputs.network) is not None:
+        yield ", ".join(filter(None, [network.where, network.how, network.date]))
+    elif kind == "demo" and (demo := inputs.demo) is not None:
+        yield f"{formatting.count(demo.steps, 'step')}, {sentences.bench_cluster(demo.cluster)}"
+    elif kind == "plan":
+        yield from (f"{plan.model}: {plan.how}" for plan in inputs.plans.values())
+    elif kind == "bench":
+        for bench in inputs.benches:
+            yield f"{bench.model.name}, {formatting.count(bench.rounds, 'round')}, {bench.date}"
+    elif kind == "run":
+        for run in inputs.runs:
+            yield f"rank {run.rank} of {run.ranks}, {run.ended}, {run.seconds:.0f} s, {run.date}"
