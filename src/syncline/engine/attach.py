@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from syncline.engine.agreement import current_device, flatten, meet, meeting, versions_here
 from syncline.engine.comm import backend_of, group_timeout
 from syncline.engine.engine import Engine
-from syncline.engine.given import check_lanes, checked_exchange
+from syncline.engine.given import check_lanes, check_timeout, checked_exchange
 from syncline.engine.handle import Handle
 from syncline.engine.hook import other_hooks, switch_of
 from syncline.engine.model import ddp_of, described_fully, only_device, parameters_of
@@ -52,8 +52,7 @@ def attach(
     if lanes is None:
         lanes = default_lanes(exchange, backend_of(ddp.process_group))
     check_lanes(lanes)
-    if timeout_s is not None and not timeout_s > 0:
-        raise UsageError(f"timeout_s is {timeout_s!r}: a collective needs some time")
+    check_timeout(timeout_s)
     return attach_route(ddp, Uniform(exchange, lanes), timeout_s=timeout_s, network=network, scaler=scaler)
 
 

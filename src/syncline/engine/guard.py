@@ -1,4 +1,5 @@
-"""What is watched of one model's exchanges: where each bucket is, and what happened last.
+"""What is watched of one model: where each bucket of its exchanges is, and what happened last; of plain DDP, only that
+its ranks send heartbeats and how far they are.
 
 The last events are kept in a ring, whatever becomes of them: noting one costs less than a microsecond, and they are all
 that is left to look at when an exchange fails. See `vigil` for who looks, and `failure` for what is left behind.
@@ -7,7 +8,6 @@ that is left to look at when an exchange fails. See `vigil` for who looks, and `
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import time
 import weakref
@@ -17,15 +17,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.engine import failure
-from syncline.engine.comm import LaneGroups, backend_of
+from syncline.engine.comm import LaneGroups, backend_of, group_timeout
 from syncline.engine.lane import Job, Lane
 from syncline.engine.route import tell
 from syncline.engine.signs import At, Suspect, is_collective, suspected
 from syncline.engine.stats import Span
 from syncline.engine.stragglers import Stragglers
-from syncline.engine.vigil import vigil
+from syncline.engine.vigil import log, vigil
 from syncline.errors import first_line
 
 _EVENTS = 400
@@ -80,9 +81,14 @@ class Guard:
 
     def start(self, groups: Sequence[LaneGroups], lanes: Sequence[Lane]) -> None:
         """From now on these are looked after, and tell what they issue."""
-        self.name, self._lanes, self._groups = groups[0].comm.group.group_name, tuple(lanes), tuple(groups)
+        self._lanes, self._groups = tuple(lanes), tuple(groups)
         for index, one in enumerate(groups):
             one.notes.issued = functools.partial(_issued, weakref.ref(self), index)
+        self.watch(groups[0].comm.group.group_name)
+
+    def watch(self, name: str) -> None:
+        """From now on this rank sends heartbeats, and logs which other one sends none, until `stop`."""
+        self.name = name
         with vigil() as found:
             if found is not None:
                 found.watch(self)
@@ -134,6 +140,10 @@ class Guard:
         now_s = time.monotonic()
         self._moved_s[lane], self._last[lane] = now_s, what
         self._events.append((now_s, what, lane, step, bucket, level, sent_bytes))
+
+    def reached(self, step: int) -> None:
+        """Plain DDP has come to a step."""
+        self._step = step
 
     def stepped(self, span: Span | None, period_s: float) -> None:
         """A step is over, and took so long."""
@@ -194,10 +204,11 @@ class Guard:
     def compare(self, at: dict[int, At]) -> None:
         self._stragglers.compare(at)
 
-    def fell_with(self, error: str) -> None:
+    def fell_with(self, error: str) -> str:
         text = f"the program ended in a collective of its own or of DDP's: {error}"
         told = self.explain(text, own=False, outside=True)
-        print(f"syncline: {text}{told}", file=sys.stderr, flush=True)
+        log(f"{text}{told}")
+        return told
 
     def let_go(self) -> None:
         """The program ends. A thread that came back from a collective while Python takes itself apart would abort the
@@ -283,6 +294,18 @@ class Guard:
             pending=tuple(pending),
             events=tuple(events),
         )
+
+
+_plain: weakref.WeakKeyDictionary[DDP, Guard] = weakref.WeakKeyDictionary()
+
+
+def watch_plain(ddp: DDP) -> None:
+    """Has this rank send heartbeats, and log which other one sends none, for as long as the model is there: for a model
+    that stays plain DDP."""
+    if ddp not in _plain:
+        group: dist.ProcessGroup = ddp.process_group
+        _plain[ddp] = Guard(group, group_timeout(group))
+        _plain[ddp].watch(f"plain {group.group_name}")
 
 
 def _under_way(job: Job) -> bool:

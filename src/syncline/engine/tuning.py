@@ -27,7 +27,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from syncline.engine import agreement, buckets
 from syncline.engine.agreement import current_device
 from syncline.engine.attach import check_scaler
-from syncline.engine.comm import backend_of, gather_bytes, group_device
+from syncline.engine.comm import backend_of, bound_group, gather_bytes, group_device
+from syncline.engine.given import check_timeout
+from syncline.engine.guard import watch_plain
 from syncline.engine.handle import Handle
 from syncline.engine.hook import attached_to, other_hooks
 from syncline.engine.model import ddp_of, only_device, parameters_of
@@ -113,6 +115,7 @@ def tune(
     allow: Sequence[str] = (),
     budget_s: float = BUDGET_S,
     network: Network | str | os.PathLike[str] | None = None,
+    timeout_s: float | None = None,
     scaler: GradScaler | None = None,
     quiet: bool = False,
 ) -> Tuned:
@@ -126,13 +129,18 @@ def tune(
     It takes about `budget_s`, and at least eight steps of plain DDP and of the plan; a `network`, or the file that
     `syncline probe` wrote of it, saves the probing. `scaler`: as for `attach`. Rank 0 says what was chosen and why,
     unless `quiet`. What was attached before is replaced, by the plan or by plain DDP, and what it kept is lost.
+
+    `timeout_s` is how long a collective may take, now and later, as for `follow`: it becomes the timeout of the model's
+    process group. While it is tuned, and afterwards with plain DDP too, each rank logs one line when another rank stops
+    sending heartbeats.
     """
     began = time.monotonic()
     ddp = ddp_of(model)
     group: dist.ProcessGroup = ddp.process_group
     parameters = parameters_of(ddp)
     with current_device(only_device(parameters)), agreement.meeting(group, "tune", users=True):
-        links, allowed = _agreed(model, ddp, allow, budget_s, network, scaler)
+        links, allowed = _agreed(model, ddp, allow, budget_s, network, timeout_s, scaler)
+        bound_group(group, timeout_s)
         device = next(iter(parameters.values())).device
         with as_it_was(ddp.module, device):
             # Built anew: what has something attached; and with a static graph, whose first step counts what happens on
@@ -146,7 +154,7 @@ def tune(
                 rebuilt = rebuilt or not plan.nothing
                 if not plan.nothing:
                     left_s = _least(group, max(_LEAST_BUDGET_S, budget_s - (time.monotonic() - began)))
-                    trial = _try(ddp, plan, step, group, _TRIAL_SHARE * left_s, links, device)
+                    trial = _try(ddp, plan, step, group, _TRIAL_SHARE * left_s, links, timeout_s, device)
             except BaseException:
                 _plain(ddp)
                 raise
@@ -154,10 +162,12 @@ def tune(
                 _plain(ddp)
             handle = None
             if trial is not None and trial.won:
-                handle = make_planned(ddp, plan, network=links, scaler=scaler)
+                handle = make_planned(ddp, plan, network=links, timeout_s=timeout_s, scaler=scaler)
+            else:
+                watch_plain(ddp)
             if hasattr(ddp.module, "_orig_mod"):  # compiled: DDP splits its graph where its buckets end
                 torch.compiler.reset()
-    arguments = {"allow": allowed, "budget_s": budget_s, "scaler": scaler, "quiet": quiet}
+    arguments = {"allow": allowed, "budget_s": budget_s, "timeout_s": timeout_s, "scaler": scaler, "quiet": quiet}
     tuned = Tuned(plan, trial, handle, profile, links, time.monotonic() - began, ddp, arguments)
     if not quiet and group.rank() == 0:
         print(f"syncline: {tuned.describe()}", file=sys.stderr)
@@ -170,6 +180,7 @@ def _agreed(
     allow: Sequence[str],
     budget_s: float,
     network: object,
+    timeout_s: float | None,
     scaler: GradScaler | None,
 ) -> tuple[Network | None, tuple[str, ...]]:
     """Collective: what is known of the links, and what is allowed. What is wrong on one rank is refused by all."""
@@ -179,6 +190,7 @@ def _agreed(
         number = isinstance(budget_s, int | float) and not isinstance(budget_s, bool)
         if not (number and _LEAST_BUDGET_S <= budget_s < 1e6):
             raise UsageError(f"budget_s is {budget_s!r}: measuring takes at least {_LEAST_BUDGET_S:g} s")
+        check_timeout(timeout_s)
         check_scaler(scaler)
         if model is not ddp:
             raise UsageError("this model is compiled around DDP: tune the DDP model, and compile it afterwards")
@@ -192,7 +204,7 @@ def _agreed(
         if isinstance(known, SynclineError):
             raise known
         fields |= {"allow": list(allowed), "budget_s": budget_s, "scaler": scaler is not None}
-        fields["network"] = mark_of(known)
+        fields |= {"timeout_s": timeout_s, "network": mark_of(known)}
     if known is not None:
         check_network(known, hosts_of(group), backend_of(group))
     return known, allowed
@@ -263,6 +275,7 @@ def _try(
     group: dist.ProcessGroup,
     budget_s: float,
     network: Network,
+    timeout_s: float | None,
     device: torch.device,
 ) -> Trial:
     """Collective: plain DDP and the plan, in turns."""
@@ -278,7 +291,7 @@ def _try(
     for turn in turns:
         _drop_gradients(ddp)
         if turn == "plan":
-            make_planned(ddp, plan, network=network)
+            make_planned(ddp, plan, network=network, timeout_s=timeout_s)
         else:
             _plain(ddp)
         for number in range(settling + count):

@@ -206,7 +206,7 @@ def _facts(story: Story, subjects: tuple[Subject, ...], outlooks: list[Outlook |
 def _is_victim(run: RunRecord) -> tuple[bool, bool, float]:
     """Ranks end because one of them did: what it raised says more than that it was gone."""
     lost = any(word in run.ended for word in ("Connection closed", "Connection reset", "NCCL", "imed out"))
-    return run.ended == RUNNING, lost, run.seconds
+    return run.ended == RUNNING, lost, run.seconds  # a process that was killed could not say why
 
 
 def _warning(story: Story, subjects: tuple[Subject, ...]) -> str:
@@ -215,7 +215,7 @@ def _warning(story: Story, subjects: tuple[Subject, ...]) -> str:
     early = [run for run in story.runs if run.ended != FINISHED]
     if early:
         first = min(early, key=_is_victim)
-        said = first.ended if len(first.ended) <= 160 else f"{first.ended[:159]}…"
+        said = first.state if len(first.state) <= 160 else f"{first.state[:159]}…"
         others = f", before {figures.count(len(early) - 1, 'other rank')}" if len(early) > 1 else ""
         parts.append(f"The run did not finish: rank {first.rank}{others}: {said}.")
     if 0 < len(story.runs) < story.runs[0].ranks:
@@ -290,7 +290,7 @@ def _described(story: Story, kind: str, number: int) -> list[str]:
     if kind == "bench":
         return [f"{one.model.name}, {figures.count(one.rounds, 'round')}, {one.date}" for one in story.benches]
     if kind == "run":
-        return [f"rank {run.rank} of {run.ranks}, {run.ended}, {run.seconds:.0f} s, {run.date}" for run in story.runs]
+        return [f"rank {run.rank} of {run.ranks}, {run.state}, {run.seconds:.0f} s, {run.date}" for run in story.runs]
     if kind == "demo" and story.demo is not None:
         return [f"{figures.count(story.demo.steps, 'step')}, {measured.cluster(story.demo.cluster)}"]
     return [""] * number
