@@ -279,7 +279,7 @@ class Silence:
 
     def _patience_s(self, rank: int) -> float:
         """Longer for a rank that has come back several times: it holds Python's lock for seconds, and is no news."""
-        return max(ALARM_S, _ALARM_BEATS * self._beat_s) * 2.0 ** max(0, self._alarms[rank] - 2)
+        return max(ALARM_S, _ALARM_BEATS * self._beat_s) * 2.0 ** max(0, self._alarms[rank] - 1)
 
 
 def _failed(heard: _Heard) -> bool:

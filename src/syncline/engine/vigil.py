@@ -46,6 +46,8 @@ _ANSWER_S = 2.0
 _STRAGGLERS_S = 10.0
 _STAYS_S = 10.0
 """For how long whoever serves the store lets others ask, at most, when it ends."""
+_STORE_S = ALARM_S - _ANSWER_S
+"""So long after the time in which a store must answer it is worth a line in the log that it has not."""
 _RETRY_S = 3.0
 """After a store's first failure to answer; then every `_STRAGGLERS_S`."""
 _NEIGHBOURS = 64
@@ -250,7 +252,7 @@ class Vigil:
         elapsed_s, self._looked_s = min(now_s - self._looked_s, 2 * self.beat_s), now_s
         if self._gone or self._unanswered:
             before_s, self._unanswered_s = self._unanswered_s, self._unanswered_s + elapsed_s
-            if before_s < ALARM_S <= self._unanswered_s:
+            if before_s < _STORE_S <= self._unanswered_s:
                 server = "the launcher on the first host" if torchrun.keeps_store() else "rank 0"
                 state = "has ended" if self._gone else "is stopped or cannot be reached"
                 log(
@@ -258,7 +260,7 @@ class Vigil:
                     f"{server}, which serves it, {state}"
                 )
         else:
-            if self._unanswered_s >= ALARM_S:
+            if self._unanswered_s >= _STORE_S:
                 log(f"rank {self._rank}: the job's store answers again")
             self._unanswered_s = 0.0
 
@@ -291,21 +293,19 @@ class Vigil:
 
     def _part(self) -> None:
         """Leaves a last sign, so that nobody takes this rank for a silent one."""
-        if self._store is not None and not (self._gone or self._silent) and self._serves():
+        if self._store is not None and not (self._gone or self._silent):
             with self._lock:
                 self._sign = msgspec.structs.replace(self._sign, idle=not self._sign.left)
             with contextlib.suppress(RuntimeError, OSError):
+                self._check_server()
                 self._leave_sign({})
 
-    def _serves(self) -> bool:
-        """Whether the store is still there. A rank that serves it may have ended by now, and torch prints a stack trace
-        for what is then written to it."""
+    def _check_server(self) -> None:
+        """Raise an OSError if the rank that serves the store has ended: for what is then written to the store, torch
+        prints a stack trace, and ranks may well end at different times."""
         host, port = getattr(self._kind, "host", None), getattr(self._kind, "port", None)
-        if torchrun.keeps_store() or self._rank == 0 or host is None or port is None:
-            return True
-        with contextlib.suppress(OSError), socket.create_connection((host, port), _ANSWER_S / 2):
-            return True
-        return False
+        if not torchrun.keeps_store() and self._rank != 0 and host is not None and port is not None:
+            socket.create_connection((host, port), _ANSWER_S).close()
 
     def _open(self) -> None:
         """A connection of its own: others may wait on theirs for minutes. Here, where nobody waits for it, because a
@@ -342,6 +342,7 @@ class Vigil:
             return True  # each try is a complaint in the job's output
         self._asking_since_s = now_s
         try:
+            self._check_server()
             self._leave_sign({one.name: one.at() for one in watched})
             everyone = late or compares or asked or len(self._neighbours) == self._ranks - 1
             self._read([rank for rank in range(self._ranks) if rank != self._rank] if everyone else self._neighbours)
@@ -392,7 +393,7 @@ class Vigil:
         with self._lock:
             self._silent_until_s = time.monotonic() + (_STRAGGLERS_S if self._silent else _RETRY_S)
             self._silent = True
-            self._gone = isinstance(error, dist.DistNetworkError)
+            self._gone = isinstance(error, dist.DistNetworkError | ConnectionRefusedError)
             self._lock.notify_all()
 
     def leave(self) -> None:
