@@ -22,10 +22,12 @@ import psutil
 import pytest
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
+from typer.testing import CliRunner
 
 import syncline
 from ddp_helpers import Mlp, on_ranks, seeded
 from hostile.files import RECORD
+from syncline.cli import app
 from syncline.cluster import Rank
 from syncline.cluster.ports import reserved_port
 from syncline.engine import signs, vigil
@@ -301,6 +303,22 @@ def test_a_record_tells_a_process_that_runs_from_one_that_is_gone() -> None:
     assert record(host="", process=None, began="").state == RUNNING, "as earlier versions wrote it"
     gone = tell(Story(runs=(record(process=child.pid, ranks=1, rank=0),)))
     assert LOST in gone.warning
+
+
+def test_failure_tells_of_ranks_that_were_killed_and_left_no_failure_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SYNCLINE_FAILURES", str(tmp_path / "notes"))
+    refused = CliRunner().invoke(app, ["failure"])
+    assert refused.exit_code == 2 and "nothing has failed here" in refused.output
+    (tmp_path / "syncline-run").mkdir()
+    for rank, ended in enumerate((RUNNING, RUNNING, "finished")):
+        record(rank=rank, ranks=3, ended=ended).save(tmp_path / "syncline-run" / f"rank-{rank:04d}.json")
+    for arguments in ([], ["syncline-run"]):
+        answer = CliRunner().invoke(app, ["failure", *arguments])
+        assert answer.exit_code == 0 and answer.output.startswith("3 ranks under syncline run · no failure report")
+        assert answer.output.count(LOST) == 2 and "A signal ended them" in answer.output
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), True, "10"])
