@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import queue
 import signal
@@ -283,6 +284,38 @@ def test_a_program_that_ends_early_is_not_missed(tmp_path: Path, monkeypatch: py
         return said
 
     assert on_ranks(RANKS, main) == [[]] * RANKS
+
+
+def ends_early(rank: int, port: int, ended: Any, said: Any) -> None:
+    vigil.BEAT_S, signs.ALARM_S = 0.2, 1.0
+    vigil.log = said.put
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    syncline.follow(DDP(seeded(Mlp)), change=False, quiet=True)
+    dist.barrier()
+    if rank == 0:
+        assert ended.wait(STARTS_S)
+        with pytest.raises(RuntimeError):
+            dist.distributed_c10d._get_default_store().wait(["what never comes"], timedelta(seconds=3))
+
+
+def test_a_child_of_multiprocessing_that_ends_early_is_not_missed() -> None:
+    """Nothing that is registered with atexit is run in one."""
+    context = multiprocessing.get_context("fork")
+    ended, said = context.Event(), context.Queue()
+    with reserved_port() as port:
+        children = [context.Process(target=ends_early, args=(rank, port, ended, said)) for rank in range(2)]
+        try:
+            for child in children:
+                child.start()
+            children[1].join(STARTS_S)
+            ended.set()
+            children[0].join(STARTS_S)
+            assert [child.exitcode for child in children] == [0, 0]
+            assert said.empty()
+        finally:
+            for child in children:
+                child.kill()
+                child.join()
 
 
 def record(**changed: Any) -> RunRecord:

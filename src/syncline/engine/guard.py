@@ -160,11 +160,6 @@ class Guard:
             inside = [lane for lane, waiting in self._open.items() if waiting and self._last.get(lane) == "start"]
             return max((time.monotonic() - self._moved_s[lane] for lane in inside), default=0.0)
 
-    def waits_since(self) -> float | None:
-        with self._lock:
-            under_way = [lane for lane, waiting in self._open.items() if waiting and waiting[0].job.marks.on_host]
-            return min((self._moved_s[lane] for lane in under_way), default=None)
-
     def end_overdue(self, now_s: float) -> None:
         lanes = self._lanes
         with self._lock:
@@ -213,9 +208,9 @@ class Guard:
     def let_go(self) -> None:
         """The program ends. A thread that came back from a collective while Python takes itself apart would abort the
         process, and its launcher take that for the cause of it all: what is under way ends now."""
-        if self.waits_since() is None:
-            return
         with self._lock:
+            if not any(waiting and waiting[0].job.marks.on_host for waiting in self._open.values()):
+                return
             self._explains = True
         self._explained.set()  # there is nothing to explain, or it has been
         for one in self._groups:

@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
+import multiprocessing.util
 import os
 import secrets
 import socket
@@ -64,9 +66,6 @@ class Watched(Exchanging, Protocol):
 
     def end_overdue(self, now_s: float) -> None:
         """Ends what has not moved for too long."""
-
-    def waits_since(self) -> float | None:
-        """Since when the oldest of what is under way has not moved."""
 
     def compare(self, at: dict[int, At]) -> None:
         """Looks for a straggler among its ranks, this one among them."""
@@ -152,6 +151,13 @@ class Vigil:
         with self._lock:
             self._over = self._over or not (self._watched or self._holders)
         if self._over:
+            self._end()
+
+    def part(self) -> None:
+        """Leaves a last sign: nothing more is to be expected of this rank, whatever the reason is."""
+        if self._pid == os.getpid():
+            with self._lock:
+                self._over = True
             self._end()
 
     def _end(self) -> None:
@@ -334,7 +340,6 @@ class Vigil:
         if self._blind or self._gone or self._store is None:
             return True
         now_s = time.monotonic()
-        late = any((since := one.waits_since()) is not None and now_s - since > 2 * self.beat_s for one in watched)
         led = [one for one in watched if one.ranks[0] == self._rank and len(one.ranks) > 1]
         compares = bool(led) and now_s - self._compared_s > _STRAGGLERS_S
         asked = now_s < self._asked_until_s
@@ -344,7 +349,7 @@ class Vigil:
         try:
             self._check_server()
             self._leave_sign({one.name: one.at() for one in watched})
-            everyone = late or compares or asked or len(self._neighbours) == self._ranks - 1
+            everyone = compares or asked or len(self._neighbours) == self._ranks - 1
             self._read([rank for rank in range(self._ranks) if rank != self._rank] if everyone else self._neighbours)
             self._silent, self._answered_s = False, time.monotonic()
         except (RuntimeError, OSError) as error:  # the store's host is gone, or cannot be reached
@@ -409,9 +414,8 @@ class Vigil:
                 self._say_left("its program ended")
             self._stay()
         with self._lock:
-            self._over = True
             watched = list(self._watched)
-        self._end()
+        self.part()
         for one in watched:
             with contextlib.suppress(Exception):
                 one.let_go()
@@ -488,6 +492,8 @@ def _held() -> Vigil | None:
             _vigil = Vigil(dist.distributed_c10d._get_default_store())
         except (AttributeError, RuntimeError):
             return None
+        if multiprocessing.parent_process() is not None:  # where nothing that is registered with atexit is run
+            multiprocessing.util.Finalize(None, _vigil.part, exitpriority=0)
         return _vigil
 
 
