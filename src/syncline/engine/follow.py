@@ -29,10 +29,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from syncline.engine import agreement, buckets
 from syncline.engine.agreement import current_device
 from syncline.engine.attach import attach, check_scaler
-from syncline.engine.comm import backend_of, bound_group, group_device, group_timeout
+from syncline.engine.comm import backend_of, bound_group, group_device
 from syncline.engine.diary import PLAIN, Diary
 from syncline.engine.given import check_timeout, checked_exchange
-from syncline.engine.guard import Guard
+from syncline.engine.guard import watch_plain
 from syncline.engine.handle import Handle
 from syncline.engine.hook import Switch, attached_to, other_hooks
 from syncline.engine.model import ddp_of, only_device, parameters_of, shapes_of
@@ -175,7 +175,6 @@ class Following:
         self._group: dist.ProcessGroup = ddp.process_group
         self._device = only_device(parameters_of(ddp))
         bound_group(self._group, wishes.timeout_s)
-        self._guard = Guard(self._group, group_timeout(self._group))
         self._outcome = "Nothing was decided yet: the script ended too early."
         self._in_eval = False
         self._fresh = True
@@ -193,7 +192,7 @@ class Following:
         """By this object: what somebody else attaches is theirs."""
         self._course = weakref.ref(course)
         self._trained = frozenset(id(p) for p in parameters_of(ddp).values() if p.requires_grad)
-        self._guard.watch(f"followed {self._group.group_name}")
+        self._guard = watch_plain(ddp)
 
     @property
     def model(self) -> DDP:
@@ -244,7 +243,8 @@ class Following:
             course.close()
         self._hook.remove()
         self._pacer.close()
-        self._guard.stop()
+        if (guard := self._guard()) is not None:
+            guard.stop()
 
     # --- between steps ------------------------------------------------------------------------------------------
 
@@ -252,7 +252,8 @@ class Following:
         self._fresh = True
         self._in_eval = not self.model.training
         self._diary.step_ended()
-        self._guard.reached(self._pacer.steps)
+        if (guard := self._guard()) is not None:
+            guard.reached(self._pacer.steps)
 
     def _before_forward(self, course: Course) -> None:
         """All ranks come here for the same forward: one that is trained, the first after a step."""

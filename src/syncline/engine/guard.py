@@ -294,13 +294,13 @@ class Guard:
 _plain: weakref.WeakKeyDictionary[DDP, Guard] = weakref.WeakKeyDictionary()
 
 
-def watch_plain(ddp: DDP) -> None:
-    """Has this rank send heartbeats, and log which other one sends none, for as long as the model is there: for a model
-    that stays plain DDP."""
-    if ddp not in _plain:
-        group: dist.ProcessGroup = ddp.process_group
-        _plain[ddp] = Guard(group, group_timeout(group))
-        _plain[ddp].watch(f"plain {group.group_name}")
+def watch_plain(ddp: DDP) -> weakref.ref[Guard]:
+    """Send heartbeats, and log which other rank sends none, for as long as the model is there, or until `stop`: for a
+    model that is plain DDP, or may become it."""
+    group: dist.ProcessGroup = ddp.process_group
+    guard = _plain.setdefault(ddp, Guard(group, group_timeout(group)))
+    guard.watch(f"plain {group.group_name}")
+    return weakref.ref(guard)
 
 
 def _under_way(job: Job) -> bool:
