@@ -191,7 +191,8 @@ class Vigil:
         with self._lock:
             self._sign = msgspec.structs.replace(self._sign, asks=True)
             self._listen(until_s, lambda: self._heard_enough(others, asked_s, outside))
-            if any(self._heard.is_open(rank, asked_s) for rank in others):  # a busy machine: little was read
+            unclear = any(self._heard.is_open(rank, asked_s) for rank in others)
+            if unclear and not self._unanswered:  # a busy machine: little was read
                 until_s = time.monotonic() + _PATIENT_BEATS * self.beat_s
                 self._listen(until_s, lambda: not any(self._heard.is_open(rank, asked_s) for rank in others))
             self._sign = msgspec.structs.replace(self._sign, asks=False)
