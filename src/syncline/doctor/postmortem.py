@@ -105,10 +105,11 @@ def unfinished_runs(folder: str | os.PathLike[str]) -> list[RunRecord]:
     A process that was killed, and those that torchrun then ended, could write no failure report. Files that are no such
     records are left out.
     """
-    found = []
-    for path in sorted(Path(folder).glob("rank-*.json")):
-        with contextlib.suppress(FileError):
-            found.append(RunRecord.load(path))
+    found: list[RunRecord] = []
+    with contextlib.suppress(OSError):
+        for path in sorted(Path(folder).glob("rank-*.json")):
+            with contextlib.suppress(FileError):
+                found.append(RunRecord.load(path))
     return sorted((run for run in found if run.ended != FINISHED), key=lambda run: run.rank)
 
 
