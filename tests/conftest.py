@@ -32,6 +32,7 @@ ALONE = frozenset(
         "test_hierarchical_wire",
         "test_links",
         "test_probe",
+        "test_silence",
         "test_watching",
     }
 )

@@ -32,9 +32,9 @@ ALLOWED: dict[str, set[str]] = {
         *("bench", "cluster", "dist", "doctor", "exchange", "health", "layerwise", "measure", "models", "plan"),
         *("predict", "records", "report", "run", "tuning"),
     },
-    "run": {"_version", "ddp", "errors", "records", "tuning"},
+    "run": {"_version", "ddp", "errors", "health", "records", "tuning"},
     "report": {"_version", "cluster", "errors", "exchange", "files", "predict", "records", "units"},
-    "doctor": {"_version", "cluster", "ddp", "dist", "errors", "files", "health", "measure", "units"},
+    "doctor": {"_version", "cluster", "ddp", "dist", "errors", "files", "health", "measure", "records", "units"},
     "bench": {
         *("_version", "errors", "memory_meter"),
         *("cluster", "ddp", "dist", "exchange", "layerwise", "measure", "models", "plan", "predict", "records"),
@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
         *("dist", "exchange", "health", "measure", "predict", "records", "runtime"),
     },
     "runtime": {"dist", "errors", "exchange", "files", "health", "measure", "predict", "records"},
-    "health": {"_version", "dist", "errors", "files"},
+    "health": {"_version", "dist", "errors", "files", "units"},
     "measure": {"dist", "errors", "exchange", "records"},
     "dist": {"_version", "errors", "exchange", "memory_meter", "units"},
     # Without a process group.

@@ -182,6 +182,7 @@ def test_a_plan_for_another_model_is_one_line_and_status_2(tmp_path: Path) -> No
         (["--allow", "everything", str(SCRIPT)], "everything"),
         (["--plan", "nowhere.json", str(SCRIPT)], "nowhere.json: cannot be read"),
         (["--probe", "0", str(SCRIPT)], "1 to 3600 seconds"),
+        (["--timeout", "0", str(SCRIPT)], "--timeout 0: must be greater than 0"),
         (["--out", str(SCRIPT), str(SCRIPT)], "is a file; name a folder"),
         (["--out", "/proc/nowhere", str(SCRIPT)], "/proc/nowhere: cannot be made"),
         (["-m", "not a module"], "is no module's name"),

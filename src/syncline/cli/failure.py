@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from syncline.cli import options, screen
-from syncline.doctor import Accused, Postmortem, examine_notes
-from syncline.files import one_line, write_json
+from syncline.cli.commands.run import FOLDER as RUN_FOLDER
+from syncline.doctor import Accused, Postmortem, examine_notes, unfinished_runs
+from syncline.errors import UsageError
+from syncline.files import FileError, one_line, write_json
 from syncline.health.failure import Failure
+from syncline.records.run_record import LOST, RunRecord
 from syncline.units import ranks_text, size_text
 
 _LONGEST_LIST = 8
@@ -20,10 +24,37 @@ _LONGEST_LIST = 8
 def failure(folder: Path | None, events: int, json: Path | None) -> None:
     with options.one_line_errors("syncline failure"):
         screen.check_writable(json)
-        found = examine_notes(folder)
+        try:
+            found = examine_notes(folder)
+        except (UsageError, FileError):
+            runs = unfinished_runs(RUN_FOLDER if folder is None else folder)
+            if not runs:
+                raise
+            if json is not None:
+                states = [{"rank": run.rank, "host": run.host, "state": run.state} for run in runs]
+                write_json(json, {"schema": 1, "runs": states})
+            show_runs(runs, screen.out)
+            return
         if json is not None:
             write_json(json, found)
         show(found, screen.out, events)
+
+
+def show_runs(runs: Sequence[RunRecord], console: Console) -> None:
+    console.print(f"{runs[0].ranks} ranks under syncline run · no failure report · {one_line(runs[0].command)}")
+    console.print()
+    rows = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for column in ("rank", "host", "process", "state"):
+        rows.add_column(column, justify="right" if column in ("rank", "process") else "left", overflow="fold")
+    for run in runs:
+        rows.add_row(str(run.rank), one_line(run.host), str(run.process or ""), one_line(run.state))
+    console.print(rows)
+    console.print()
+    if all(LOST in run.state for run in runs):
+        console.print(
+            "A signal ended them, or their hosts went down: the launcher's output says which rank ended first, and the "
+            "kernel's log whether memory ran out."
+        )
 
 
 def show(found: Postmortem, console: Console, events: int = 0) -> None:

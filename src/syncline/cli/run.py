@@ -39,6 +39,7 @@ def prepare(
     plan: Path | None,
     network: Path | None,
     probe: float,
+    timeout: float | None,
     out: Path,
     quiet: bool,
 ) -> Callable[[], NoReturn]:
@@ -49,6 +50,8 @@ def prepare(
         raise UsageError("--allow and --observe-only are for tuning: --exchange and --plan leave nothing to find")
     if not 1 <= probe <= 3600:
         raise UsageError(f"--probe {probe:g}: probing takes 1 to 3600 seconds")
+    if timeout is not None and not timeout > 0:
+        raise UsageError(f"--timeout {timeout:g}: must be greater than 0")
     if nproc_per_node is not None and "RANK" in os.environ:
         raise UsageError("--nproc-per-node starts ranks, and this is one of torchrun's already: leave it out")
     check_script(script, module=module)
@@ -67,6 +70,7 @@ def prepare(
         change=not observe_only,
         probe_s=probe,
         quiet=quiet,
+        timeout_s=timeout,
     )
     given = [*(["-m"] if module else []), script, *arguments]
     words = [part for name, value in _chosen(locals()) for part in (name, value) if part is not None]
@@ -87,6 +91,8 @@ def _chosen(given: dict[str, object]) -> list[tuple[str, str | None]]:
             chosen.append((f"--{name}", str(given[name])))
     if given["probe"] != PROBE_S:
         chosen.append(("--probe", f"{given['probe']:g}"))
+    if given["timeout"] is not None:
+        chosen.append(("--timeout", f"{given['timeout']:g}"))
     if given["out"] != FOLDER:
         chosen.append(("--out", str(given["out"])))
     return chosen + [(f"--{name.replace('_', '-')}", None) for name in ("observe_only", "quiet") if given[name]]

@@ -27,7 +27,7 @@ from syncline.runtime.engine import Engine
 from syncline.runtime.parameters import ddp_of, described_fully, only_device, parameters_of
 from syncline.runtime.reduction import Reduction
 from syncline.runtime.topology import find_place, mark_of, read_network
-from syncline.runtime.validation import check_lanes, checked_exchange
+from syncline.runtime.validation import check_lanes, check_timeout, checked_exchange
 
 
 def attach(
@@ -54,8 +54,7 @@ def attach(
     if lanes is None:
         lanes = default_lanes(exchange, backend_of(ddp.process_group))
     check_lanes(lanes)
-    if timeout_s is not None and not timeout_s > 0:
-        raise UsageError(f"timeout_s is {timeout_s!r}: a collective needs some time")
+    check_timeout(timeout_s)
     return attach_route(ddp, Uniform(exchange, lanes), timeout_s=timeout_s, network=network, scaler=scaler)
 
 

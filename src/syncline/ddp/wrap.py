@@ -17,11 +17,14 @@ from syncline.ddp.attach import attach_route
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import attached_to
 from syncline.dist.agreement import current_device
+from syncline.dist.comm import bound_group
 from syncline.errors import UsageError
+from syncline.health.watchdog import watch_plain
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.runtime.bucket_policy import Planned, difference_of, read_plan
 from syncline.runtime.parameters import ddp_of, described, only_device
+from syncline.runtime.validation import check_timeout
 
 ON_MISMATCH = ("refuse", "fallback")
 
@@ -47,6 +50,7 @@ def wrap(
             raise UsageError(f"wrap(…, {name}=…): buckets are the plan's: leave it out")
     if on_mismatch not in ON_MISMATCH:
         raise UsageError(f"on_mismatch is {on_mismatch!r}: it is one of {', '.join(ON_MISMATCH)}")
+    check_timeout(timeout_s)
     if isinstance(net, DDP):
         raise UsageError("wrap takes the module, and this is in DistributedDataParallel already: pass model.module")
     group = _group(ddp_arguments)
@@ -62,7 +66,10 @@ def wrap(
             warnings.warn(f"the plan is not applied, and this is plain DDP: {different}", stacklevel=2)
         return DDP(net, **ddp_arguments)
     if made.nothing:
-        return DDP(net, **ddp_arguments)
+        plain = DDP(net, **ddp_arguments)
+        bound_group(group, timeout_s)
+        watch_plain(plain)
+        return plain
     rebuilt = bool(ddp_arguments.get("static_graph")) or not ddp_arguments.get("find_unused_parameters")
     ddp = DDP(net, **ddp_arguments, **buckets.cap_arguments(made.caps, rebuilt=rebuilt))
     buckets.planned_from_the_start(ddp)

@@ -312,6 +312,16 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
         return dist.default_pg_timeout if hasattr(dist, "default_pg_timeout") else timedelta(minutes=30)
 
 
+def bound_group(group: dist.ProcessGroup, timeout_s: float | None) -> None:
+    """Limit every later collective of this group to `timeout_s`, plain DDP's all-reduces among them.
+
+    torch has only a private function for a group that exists. Where it is missing, a group keeps its own timeout.
+    """
+    set_timeout = getattr(_c10d, "_set_pg_timeout", None)
+    if timeout_s is not None and set_timeout is not None:
+        set_timeout(timedelta(seconds=timeout_s), group)
+
+
 def _pair(numel: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     device = group_device(group)
     return torch.zeros(numel, device=device), torch.zeros(numel, device=device)

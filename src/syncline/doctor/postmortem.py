@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from syncline.errors import UsageError
 from syncline.files import FileError
 from syncline.health.failure import FOLDER, FOLDER_VARIABLE, Failure, chosen_folder
 from syncline.health.suspects import Kind, Suspect
+from syncline.records.run_record import FINISHED, RunRecord
 
 _APART_S = 300.0
 """Beyond the timeout, what may lie between the notes of one failure: hosts' clocks differ."""
@@ -95,6 +97,20 @@ def examine_notes(folder: str | os.PathLike[str] | None = None) -> Postmortem:
         damaged=tuple(map(str, damaged)),
         apart=() if accused else _apart(notes),
     )
+
+
+def unfinished_runs(folder: str | os.PathLike[str]) -> list[RunRecord]:
+    """Return the records of `syncline run` in a folder whose scripts did not finish, by rank.
+
+    A process that was killed, and those that torchrun then ended, could write no failure report. Files that are no such
+    records are left out.
+    """
+    found: list[RunRecord] = []
+    with contextlib.suppress(OSError):
+        for path in sorted(Path(folder).glob("rank-*.json")):
+            with contextlib.suppress(FileError):
+                found.append(RunRecord.load(path))
+    return sorted((run for run in found if run.ended != FINISHED), key=lambda run: run.rank)
 
 
 def _default() -> Path:

@@ -4,10 +4,12 @@ A collective that fails says that a connection was closed, or that time is up; w
 waits in it. So each rank has one thread that leaves a sign a second where all can see it, in the store that
 torch.distributed has met at: how many collectives it has come to, how long its own work takes, and what has failed
 here, if something has. Whoever fails reads the others' signs, and can name the rank that left none, that failed first,
-or that has not come. Nobody reads while nothing is late, but for a model's first rank, which looks for stragglers.
+or that has not come. The same thread reads the others' heartbeats once per beat and logs one line when a rank stops
+sending them, and one when it is back. A rank that only computes for long still sends them.
 
 A second thread looks after lanes: what has not moved for longer than the backend's own timeout, which should have ended
-it, is ended here. It is another one because a store that cannot be reached may keep its reader for as long as it likes.
+it, is ended here. It is another one because a store that cannot be reached may keep its reader for as long as it likes;
+this thread logs that, too.
 
 Nothing here may hurt a job: a store that cannot be asked means that less is known.
 """
@@ -16,8 +18,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import multiprocessing
+import multiprocessing.util
 import os
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -32,7 +37,7 @@ import torch.distributed as dist
 from syncline.dist import torchrun
 from syncline.errors import first_line
 from syncline.files import one_line
-from syncline.health.suspects import At, Exchanging, Heard, Kind, Sign, Suspect, is_backends
+from syncline.health.suspects import ALARM_S, At, Exchanging, Heard, Kind, Sign, Silence, Suspect, is_backends
 
 BEAT_S = 1.0
 _RANKS_PER_S = 64
@@ -43,6 +48,13 @@ _ANSWER_S = 2.0
 _STRAGGLERS_S = 10.0
 _STAYS_S = 10.0
 """For how long whoever serves the store lets others ask, at most, when it ends."""
+_STORE_S = ALARM_S - _ANSWER_S
+"""So long after the time in which a store must answer it is worth a line in the log that it has not."""
+_RETRY_S = 3.0
+"""After a store's first failure to answer; then every `_STRAGGLERS_S`."""
+_NEIGHBOURS = 64
+"""At most so many ranks are watched for silence by each rank, so that what the store is asked grows with the ranks and
+not with their square."""
 _TOLD = 60
 """So many letters of what has failed tell it from something else."""
 
@@ -55,17 +67,14 @@ class Watched(Exchanging, Protocol):
     def end_overdue(self, now_s: float) -> None:
         """Ends what has not moved for too long."""
 
-    def waits_since(self) -> float | None:
-        """Since when the oldest of what is under way has not moved."""
-
     def compare(self, at: dict[int, At]) -> None:
         """Looks for a straggler among its ranks, this one among them."""
 
     def let_go(self) -> None:
         """The program ends, and so does what is under way."""
 
-    def fell_with(self, error: str) -> None:
-        """Tells what is known of a collective that was none of its own, and has ended the program."""
+    def fell_with(self, error: str) -> str:
+        """Logs what is known of a collective that was none of its own, and has ended the program → the suspects."""
 
 
 class Vigil:
@@ -73,6 +82,7 @@ class Vigil:
 
     def __init__(self, shared: Any) -> None:
         self._shared: Any = shared
+        self._kind: Any = shared
         self._store: Any = None
         self._job = dist.group.WORLD
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -85,6 +95,10 @@ class Vigil:
         """What these ranks call their job, once all could agree on it."""
         self._sign = Sign(secrets.randbelow(1 << 40))  # no two vigils of a rank count alike
         self._heard = Heard(self.beat_s)
+        self._silence = Silence(self._rank, self.beat_s)
+        self._neighbours = [(self._rank + 1 + i) % self._ranks for i in range(min(_NEIGHBOURS, self._ranks - 1))]
+        self._sought_s = 0.0
+        """When ranks that have sent no heartbeat yet were last looked for one by one."""
         self._silent = False
         """Whether the store does not answer."""
         self._silent_until_s = 0.0
@@ -94,6 +108,11 @@ class Vigil:
         self._blind = False
         """This kind of store cannot be asked."""
         self._asking_since_s: float | None = None
+        self._answered_s = self._looked_s = time.monotonic()
+        self._unanswered_s = 0.0
+        """For how long the store has not answered, as far as this process has run meanwhile."""
+        self._ended_by: BaseException | None = None
+        """What was told of as the program's end."""
         self._asked_until_s = 0.0
         self._compared_s = time.monotonic()
         self._raised_before = getattr(sys, "last_value", None)
@@ -101,8 +120,6 @@ class Vigil:
         self._lock = threading.Condition()
         self._wake = threading.Event()
         self._over = False
-        self._parts = True
-        """Whether it leaves a last sign when it ends."""
         self._threads = [
             threading.Thread(target=self._look_after_lanes, name="syncline-vigil", daemon=True),
             threading.Thread(target=self._exchange_signs, name="syncline-signs", daemon=True),
@@ -136,6 +153,13 @@ class Vigil:
         if self._over:
             self._end()
 
+    def part(self) -> None:
+        """Leaves a last sign: nothing more is to be expected of this rank, whatever the reason is."""
+        if self._pid == os.getpid():
+            with self._lock:
+                self._over = True
+            self._end()
+
     def _end(self) -> None:
         self._wake.set()
         with self._lock:
@@ -167,7 +191,8 @@ class Vigil:
         with self._lock:
             self._sign = msgspec.structs.replace(self._sign, asks=True)
             self._listen(until_s, lambda: self._heard_enough(others, asked_s, outside))
-            if any(self._heard.is_open(rank, asked_s) for rank in others):  # a busy machine: little was read
+            unclear = any(self._heard.is_open(rank, asked_s) for rank in others)
+            if unclear and not self._unanswered:  # a busy machine: little was read
                 until_s = time.monotonic() + _PATIENT_BEATS * self.beat_s
                 self._listen(until_s, lambda: not any(self._heard.is_open(rank, asked_s) for rank in others))
             self._sign = msgspec.structs.replace(self._sign, asks=False)
@@ -214,6 +239,7 @@ class Vigil:
 
     def _look_after_lanes(self) -> None:
         while self._ends_what_is_overdue():
+            self._watch_store()
             with self._lock:
                 if not self._over:
                     self._lock.wait(self.beat_s)
@@ -225,6 +251,25 @@ class Vigil:
             with contextlib.suppress(Exception):  # what went wrong with one must not keep the others unwatched
                 one.end_overdue(time.monotonic())
         return watched is not None
+
+    def _watch_store(self) -> None:
+        """Logs when the store stops answering, and when it answers again. Time in which this process itself was stopped
+        does not count."""
+        now_s = time.monotonic()
+        elapsed_s, self._looked_s = min(now_s - self._looked_s, 2 * self.beat_s), now_s
+        if self._gone or self._unanswered:
+            before_s, self._unanswered_s = self._unanswered_s, self._unanswered_s + elapsed_s
+            if before_s < _STORE_S <= self._unanswered_s:
+                server = "the launcher on the first host" if torchrun.keeps_store() else "rank 0"
+                state = "has ended" if self._gone else "is stopped or cannot be reached"
+                log(
+                    f"rank {self._rank}: no answer from the job's store for {now_s - self._answered_s:.0f} s: "
+                    f"{server}, which serves it, {state}"
+                )
+        else:
+            if self._unanswered_s >= _STORE_S:
+                log(f"rank {self._rank}: the job's store answers again")
+            self._unanswered_s = 0.0
 
     def _looked_at(self) -> list[Any] | None:
         with self._lock:
@@ -251,25 +296,32 @@ class Vigil:
             with self._lock:
                 self._blind = True
                 self._lock.notify_all()
-            self._store = self._shared = self._job = None  # and connections
+            self._store = self._shared = self._kind = self._job = None  # and connections
 
     def _part(self) -> None:
-        there = self._store is not None and not (self._gone or self._silent)
-        if there and self._parts and (self._sign.left or self._job is dist.group.WORLD):
+        """Leaves a last sign, so that nobody takes this rank for a silent one."""
+        if self._store is not None and not (self._gone or self._silent):
             with self._lock:
                 self._sign = msgspec.structs.replace(self._sign, idle=not self._sign.left)
             with contextlib.suppress(RuntimeError, OSError):
+                self._check_server()
                 self._leave_sign({})
+
+    def _check_server(self) -> None:
+        """Raise an OSError if the rank that serves the store has ended: for what is then written to the store, torch
+        prints a stack trace, and ranks may well end at different times."""
+        host, port = getattr(self._kind, "host", None), getattr(self._kind, "port", None)
+        if not torchrun.keeps_store() and self._rank != 0 and host is not None and port is not None:
+            socket.create_connection((host, port), _ANSWER_S).close()
 
     def _open(self) -> None:
         """A connection of its own: others may wait on theirs for minutes. Here, where nobody waits for it, because a
         link that is cut makes it take long."""
         self._asking_since_s = time.monotonic()
         try:
-            kind = self._shared
-            while hasattr(kind, "underlying_store"):
-                kind = kind.underlying_store
-            if type(kind).__name__ == "FileStore":  # which keeps all that was ever left in it
+            while hasattr(self._kind, "underlying_store"):
+                self._kind = self._kind.underlying_store
+            if type(self._kind).__name__ == "FileStore":  # which keeps all that was ever left in it
                 self._blind = True
             else:
                 self._store = self._shared.clone()
@@ -289,7 +341,6 @@ class Vigil:
         if self._blind or self._gone or self._store is None:
             return True
         now_s = time.monotonic()
-        late = any((since := one.waits_since()) is not None and now_s - since > 2 * self.beat_s for one in watched)
         led = [one for one in watched if one.ranks[0] == self._rank and len(one.ranks) > 1]
         compares = bool(led) and now_s - self._compared_s > _STRAGGLERS_S
         asked = now_s < self._asked_until_s
@@ -297,13 +348,19 @@ class Vigil:
             return True  # each try is a complaint in the job's output
         self._asking_since_s = now_s
         try:
+            self._check_server()
             self._leave_sign({one.name: one.at() for one in watched})
-            self._silent = False
-            if late or compares or asked:
-                self._read()
+            everyone = compares or asked or len(self._neighbours) == self._ranks - 1
+            self._read([rank for rank in range(self._ranks) if rank != self._rank] if everyone else self._neighbours)
+            self._silent, self._answered_s = False, time.monotonic()
         except (RuntimeError, OSError) as error:  # the store's host is gone, or cannot be reached
             self._fall_silent(error)
         self._asking_since_s = None
+        if not self._silent:
+            with self._lock:
+                lines = self._silence.changes(self._heard, self._neighbours)
+            for line in lines:
+                log(line)
         if compares and not self._silent:
             self._compared_s = now_s
             for one in led:
@@ -316,22 +373,33 @@ class Vigil:
             data = msgspec.json.encode(self._sign)
         self._store.set(_key(self._rank), data.decode())
 
-    def _read(self) -> None:
-        others = [rank for rank in range(self._ranks) if rank != self._rank]
-        there = [rank for rank in others if rank in self._heard or self._store.check([_key(rank)])]
+    def _read(self, ranks: Sequence[int]) -> None:
+        arrived = self._arrived([rank for rank in ranks if rank not in self._heard])
+        there = [rank for rank in ranks if rank in self._heard or rank in arrived]
         signs = self._store.multi_get([_key(rank) for rank in there]) if there else []
         with self._lock:
             found: dict[int, Sign] = {}
             for rank, data in zip(there, signs, strict=True):
                 with contextlib.suppress(msgspec.MsgspecError):
                     found[rank] = msgspec.json.decode(data, type=Sign)
-            self._heard.note(found)
+            self._heard.note(found, everyone=len(ranks) == self._ranks - 1)
+
+    def _arrived(self, unseen: Sequence[int]) -> set[int]:
+        """Those that have sent their first heartbeat. Ranks that do not use this library never do: they are not asked
+        for one by one in every beat."""
+        if not unseen or self._store.check([_key(rank) for rank in unseen]):
+            return set(unseen)
+        now_s = time.monotonic()
+        if now_s >= self._asked_until_s and now_s - self._sought_s < ALARM_S / 2:
+            return set()
+        self._sought_s = now_s
+        return {rank for rank in unseen if self._store.check([_key(rank)])}
 
     def _fall_silent(self, error: BaseException) -> None:
         with self._lock:
+            self._silent_until_s = time.monotonic() + (_STRAGGLERS_S if self._silent else _RETRY_S)
             self._silent = True
-            self._silent_until_s = time.monotonic() + _STRAGGLERS_S
-            self._gone = isinstance(error, dist.DistNetworkError)
+            self._gone = isinstance(error, dist.DistNetworkError | ConnectionRefusedError)
             self._lock.notify_all()
 
     def leave(self) -> None:
@@ -342,26 +410,33 @@ class Vigil:
         with contextlib.suppress(Exception):  # nothing may keep a program from ending
             ended_by = getattr(sys, "last_value", None)
             if ended_by is not None and ended_by is not self._raised_before:
-                self._tell_end(ended_by)
-            elif torchrun.keeps_store() and not self._sign.failed:  # another store may be gone, and torch complain
+                self.tell_end(ended_by)
+            elif not self._sign.failed:
                 self._say_left("its program ended")
             self._stay()
         with self._lock:
-            self._over, self._parts = True, bool(self._sign.left)
             watched = list(self._watched)
-        self._end()
+        self.part()
         for one in watched:
             with contextlib.suppress(Exception):
                 one.let_go()
 
-    def _tell_end(self, ended_by: BaseException) -> None:
+    def tell_end(self, ended_by: BaseException) -> str:
+        """What ends the program, for the other ranks; and who is suspected, if that is a collective: logged, and
+        returned. Takes seconds."""
+        if ended_by is self._ended_by:
+            return ""
+        self._ended_by = ended_by
         text = one_line(f"{type(ended_by).__name__}: {first_line(ended_by)}")
         told = bool(self._sign.failed) and self._sign.failed[:_TOLD] in one_line(str(ended_by))
         if not told and is_backends(ended_by):  # somebody else's doing, in a collective that is not watched
-            for one in sorted(self._looked_at() or (), key=lambda one: -len(one.ranks))[:1]:
-                one.fell_with(text)
+            # The one that knows most: of most ranks, and with exchanges.
+            for one in sorted(self._looked_at() or (), key=lambda one: (-len(one.ranks), -one.at().submitted)):
+                explained: str = one.fell_with(text)
+                return explained
         elif not told:
             self._say_left(f"its program ended: {text}")
+        return ""
 
     def _say_left(self, how: str) -> None:
         with self._lock:
@@ -369,12 +444,18 @@ class Vigil:
 
     def _stay(self) -> None:
         """After a failure the store may go with this process, and others may still be asking."""
-        if self._rank != 0 or torchrun.keeps_store() or not (self._sign.failed or self._sign.left):
+        if self._rank != 0 or torchrun.keeps_store() or not (self._sign.failed or self._ended_by is not None):
             return
         others = [rank for rank in range(self._ranks) if rank != self._rank]
         with self._lock:
             until_s = time.monotonic() + min(_PATIENT_BEATS * self.beat_s, _STAYS_S)
             self._listen(until_s, lambda: all(map(self._heard.is_through, others)))
+
+
+def log(line: str) -> None:
+    """One line, wherever warnings go: those are filtered, and may be turned into errors."""
+    with contextlib.suppress(Exception):  # nothing to write to
+        print(f"syncline: {line}", file=sys.stderr, flush=True)
 
 
 def _key(what: int | str) -> str:
@@ -412,7 +493,14 @@ def _held() -> Vigil | None:
             _vigil = Vigil(dist.distributed_c10d._get_default_store())
         except (AttributeError, RuntimeError):
             return None
+        if multiprocessing.parent_process() is not None:  # where nothing that is registered with atexit is run
+            multiprocessing.util.Finalize(None, _vigil.part, exitpriority=0)
         return _vigil
+
+
+def explain_end(error: BaseException) -> str:
+    """Names who is suspected when a collective's `error` ends the program, in the log and to whoever asks."""
+    return _vigil.tell_end(error) if _vigil is not None and _vigil.usable else ""
 
 
 @atexit.register

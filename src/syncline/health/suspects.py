@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -15,8 +16,16 @@ from typing import Protocol
 import msgspec
 import torch.distributed as dist
 
+from syncline.units import ranks_text
+
 _SILENT_BEATS = 2.2
 """A rank that has left no new sign for so long is not heard of."""
+
+ALARM_S = 5.0
+"""So long without a heartbeat is worth a line in the log, while nothing has failed yet."""
+_ALARM_BEATS = 3.0
+_NAMED = 8
+"""Ranks in one line, at most."""
 
 _LISTENS_BEATS = 2.0
 """Between two looks, at most, that count as listening."""
@@ -118,9 +127,10 @@ class Heard:
         self._of: dict[int, _Heard] = {}
         self._read_s = -math.inf
 
-    def note(self, signs: Mapping[int, Sign]) -> None:
-        """What was there when somebody looked, of all ranks that have ever left one."""
-        now_s = self._read_s = time.monotonic()
+    def note(self, signs: Mapping[int, Sign], *, everyone: bool = True) -> None:
+        """What was there when somebody looked, of all ranks that have ever left one or of some."""
+        now_s = time.monotonic()
+        self._read_s = now_s if everyone else self._read_s
         for rank, sign in signs.items():
             before = self._of.get(rank)
             if before is None:
@@ -159,6 +169,12 @@ class Heard:
             return False
         done = _failed(heard) or heard.sign.idle
         return (done and not heard.sign.asks) or self._mute_s(heard) is not None
+
+    def unheard_s(self, rank: int) -> float | None:
+        """For how long it has sent no heartbeat; None where none is to be expected: it has not begun, or said that
+        there will be no more."""
+        heard = self._of.get(rank)
+        return None if heard is None or _failed(heard) or heard.sign.idle else heard.mute_s
 
     def _mute_s(self, heard: _Heard) -> float | None:
         """For how long it has left no sign, where that is long."""
@@ -224,6 +240,46 @@ class Heard:
             why = f"alive, and has been inside of an exchange for {theirs.inside_s:.0f} s without a collective"
             return Suspect(rank, Kind.INSIDE, why)
         return None
+
+
+class Silence:
+    """Which ranks have stopped sending heartbeats: one line when they do, and one when they are back."""
+
+    def __init__(self, rank: int, beat_s: float) -> None:
+        self._rank, self._beat_s = rank, beat_s
+        self._since_s: dict[int, float] = {}
+        """Silent ranks, and since when they are."""
+        self._alarms: Counter[int] = Counter()
+
+    def changes(self, heard: Heard, ranks: Sequence[int]) -> list[str]:
+        """What is to be logged since the last time."""
+        now_s = time.monotonic()
+        silent: list[int] = []
+        lines = []
+        for rank in ranks:
+            unheard_s = heard.unheard_s(rank)
+            if unheard_s is None:
+                self._since_s.pop(rank, None)
+            elif rank not in self._since_s and unheard_s >= self._patience_s(rank):
+                silent.append(rank)
+                self._since_s[rank] = now_s - unheard_s
+                self._alarms[rank] += 1
+            elif rank in self._since_s and unheard_s < self._beat_s:
+                since_s = self._since_s.pop(rank)
+                lines.append(
+                    f"rank {self._rank}: rank {rank} is back after {now_s - since_s:.0f} s without a heartbeat"
+                )
+        if silent:
+            least_s = min(now_s - self._since_s[rank] for rank in silent)
+            lines.append(
+                f"rank {self._rank}: no heartbeat from {ranks_text(silent, _NAMED)} for {least_s:.0f} s: the process "
+                "is stopped or has ended, or its host cannot be reached"
+            )
+        return lines
+
+    def _patience_s(self, rank: int) -> float:
+        """Longer for a rank that has come back several times: it holds Python's lock for seconds, and is no news."""
+        return max(ALARM_S, _ALARM_BEATS * self._beat_s) * 2.0 ** max(0, self._alarms[rank] - 1)
 
 
 def _failed(heard: _Heard) -> bool:

@@ -1,4 +1,5 @@
-"""What is watched of one model's exchanges: where each bucket is, and what happened last.
+"""What is watched of one model: where each bucket of its exchanges is, and what happened last; of plain DDP, only that
+its ranks send heartbeats and how far they are.
 
 The last events are kept in a ring, whatever becomes of them: noting one costs less than a microsecond, and they are all
 that is left to look at when an exchange fails. See `heartbeat` for who looks, and `failure` for what is left behind.
@@ -7,7 +8,6 @@ that is left to look at when an exchange fails. See `heartbeat` for who looks, a
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import time
 import weakref
@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
 
-from syncline.dist.comm import LaneGroups, backend_of
+from syncline.dist.comm import LaneGroups, backend_of, group_timeout
 from syncline.dist.lane import Job, Lane
 from syncline.dist.span import Span
 from syncline.errors import first_line, tell
 from syncline.health import failure
-from syncline.health.heartbeat import vigil
+from syncline.health.heartbeat import log, vigil
 from syncline.health.stragglers import Stragglers
 from syncline.health.suspects import At, Suspect, is_collective, suspected
 
@@ -79,9 +80,14 @@ class Guard:
 
     def start(self, groups: Sequence[LaneGroups], lanes: Sequence[Lane]) -> None:
         """From now on these are looked after, and tell what they issue."""
-        self.name, self._lanes, self._groups = groups[0].comm.group.group_name, tuple(lanes), tuple(groups)
+        self._lanes, self._groups = tuple(lanes), tuple(groups)
         for index, one in enumerate(groups):
             one.notes.issued = functools.partial(_issued, weakref.ref(self), index)
+        self.watch(groups[0].comm.group.group_name)
+
+    def watch(self, name: str) -> None:
+        """From now on this rank sends heartbeats, and logs which other one sends none, until `stop`."""
+        self.name = name
         with vigil() as found:
             if found is not None:
                 found.watch(self)
@@ -134,6 +140,10 @@ class Guard:
         self._moved_s[lane], self._last[lane] = now_s, what
         self._events.append((now_s, what, lane, step, bucket, level, sent_bytes))
 
+    def reached(self, step: int) -> None:
+        """Plain DDP has come to a step."""
+        self._step = step
+
     def stepped(self, span: Span | None, period_s: float) -> None:
         """A step is over, and took so long."""
         self._stragglers.stepped(span, period_s)
@@ -148,11 +158,6 @@ class Guard:
         with self._lock:
             inside = [lane for lane, waiting in self._open.items() if waiting and self._last.get(lane) == "start"]
             return max((time.monotonic() - self._moved_s[lane] for lane in inside), default=0.0)
-
-    def waits_since(self) -> float | None:
-        with self._lock:
-            under_way = [lane for lane, waiting in self._open.items() if waiting and waiting[0].job.marks.on_host]
-            return min((self._moved_s[lane] for lane in under_way), default=None)
 
     def end_overdue(self, now_s: float) -> None:
         lanes = self._lanes
@@ -193,17 +198,18 @@ class Guard:
     def compare(self, at: dict[int, At]) -> None:
         self._stragglers.compare(at)
 
-    def fell_with(self, error: str) -> None:
+    def fell_with(self, error: str) -> str:
         text = f"the program ended in a collective of its own or of DDP's: {error}"
         told = self.explain(text, own=False, outside=True)
-        print(f"syncline: {text}{told}", file=sys.stderr, flush=True)
+        log(f"{text}{told}")
+        return told
 
     def let_go(self) -> None:
         """The program ends. A thread that came back from a collective while Python takes itself apart would abort the
         process, and its launcher take that for the cause of it all: what is under way ends now."""
-        if self.waits_since() is None:
-            return
         with self._lock:
+            if not any(waiting and waiting[0].job.marks.on_host for waiting in self._open.values()):
+                return
             self._explains = True
         self._explained.set()  # there is nothing to explain, or it has been
         for one in self._groups:
@@ -282,6 +288,18 @@ class Guard:
             pending=tuple(pending),
             events=tuple(events),
         )
+
+
+_plain: weakref.WeakKeyDictionary[DDP, Guard] = weakref.WeakKeyDictionary()
+
+
+def watch_plain(ddp: DDP) -> weakref.ref[Guard]:
+    """Send heartbeats, and log which other rank sends none, for as long as the model is there, or until `stop`: for a
+    model that is plain DDP, or may become it."""
+    group: dist.ProcessGroup = ddp.process_group
+    guard = _plain.setdefault(ddp, Guard(group, group_timeout(group)))
+    guard.watch(f"plain {group.group_name}")
+    return weakref.ref(guard)
 
 
 def _under_way(job: Job) -> bool:

@@ -47,8 +47,8 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # of 
     """DDP's arguments, and what its gradients are exchanged through: `exchange`, or as `plan` says, or as tuning finds
     best.
 
-    `allow` and `network` are as for `syncline.follow`; `on_world_size` says what `load_state` does on another number of
-    ranks, as for `Handle.load`; everything else is DistributedDataParallelKwargs'.
+    `allow`, `network` and `timeout_s` are as for `syncline.follow`; `on_world_size` says what `load_state` does on
+    another number of ranks, as for `Handle.load`; everything else is DistributedDataParallelKwargs'.
     """
 
     def __init__(
@@ -59,10 +59,11 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # of 
         allow: Sequence[str] = (),
         network: Network | str | os.PathLike[str] | None = None,
         on_world_size: str = "refuse",
+        timeout_s: float | None = None,
         quiet: bool = False,
         **ddp_arguments: Any,
     ) -> None:
-        self._asked = Asked.of(exchange, plan, allow, network, on_world_size, quiet)
+        self._asked = Asked.of(exchange, plan, allow, network, on_world_size, quiet, timeout_s)
         _refuse_hooks(ddp_arguments)
         super().__init__(**ddp_arguments)
         self._accelerator: Accelerator | None = None

@@ -54,8 +54,8 @@ _SUFFIX = ".syncline"
 class SynclineStrategy(DDPStrategy):
     """DDP that exchanges gradients through `exchange`, or as `plan` says, or as tuning finds best.
 
-    `allow` and `network` are as for `syncline.follow`; `on_world_size` says what a run does that is resumed on another
-    number of ranks, as for `Handle.load`; everything else is DDPStrategy's.
+    `allow`, `network` and `timeout_s` are as for `syncline.follow`; `on_world_size` says what a run does that is
+    resumed on another number of ranks, as for `Handle.load`; everything else is DDPStrategy's.
     """
 
     def __init__(
@@ -66,10 +66,11 @@ class SynclineStrategy(DDPStrategy):
         allow: Sequence[str] = (),
         network: Network | str | os.PathLike[str] | None = None,
         on_world_size: str = "refuse",
+        timeout_s: float | None = None,
         quiet: bool = False,
         **ddp_arguments: Any,
     ) -> None:
-        self._asked = Asked.of(exchange, plan, allow, network, on_world_size, quiet)
+        self._asked = Asked.of(exchange, plan, allow, network, on_world_size, quiet, timeout_s)
         if ddp_arguments.get("ddp_comm_hook") is not None:
             raise UsageError("ddp_comm_hook: DDP takes one hook, and that is Syncline's: leave yours out")
         super().__init__(**ddp_arguments)

@@ -64,6 +64,7 @@ class Asked:
     network: Network | None
     on_world_size: str
     quiet: bool
+    timeout_s: float | None
     said: set[str] = field(default_factory=set, compare=False, repr=False)
 
     @classmethod
@@ -75,8 +76,9 @@ class Asked:
         network: Network | PathLike | None = None,
         on_world_size: str = "refuse",
         quiet: bool = False,
+        timeout_s: float | None = None,
     ) -> Asked:
-        wishes = Wishes.of(exchange, plan, allow, network)
+        wishes = Wishes.of(exchange, plan, allow, network, timeout_s=timeout_s)
         if on_world_size not in ON_WORLD_SIZE:
             raise UsageError(f"on_world_size is {on_world_size!r}: it is one of {', '.join(ON_WORLD_SIZE)}")
         return cls(
@@ -86,6 +88,7 @@ class Asked:
             network=network if network is None or isinstance(network, Network) else Network.load(network),
             on_world_size=on_world_size,
             quiet=quiet,
+            timeout_s=wishes.timeout_s,
         )
 
     @property
@@ -279,6 +282,7 @@ class Synced:
             allow=asked.allow if plan is None else (),
             network=asked.network,
             scaler=self._scaler,
+            timeout_s=asked.timeout_s,
             quiet=asked.quiet,
         )
 

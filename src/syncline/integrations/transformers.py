@@ -35,8 +35,8 @@ except ImportError as error:
 class SynclineTrainer(Trainer):
     """Trainer whose gradients are exchanged through `exchange`, or as `plan` says, or as tuning finds best.
 
-    `allow` and `network` are as for `syncline.follow`; `on_world_size` says what a run does that is resumed on another
-    number of ranks, as for `Handle.load`; everything else is Trainer's.
+    `allow`, `network` and `timeout_s` are as for `syncline.follow`; `on_world_size` says what a run does that is
+    resumed on another number of ranks, as for `Handle.load`; everything else is Trainer's.
     """
 
     def __init__(
@@ -47,10 +47,11 @@ class SynclineTrainer(Trainer):
         allow: Sequence[str] = (),
         network: Network | str | os.PathLike[str] | None = None,
         on_world_size: str = "refuse",
+        timeout_s: float | None = None,
         quiet: bool = False,
         **trainer_options: Any,
     ) -> None:
-        self._asked = Asked.of(exchange, plan, allow, network, on_world_size, quiet)
+        self._asked = Asked.of(exchange, plan, allow, network, on_world_size, quiet, timeout_s)
         self._resumed: Path | None = None
         super().__init__(*trainer_arguments, **trainer_options)
         self.add_callback(_Checkpoints(self))

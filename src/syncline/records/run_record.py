@@ -1,24 +1,32 @@
 """What one rank saw of a training, as a file: the page and the trace are made from these.
 
-Every rank writes its own, when the script ends and however it ends, without asking the others: a job that crashes is
-the one that somebody wants to look at. Seconds are on the rank's monotonic clock, `clock_s` of which is zero in the
-wall clock's seconds, so files of one host share a time.
+Every rank writes its own, when the first model is built, every minute, and when the script ends, without asking the
+others: a job that crashes is the one that somebody wants to look at. A process that was killed leaves a record that
+says `RUNNING`; `RunRecord.state` tells it from one that does.
+
+Seconds are on the rank's monotonic clock, `clock_s` of which is zero in the wall clock's seconds, so files of one host
+share a time.
 """
 
 from __future__ import annotations
 
+import datetime
 import math
 import os
+import socket
 
 import msgspec
+import psutil
 
-from syncline.files import read_json, write_json
+from syncline.files import one_line, read_json, write_json
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 
-FINISHED, RUNNING = "finished", "still running"
+FINISHED, RUNNING, LOST = "finished", "still running", "ended without saying so"
 """How a run has ended, or not yet; otherwise its record says what ended it."""
+_CLOCK_S = 2.0
+"""By which a process may seem to have started after its record says."""
 MOST_STEPS = 2000
 """Of those that a record keeps, evenly spread: a record is looked at, not computed with."""
 
@@ -154,9 +162,32 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     syncline: str
     clock_s: float
     models: tuple[ModelRecord, ...]
+    host: str = ""
+    process: int | None = None
+    """Where it runs or ran; records of earlier versions do not say."""
+    began: str = ""
+    """When, as a date."""
 
     def __post_init__(self) -> None:
-        _check_counts(self, "", "rank", "ranks", "seconds", "tuning_s")
+        _check_counts(self, "", "rank", "ranks", "seconds", "tuning_s", "process")
+
+    @property
+    def state(self) -> str:
+        """How it ended, or whether it still runs, as far as can be seen on this host."""
+        if self.ended != RUNNING or self.process is None:
+            return self.ended
+        if self.host != socket.gethostname():
+            return f"still running on {one_line(self.host)} at {one_line(self.date)}"
+        return RUNNING if self._is_alive(self.process) else f"{LOST}, after {one_line(self.date)}"
+
+    def _is_alive(self, process: int) -> bool:
+        """Whether the process is there, and is not another one with the same number."""
+        try:
+            found = psutil.Process(process)
+            began = datetime.datetime.fromisoformat(self.began).timestamp()
+            return bool(found.status() != psutil.STATUS_ZOMBIE and found.create_time() <= began + _CLOCK_S)
+        except (psutil.Error, ValueError, OverflowError):
+            return False
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RunRecord:

@@ -149,7 +149,7 @@ def warning(inputs: Inputs, models: Sequence[ModelData]) -> str:
     unfinished = sorted((run for run in inputs.runs if run.ended != FINISHED), key=_likely_cause)
     if unfinished:
         first, *others = unfinished
-        text = first.ended if len(first.ended) <= 160 else f"{first.ended[:159]}…"
+        text = first.state if len(first.state) <= 160 else f"{first.state[:159]}…"
         before = f", before {formatting.count(len(others), 'other rank')}" if others else ""
         parts.append(f"The run did not finish: rank {first.rank}{before}: {text}.")
     if 0 < len(inputs.runs) < inputs.runs[0].ranks:

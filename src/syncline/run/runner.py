@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import functools
 import os
+import socket
 import sys
 import time
 import weakref
@@ -29,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from syncline._version import __version__
 from syncline.ddp.attach import scale_of
 from syncline.errors import SynclineError, first_line
+from syncline.health.heartbeat import explain_end
 from syncline.records.run_record import FINISHED, RUNNING, ModelRecord, RunRecord
 from syncline.run.script import run_script
 from syncline.tuning.follow import Following, Wishes
@@ -37,6 +39,7 @@ PAGE = "report.html"
 SAVED_EVERY_S = 60.0
 """Also while the script runs: a job that is killed leaves what was known a minute before."""
 SAVED_FIRST_S = 5.0
+"""After a model was built, when its record was written for the first time."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,8 @@ class Runner:
 
     def __post_init__(self) -> None:
         self.ended = RUNNING
-        self._began_s = time.monotonic()
-        self._save_at_s = self._began_s + SAVED_FIRST_S
+        self._began_s, self._began = time.monotonic(), _now()
+        self._save_at_s = self._began_s
         self._followings: list[Following] = []
         self._scalers: list[weakref.ref[GradScaler]] = []
         """In the order in which they were built, which is the same on all ranks."""
@@ -77,13 +80,16 @@ class Runner:
             self.ended = FINISHED if exit_.code in (None, 0) else f"ended with exit status {exit_.code}"
             raise
         except BaseException as error:
-            line = str(error).splitlines()[0] if str(error) else ""
+            line = first_line(error) if str(error) else ""
             self.ended = f"ended by {type(error).__name__}: {line}".rstrip(": ")
+            self.save()  # now: what comes next takes seconds, and a launcher may end this process meanwhile
+            self.ended += explain_end(error)
             raise
         finally:
             self.save()
-            for following in self._followings:
-                following.close()
+            if self.ended == FINISHED:  # else others may ask what became of this rank until the process ends
+                for following in self._followings:
+                    following.close()
 
     @property
     def refused(self) -> SynclineError | None:
@@ -104,11 +110,14 @@ class Runner:
             ended=self.ended,
             seconds=now_s - self._began_s,
             tuning_s=sum(one.seconds for one in self._followings),
-            date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            date=_now(),
             torch=str(torch.__version__),
             syncline=__version__,
             clock_s=time.time() - now_s,
             models=tuple(map(self._record, self._followings)),
+            host=socket.gethostname(),
+            process=os.getpid(),
+            began=self._began,
         )
 
     def save(self) -> None:
@@ -166,6 +175,8 @@ class Runner:
                 print(f"syncline run: {type(ddp.module).__name__} is left alone: {error}", file=sys.stderr)
             return
         self._followings.append(following)
+        self.save()
+        self._save_at_s = time.monotonic() + SAVED_FIRST_S
 
     def _scaler(self) -> GradScaler | None:
         built = (scaler() for scaler in self._scalers)
@@ -179,6 +190,10 @@ class Runner:
                 following.note_loss(unscaled)
         if self._followings and time.monotonic() > self._save_at_s:
             self.save()
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 @contextlib.contextmanager

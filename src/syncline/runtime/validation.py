@@ -17,6 +17,8 @@ from syncline.runtime.parameters import refuse_sparse
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
 _BROADCAST_BYTES = 2**26
+_LONGEST_S = 1e9
+"""That a timedelta holds, with room to spare."""
 
 
 def trained_of(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -100,6 +102,12 @@ def same_as_first(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
                 chunk = []
             if tensor is not None:
                 chunk.append(tensor)
+
+
+def check_timeout(timeout_s: object) -> None:
+    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (number and 0 < timeout_s < _LONGEST_S):  # type: ignore[operator]
+        raise UsageError(f"timeout_s must be greater than 0, and is {timeout_s!r}")
 
 
 def check_numbers(

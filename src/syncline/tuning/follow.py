@@ -31,10 +31,11 @@ from syncline.ddp.attach import attach, check_scaler
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import Switch, attached_to, other_hooks
 from syncline.dist.agreement import current_device
-from syncline.dist.comm import backend_of, group_device
+from syncline.dist.comm import backend_of, bound_group, group_device
 from syncline.errors import SynclineError, UsageError
 from syncline.exchange import Exchange
 from syncline.health import meeting
+from syncline.health.watchdog import watch_plain
 from syncline.measure.backward_watch import BackwardWatch, in_backward
 from syncline.measure.hooks import Unseen
 from syncline.measure.preserve_state import same_random_numbers
@@ -50,7 +51,7 @@ from syncline.runtime.parameters import ddp_of, only_device, parameters_of, shap
 from syncline.runtime.stats import name_of
 from syncline.runtime.step_log import PLAIN, Diary
 from syncline.runtime.topology import check_network, hosts_of, mark_of, read_network
-from syncline.runtime.validation import checked_exchange
+from syncline.runtime.validation import check_timeout, checked_exchange
 from syncline.tuning.replan import make_plain, make_planned, plan_for_live, probe_for
 from syncline.tuning.tune import Trial
 
@@ -88,6 +89,7 @@ class Wishes:
     change: bool
     probe_s: float
     quiet: bool
+    timeout_s: float | None
 
     @classmethod
     def of(
@@ -99,6 +101,7 @@ class Wishes:
         change: bool = True,
         probe_s: float = PROBE_S,
         quiet: bool = False,
+        timeout_s: float | None = None,
     ) -> Wishes:
         """What can be wrong with them before there is a model, is told."""
         if exchange is not None and plan is not None:
@@ -111,8 +114,9 @@ class Wishes:
             raise UsageError("allow and change=False are for tuning: an exchange or a plan leaves nothing to find")
         if isinstance(probe_s, bool) or not (isinstance(probe_s, int | float) and 1 <= probe_s < 1e6):
             raise UsageError(f"probe_s is {probe_s!r}: probing takes at least 1 s")
+        check_timeout(timeout_s)
         exchange = None if exchange is None else checked_exchange(exchange)
-        return cls(exchange, plan, allowed, network, change, float(probe_s), quiet)
+        return cls(exchange, plan, allowed, network, change, float(probe_s), quiet, timeout_s)
 
 
 def follow(
@@ -125,6 +129,7 @@ def follow(
     change: bool = True,
     scaler: GradScaler | None = None,
     probe_s: float = PROBE_S,
+    timeout_s: float | None = None,
     quiet: bool = False,
 ) -> Following:
     """Has `model`, a DistributedDataParallel, exchange its gradients faster from the steps that are made anyway.
@@ -137,10 +142,17 @@ def follow(
     All ranks call it, with the same arguments, and train the model in the same forwards. An exchange or a plan that
     does not fit is an error in that forward, on all ranks; where tuning is not possible, plain DDP is left alone and
     the reason told. `scaler` is as for `attach`. Rank 0 says what was done, unless `quiet`.
+
+    `timeout_s` is how long a collective may take, whatever the outcome is: it becomes the timeout of the model's
+    process group, so it also bounds plain DDP's all-reduces and other collectives of that group, the script's own among
+    them. Only the probes have longer ones of their own. Without it, the group's timeout stays as it is.
+
+    While the model is followed, each rank sends heartbeats, and logs one line when another rank stops sending them.
     """
     ddp = ddp_of(model)
     check_scaler(scaler)
-    return Following(ddp, Wishes.of(exchange, plan, allow, network, change, probe_s, quiet), lambda: scaler)
+    wishes = Wishes.of(exchange, plan, allow, network, change, probe_s, quiet, timeout_s)
+    return Following(ddp, wishes, lambda: scaler)
 
 
 class Following:
@@ -163,6 +175,7 @@ class Following:
         self._wishes, self._find_scaler = wishes, find_scaler
         self._group: dist.ProcessGroup = ddp.process_group
         self._device = only_device(parameters_of(ddp))
+        bound_group(self._group, wishes.timeout_s)
         self._outcome = "Nothing was decided yet: the script ended too early."
         self._in_eval = False
         self._fresh = True
@@ -180,6 +193,7 @@ class Following:
         """By this object: what somebody else attaches is theirs."""
         self._course = weakref.ref(course)
         self._trained = frozenset(id(p) for p in parameters_of(ddp).values() if p.requires_grad)
+        self._guard = watch_plain(ddp)
 
     @property
     def model(self) -> DDP:
@@ -230,6 +244,8 @@ class Following:
             course.close()
         self._hook.remove()
         self._pacer.close()
+        if (guard := self._guard()) is not None:
+            guard.stop()
 
     # --- between steps ------------------------------------------------------------------------------------------
 
@@ -237,6 +253,8 @@ class Following:
         self._fresh = True
         self._in_eval = not self.model.training
         self._diary.step_ended()
+        if (guard := self._guard()) is not None:
+            guard.reached(self._pacer.steps)
 
     def _before_forward(self, course: Course) -> None:
         """All ranks come here for the same forward: one that is trained, the first after a step."""
@@ -309,7 +327,13 @@ class Following:
         wishes = self._wishes
         with current_device(self._device), same_random_numbers(self._device), self._timed():
             if wishes.exchange is not None:
-                attach(self.model, wishes.exchange, network=wishes.network, scaler=self._find_scaler())
+                attach(
+                    self.model,
+                    wishes.exchange,
+                    timeout_s=wishes.timeout_s,
+                    network=wishes.network,
+                    scaler=self._find_scaler(),
+                )
                 self._outcome = f"{wishes.exchange!r} is attached, as asked for."
             else:
                 assert wishes.plan is not None  # noqa: S101 - one of them is given
@@ -402,7 +426,9 @@ class Following:
     def _turn_planned(self, plan: Plan, network: Network | None) -> None:
         self._own_gradients()
         with current_device(self._device):
-            make_planned(self.model, plan, network=network, scaler=self._find_scaler())
+            make_planned(
+                self.model, plan, network=network, timeout_s=self._wishes.timeout_s, scaler=self._find_scaler()
+            )
         self._changed()
 
     def _turn_plain(self) -> None:
@@ -447,6 +473,7 @@ class Following:
             if isinstance(known, SynclineError):
                 raise known
             fields |= {"allow": list(self._wishes.allow), "change": self._wishes.change, "network": mark_of(known)}
+            fields["timeout_s"] = self._wishes.timeout_s
         if known is not None:
             check_network(known, self._hosts, backend_of(self._group))
         return known

@@ -53,13 +53,20 @@ def plan_for_live(
     return profile, msgspec.json.decode(together(group, made)[0], type=Plan)
 
 
-def make_planned(ddp: DDP, plan: Plan, *, network: Network | None, scaler: GradScaler | None = None) -> Handle:
+def make_planned(
+    ddp: DDP,
+    plan: Plan,
+    *,
+    network: Network | None,
+    timeout_s: float | None = None,
+    scaler: GradScaler | None = None,
+) -> Handle:
     """Collective, between steps: the plan's buckets, on its lanes, through its exchanges. Gradients that are views of
     DDP's buckets are views of buckets that it has no more."""
     try:
         forget(ddp)
         buckets.change(ddp, plan.caps)
-        return apply(ddp, plan, network=network, scaler=scaler)
+        return apply(ddp, plan, network=network, timeout_s=timeout_s, scaler=scaler)
     except BaseException:
         make_plain(ddp)
         raise

@@ -29,9 +29,10 @@ from syncline.ddp.attach import check_scaler
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import attached_to, other_hooks
 from syncline.dist.agreement import current_device
-from syncline.dist.comm import backend_of, gather_bytes, group_device
+from syncline.dist.comm import backend_of, bound_group, gather_bytes, group_device
 from syncline.errors import SynclineError, UsageError
 from syncline.health import meeting
+from syncline.health.watchdog import watch_plain
 from syncline.measure.backward_watch import watch_backward
 from syncline.measure.preserve_state import Weights, as_it_was
 from syncline.measure.steps import together
@@ -41,6 +42,7 @@ from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 from syncline.runtime.parameters import ddp_of, only_device, parameters_of
 from syncline.runtime.topology import check_network, hosts_of, mark_of, read_network
+from syncline.runtime.validation import check_timeout
 from syncline.tuning.replan import make_plain, make_planned, plan_for_live, probe_for
 
 Step = Callable[[nn.Module], object]
@@ -114,6 +116,7 @@ def tune(
     allow: Sequence[str] = (),
     budget_s: float = BUDGET_S,
     network: Network | str | os.PathLike[str] | None = None,
+    timeout_s: float | None = None,
     scaler: GradScaler | None = None,
     quiet: bool = False,
 ) -> Tuned:
@@ -128,13 +131,18 @@ def tune(
     `syncline probe` wrote of it, saves the probing. `scaler`: as for `attach`. Rank 0 says what was chosen and why,
     unless `quiet`. What was attached before is replaced, by the plan or by plain DDP, and what it kept is lost. With
     one rank there is nothing to exchange: `step` runs as it would otherwise, and the model is left alone.
+
+    `timeout_s` is how long a collective may take, now and later, as for `follow`: it becomes the timeout of the model's
+    process group. While it is tuned, and afterwards with plain DDP too, each rank logs one line when another rank stops
+    sending heartbeats.
     """
     began = time.monotonic()
     ddp = ddp_of(model)
     group: dist.ProcessGroup = ddp.process_group
     parameters = parameters_of(ddp)
     with current_device(only_device(parameters)), meeting.meeting(group, "tune", users=True):
-        links, allowed = _agreed(model, ddp, allow, budget_s, network, scaler)
+        links, allowed = _agreed(model, ddp, allow, budget_s, network, timeout_s, scaler)
+        bound_group(group, timeout_s)
         device = next(iter(parameters.values())).device
         with as_it_was(ddp.module, device):
             # Built anew: what has something attached; and with a static graph, whose first step counts what happens on
@@ -149,7 +157,7 @@ def tune(
                 rebuilt = rebuilt or not plan.nothing
                 if not plan.nothing:
                     left_s = _least(group, max(_LEAST_BUDGET_S, budget_s - (time.monotonic() - began)))
-                    trial = _try(ddp, plan, step, group, _TRIAL_SHARE * left_s, links, device)
+                    trial = _try(ddp, plan, step, group, _TRIAL_SHARE * left_s, links, timeout_s, device)
                 together(group, lambda: _check_unchanged(weights))
             except BaseException:
                 _plain(ddp)
@@ -158,11 +166,13 @@ def tune(
                 _plain(ddp)
             handle = None
             if trial is not None and trial.won:
-                handle = make_planned(ddp, plan, network=links, scaler=scaler)
+                handle = make_planned(ddp, plan, network=links, timeout_s=timeout_s, scaler=scaler)
                 handle.tune = tune
+            else:
+                watch_plain(ddp)
             if hasattr(ddp.module, "_orig_mod"):  # compiled: DDP splits its graph where its buckets end
                 torch.compiler.reset()
-    arguments = {"allow": allowed, "budget_s": budget_s, "scaler": scaler, "quiet": quiet}
+    arguments = {"allow": allowed, "budget_s": budget_s, "timeout_s": timeout_s, "scaler": scaler, "quiet": quiet}
     tuned = Tuned(plan, trial, handle, profile, links, time.monotonic() - began, ddp, arguments)
     if not quiet and group.rank() == 0:
         print(f"syncline: {tuned.describe()}", file=sys.stderr)
@@ -175,6 +185,7 @@ def _agreed(
     allow: Sequence[str],
     budget_s: float,
     network: object,
+    timeout_s: float | None,
     scaler: GradScaler | None,
 ) -> tuple[Network | None, tuple[str, ...]]:
     """Collective: what is known of the links, and what is allowed. What is wrong on one rank is refused by all."""
@@ -184,6 +195,7 @@ def _agreed(
         number = isinstance(budget_s, int | float) and not isinstance(budget_s, bool)
         if not (number and _LEAST_BUDGET_S <= budget_s < 1e6):
             raise UsageError(f"budget_s is {budget_s!r}: measuring takes at least {_LEAST_BUDGET_S:g} s")
+        check_timeout(timeout_s)
         check_scaler(scaler)
         if model is not ddp:
             raise UsageError("this model is compiled around DDP: tune the DDP model, and compile it afterwards")
@@ -197,7 +209,7 @@ def _agreed(
         if isinstance(known, SynclineError):
             raise known
         fields |= {"allow": list(allowed), "budget_s": budget_s, "scaler": scaler is not None}
-        fields["network"] = mark_of(known)
+        fields |= {"timeout_s": timeout_s, "network": mark_of(known)}
     if known is not None:
         check_network(known, hosts_of(group), backend_of(group))
     return known, allowed
@@ -266,6 +278,7 @@ def _try(
     group: dist.ProcessGroup,
     budget_s: float,
     network: Network,
+    timeout_s: float | None,
     device: torch.device,
 ) -> Trial:
     """Collective: plain DDP and the plan, in turns."""
@@ -281,7 +294,7 @@ def _try(
     for turn in turns:
         _drop_gradients(ddp)
         if turn == "plan":
-            make_planned(ddp, plan, network=network)
+            make_planned(ddp, plan, network=network, timeout_s=timeout_s)
         else:
             _plain(ddp)
         for number in range(settling + count):

@@ -21,6 +21,8 @@ def failure(
     syncline failure
 
     syncline failure collected/ --events 10
+
+    If there are no failure reports, it reads what syncline run wrote: a rank that was killed leaves nothing else.
     """
     from syncline.cli.failure import failure as explain
 

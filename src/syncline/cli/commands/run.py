@@ -37,6 +37,9 @@ def run_command(
         Path | None, typer.Option(metavar="FILE", help="What syncline probe wrote, instead of probing.")
     ] = None,
     probe: Annotated[float, typer.Option(metavar="SECONDS", help="How long to probe the links.")] = choices.RUN_PROBE_S,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="How long a collective may take, DDP's own too.")
+    ] = None,
     out: Annotated[Path, typer.Option(metavar="FOLDER", help="For the records and the report.")] = FOLDER,
     quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing while the script runs.")] = False,
 ) -> Callable[[], NoReturn]:
@@ -62,6 +65,7 @@ def run_command(
         plan=plan,
         network=network,
         probe=probe,
+        timeout=timeout,
         out=out,
         quiet=quiet,
     )

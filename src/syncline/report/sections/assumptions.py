@@ -78,4 +78,4 @@ def _descriptions(inputs: Inputs, kind: str) -> Iterator[str]:
             yield f"{bench.model.name}, {formatting.count(bench.rounds, 'round')}, {bench.date}"
     elif kind == "run":
         for run in inputs.runs:
-            yield f"rank {run.rank} of {run.ranks}, {run.ended}, {run.seconds:.0f} s, {run.date}"
+            yield f"rank {run.rank} of {run.ranks}, {run.state}, {run.seconds:.0f} s, {run.date}"

@@ -1,0 +1,375 @@
+"""A rank that is stopped, killed or unreachable is named by the others while plain DDP runs, and a slow one is not."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from typer.testing import CliRunner
+
+import syncline
+from ddp_helpers import Mlp, on_ranks, seeded
+from hostile.files import RECORD
+from syncline.cli import app
+from syncline.cluster import Rank
+from syncline.cluster.ports import reserved_port
+from syncline.dist.comm import group_timeout
+from syncline.errors import UsageError
+from syncline.health import heartbeat, suspects
+from syncline.health.suspects import Heard, Sign, Silence
+from syncline.integrations.synced import Asked
+from syncline.measure.assumed_network import assumed_links
+from syncline.records.run_record import LOST, RUNNING, RunRecord
+from syncline.report.inputs import Inputs
+from syncline.report.page import build_page
+from syncline.tuning.follow import Wishes
+
+SCRIPT = Path(__file__).parent / "scripts" / "halts.py"
+RANKS, HALTED = 3, 1
+WARNS_S = 10.0
+OVER = "over"
+"""The file at whose appearance a script ends."""
+STARTS_S = 60.0
+"""Three interpreters that import torch, on a busy machine."""
+
+
+@dataclass
+class Process:
+    """A rank, and the lines that it prints as they come."""
+
+    popen: subprocess.Popen[str]
+    lines: queue.Queue[str | None]
+    seen: list[str]
+
+    def wait_for(self, text: str, limit_s: float) -> str:
+        """The first line with this text, which may have been printed already."""
+        until_s = time.monotonic() + limit_s
+        found = [line for line in self.seen if text in line]
+        while not found:
+            try:
+                line = self.lines.get(timeout=max(0.0, until_s - time.monotonic()))
+            except queue.Empty:
+                pytest.fail(f"no {text!r} within {limit_s:g} s in {self.seen}")
+            if line is None:
+                pytest.fail(f"ended without {text!r}: {self.seen}")
+            self.seen.append(line)
+            found = [line] if text in line else []
+        return found[0]
+
+    def wait(self, limit_s: float) -> int:
+        code = self.popen.wait(limit_s)
+        while (line := self.lines.get(timeout=limit_s)) is not None:
+            self.seen.append(line)
+        return code
+
+    def said(self, text: str) -> list[str]:
+        return [line for line in self.seen if text in line]
+
+
+@contextlib.contextmanager
+def started(arguments: list[str], folder: Path) -> Iterator[list[Process]]:
+    """Three ranks, without a launcher: rank 0 serves the store. None of them outlives this."""
+    with reserved_port() as port, contextlib.ExitStack() as ends:
+        processes = []
+        for rank in range(RANKS):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(RANKS),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "SYNCLINE_FAILURES": str(folder / "notes"),
+                "OMP_NUM_THREADS": "1",
+            }
+            popen = subprocess.Popen(
+                [sys.executable, *arguments], env=environment, cwd=folder, stderr=subprocess.PIPE, text=True
+            )
+            lines: queue.Queue[Any] = queue.Queue()
+            reader = threading.Thread(target=read, args=(popen, lines))
+            ends.callback(end, popen, reader)
+            reader.start()
+            processes.append(Process(popen, lines, []))
+        yield processes
+
+
+def read(popen: subprocess.Popen[str], lines: queue.Queue[Any]) -> None:
+    assert popen.stderr is not None
+    for line in popen.stderr:
+        lines.put(line)
+    lines.put(None)
+
+
+def end(popen: subprocess.Popen[str], reader: threading.Thread) -> None:
+    popen.kill()
+    popen.wait()
+    reader.join(10)
+
+
+def wait_until_stopped(process: Process, limit_s: float) -> None:
+    """Polls: a stop that is waited for by waitpid would be seen only once."""
+    until_s, status = time.monotonic() + limit_s, ""
+    while status != psutil.STATUS_STOPPED:
+        assert time.monotonic() < until_s and process.popen.poll() is None, process.seen
+        time.sleep(0.05)
+        status = psutil.Process(process.popen.pid).status()
+
+
+def links(folder: Path) -> Path:
+    path = folder / "network.json"
+    assumed_links((0,) * RANKS, backend="gloo").save(path)
+    return path
+
+
+def under_run(folder: Path, signal_name: str, where: int, *options: str, rank: int = HALTED) -> list[str]:
+    run = ["-m", "syncline.run", "--network", str(links(folder)), "--out", str(folder / "out"), *options]
+    return [*run, str(SCRIPT), signal_name, str(rank), str(where), "", str(folder / OVER)]
+
+
+WATCHED, DECIDED = 5, 40
+"""Steps in which a followed model is still watched, and in which it stays plain DDP."""
+
+
+@pytest.mark.parametrize("where", [WATCHED, DECIDED, "tune", "tuned"])
+def test_a_stopped_rank_is_named_once_by_every_other_and_once_when_it_is_back(where: int | str, tmp_path: Path) -> None:
+    if isinstance(where, int):
+        command = under_run(tmp_path, "SIGSTOP", where)
+    else:
+        command = [str(SCRIPT), "SIGSTOP", str(HALTED), where, str(links(tmp_path)), str(tmp_path / OVER)]
+    with started(command, tmp_path) as ranks:
+        halted, others = ranks[HALTED], [ranks[0], ranks[2]]
+        wait_until_stopped(halted, STARTS_S)
+        until_s = time.monotonic() + WARNS_S
+        for other in others:
+            other.wait_for(f"no heartbeat from rank {HALTED} for ", until_s - time.monotonic())
+        if isinstance(where, int):
+            record = RunRecord.load(tmp_path / "out" / f"rank-{HALTED:04d}.json")
+            assert (record.ended, record.state, record.process) == (RUNNING, RUNNING, halted.popen.pid)
+        os.kill(halted.popen.pid, signal.SIGCONT)
+        for other in others:
+            other.wait_for(f"rank {HALTED} is back after ", WARNS_S)
+        (tmp_path / OVER).touch()
+        assert [process.wait(STARTS_S) for process in ranks] == [0] * RANKS, [process.seen for process in ranks]
+    if where == DECIDED:
+        assert ranks[0].said("Nothing that is allowed is faster than plain DDP")
+    for other in others:
+        assert len(other.said("no heartbeat")) == len(other.said("is back")) == 1
+    assert not halted.said("heartbeat") and not halted.said("store")  # whoever was stopped itself accuses nobody
+
+
+def test_a_stopped_rank_that_serves_the_store_is_named_too(tmp_path: Path) -> None:
+    with started(under_run(tmp_path, "SIGSTOP", DECIDED, rank=0), tmp_path) as ranks:
+        wait_until_stopped(ranks[0], STARTS_S)
+        until_s = time.monotonic() + WARNS_S
+        for other in ranks[1:]:
+            line = other.wait_for("no answer from the job's store for ", until_s - time.monotonic())
+            assert "rank 0, which serves it, is stopped or cannot be reached" in line
+        os.kill(ranks[0].popen.pid, signal.SIGCONT)
+        for other in ranks[1:]:
+            other.wait_for("the job's store answers again", 2 * WARNS_S)
+        (tmp_path / OVER).touch()
+        assert [process.wait(STARTS_S) for process in ranks] == [0] * RANKS, [process.seen for process in ranks]
+    assert not any(process.said("no heartbeat") for process in ranks)
+
+
+@pytest.mark.parametrize("where", [WATCHED, DECIDED])
+def test_a_killed_rank_is_named_by_every_survivor_and_in_their_records(where: int, tmp_path: Path) -> None:
+    with started(under_run(tmp_path, "SIGKILL", where), tmp_path) as ranks:
+        assert [process.wait(STARTS_S) for process in ranks] == [1, -signal.SIGKILL, 1]
+    records = [RunRecord.load(tmp_path / "out" / f"rank-{rank:04d}.json") for rank in range(RANKS)]
+    for rank in (0, 2):
+        assert len(ranks[rank].said(f"suspect: rank {HALTED} (no sign of life")) == 1
+        assert f"suspect: rank {HALTED} (no sign of life" in records[rank].ended
+    assert records[HALTED].ended == RUNNING and records[HALTED].state.startswith(LOST)
+
+
+def test_the_timeout_bounds_plain_ddps_collectives(tmp_path: Path) -> None:
+    with started(under_run(tmp_path, "SIGSTOP", DECIDED, "--timeout", "6"), tmp_path) as ranks:
+        wait_until_stopped(ranks[HALTED], STARTS_S)
+        for rank in (0, 2):
+            assert ranks[rank].wait(6 + 2 * WARNS_S) == 1
+            assert ranks[rank].said("Timed out waiting 6000ms")
+            assert ranks[rank].said(f"suspect: rank {HALTED} (no sign of life")
+
+
+def test_a_rank_that_computes_for_long_is_not_a_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
+    monkeypatch.setattr(suspects, "ALARM_S", 1.0)
+
+    def main(rank: Rank) -> list[str]:
+        said: list[str] = []
+        heartbeat.log = said.append  # type: ignore[assignment]
+        following = syncline.follow(DDP(seeded(Mlp)), change=False, quiet=True)
+        dist.barrier()
+        until_s = time.monotonic() + 4.0
+        while rank.rank == HALTED and time.monotonic() < until_s:
+            sum(range(10_000))
+        dist.barrier()
+        following.close()
+        dist.barrier()
+        return said
+
+    assert on_ranks(RANKS, main) == [[]] * RANKS
+
+
+class Clock:
+    """Rank 1's heartbeats, as rank 0 reads them once per second."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s, self.beat, self.heard, self.silence = 100.0, 0, Heard(1.0), Silence(0, 1.0)
+        monkeypatch.setattr(suspects.time, "monotonic", lambda: self.now_s)
+
+    def goes(self, seconds: int, *, beats: bool, **more: Any) -> list[str]:
+        lines = []
+        for _ in range(seconds):
+            self.now_s += 1.0
+            self.beat += beats
+            self.heard.note({1: Sign(self.beat, **more)})
+            lines += self.silence.changes(self.heard, [1, 2])
+        return lines
+
+
+def test_silence_is_logged_once_and_so_is_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    assert clock.goes(3, beats=True) == clock.goes(4, beats=False) == clock.goes(3, beats=True) == []
+    (line,) = clock.goes(60, beats=False)
+    assert line.startswith("rank 0: no heartbeat from rank 1 for 5 s: ")
+    assert clock.goes(3, beats=True) == ["rank 0: rank 1 is back after 61 s without a heartbeat"]
+    assert len(clock.goes(8, beats=False)) == 1
+    assert len(clock.goes(1, beats=True)) == 1
+    assert clock.goes(8, beats=False) == [], "a rank that comes back every time is given more time"
+    assert len(clock.goes(8, beats=False)) == 1
+
+
+@pytest.mark.parametrize("last", [{"idle": True}, {"left": "its program ended"}, {"failed": "it met with a failure"}])
+def test_who_said_that_it_leaves_is_not_missed(last: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    assert clock.goes(3, beats=True) == clock.goes(1, beats=True, **last) == []
+    assert clock.goes(60, beats=False, **last) == []
+
+
+def test_a_program_that_ends_early_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a launcher, whose store outlives the ranks."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
+    monkeypatch.setattr(suspects, "ALARM_S", 1.0)
+
+    def main(rank: Rank) -> list[str]:
+        said: list[str] = []
+        heartbeat.log = said.append  # type: ignore[assignment]
+        syncline.follow(model := DDP(seeded(Mlp)), change=False, quiet=True)
+        dist.barrier()
+        if rank.rank == HALTED:
+            heartbeat._leave()
+        store = dist.distributed_c10d._get_default_store()
+        with pytest.raises(RuntimeError):  # what else a rank may wait for while another one has ended
+            store.wait(["what never comes"], timedelta(seconds=3))
+        assert model is not None
+        return said
+
+    assert on_ranks(RANKS, main) == [[]] * RANKS
+
+
+def ends_early(rank: int, port: int, ended: Any, said: Any) -> None:
+    heartbeat.BEAT_S, suspects.ALARM_S = 0.2, 1.0
+    heartbeat.log = said.put
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    syncline.follow(DDP(seeded(Mlp)), change=False, quiet=True)
+    dist.barrier()
+    if rank == 0:
+        assert ended.wait(STARTS_S)
+        with pytest.raises(RuntimeError):
+            dist.distributed_c10d._get_default_store().wait(["what never comes"], timedelta(seconds=3))
+
+
+def test_a_child_of_multiprocessing_that_ends_early_is_not_missed() -> None:
+    """Nothing that is registered with atexit is run in one."""
+    context = multiprocessing.get_context("fork")
+    ended, said = context.Event(), context.Queue()
+    with reserved_port() as port:
+        children = [context.Process(target=ends_early, args=(rank, port, ended, said)) for rank in range(2)]
+        try:
+            for child in children:
+                child.start()
+            children[1].join(STARTS_S)
+            ended.set()
+            children[0].join(STARTS_S)
+            assert [child.exitcode for child in children] == [0, 0]
+            assert said.empty()
+        finally:
+            for child in children:
+                child.kill()
+                child.join()
+
+
+def record(**changed: Any) -> RunRecord:
+    began = "2026-01-02T03:04:05+00:00"
+    running = {"ended": RUNNING, "host": socket.gethostname(), "process": os.getpid(), "began": began}
+    return msgspec.structs.replace(RECORD, **{**running, **changed})
+
+
+def test_a_record_tells_a_process_that_runs_from_one_that_is_gone() -> None:
+    now = "2999-01-01T00:00:00+00:00"
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait(STARTS_S)
+    assert record(began=now).state == RUNNING
+    assert record(began=now, process=child.pid).state.startswith(LOST)
+    assert record().state.startswith(LOST), "a process that began later is another one"
+    assert record(host="elsewhere").state.startswith("still running on elsewhere at ")
+    assert record(ended="finished", process=child.pid).state == "finished"
+    assert record(host="", process=None, began="").state == RUNNING, "as earlier versions wrote it"
+    gone = build_page(Inputs(runs=(record(process=child.pid, ranks=1, rank=0),)))
+    assert LOST in gone.warning
+
+
+def test_failure_tells_of_ranks_that_were_killed_and_left_no_failure_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SYNCLINE_FAILURES", str(tmp_path / "notes"))
+    refused = CliRunner().invoke(app, ["failure"])
+    assert refused.exit_code == 2 and "nothing has failed here" in refused.output
+    (tmp_path / "syncline-run").mkdir()
+    for rank, ended in enumerate((RUNNING, RUNNING, "finished")):
+        record(rank=rank, ranks=3, ended=ended).save(tmp_path / "syncline-run" / f"rank-{rank:04d}.json")
+    for arguments in ([], ["syncline-run"]):
+        answer = CliRunner().invoke(app, ["failure", *arguments])
+        assert answer.exit_code == 0 and answer.output.startswith("3 ranks under syncline run · no failure report")
+        assert answer.output.count(LOST) == 2 and "A signal ended them" in answer.output
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), True, "10"])
+def test_a_timeout_is_a_number_of_seconds(timeout_s: Any, one_rank: None) -> None:
+    model = DDP(Mlp())
+    for call in (
+        lambda: Wishes.of(timeout_s=timeout_s),
+        lambda: Asked.of(timeout_s=timeout_s),
+        lambda: syncline.follow(model, timeout_s=timeout_s),
+        lambda: syncline.attach(model, timeout_s=timeout_s),
+        lambda: syncline.tune(model, lambda net: None, timeout_s=timeout_s),
+    ):
+        with pytest.raises(UsageError, match=r"timeout_s must be greater than 0"):
+            call()
+
+
+def test_a_timeout_becomes_the_groups_own(one_rank: None) -> None:
+    model = DDP(Mlp())
+    following = syncline.follow(model, timeout_s=17.5, quiet=True)
+    assert group_timeout(model.process_group) == timedelta(seconds=17.5)
+    following.close()
