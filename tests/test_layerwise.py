@@ -125,7 +125,7 @@ def test_two_hundred_steps_are_those_of_ddp(make: Callable[[Any], Optimizer]) ->
     def main(rank: Rank) -> tuple[float, bool, int]:
         plain = as_ddp(rank, make, 200)
         trainer = as_layerwise(rank, make, 200, bucket_mb=0.01)
-        return distance(trainer.module, plain), same_everywhere(trainer.module), len(trainer._conveyor.buckets)
+        return distance(trainer.module, plain), same_everywhere(trainer.module), len(trainer._pipeline.buckets)
 
     for apart, same, buckets in on_ranks(RANKS, main):
         assert apart < 1e-4
@@ -648,7 +648,7 @@ def test_a_plan_gives_buckets_lanes_and_exchanges() -> None:
         with pytest.raises(syncline.UsageError, match="the plan's: leave them out"):
             syncline.Layerwise(net(), momentum, syncline.Dense(), plan=plan)
         trainer = as_layerwise(rank, momentum, 3, plan=plan)
-        buckets = [bucket.pieces for bucket in trainer._conveyor.buckets]
+        buckets = [bucket.pieces for bucket in trainer._pipeline.buckets]
         assert [tuple(piece.name for piece in pieces) for pieces in buckets] == [b.parameters for b in plan.buckets]
         with pytest.raises(syncline.UsageError, match="the plan is for something else"):
             syncline.Layerwise(nn.Linear(3, 3), momentum, plan=plan)

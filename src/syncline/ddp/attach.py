@@ -13,8 +13,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from syncline.ddp.engine import Engine
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import other_hooks, switch_of
+from syncline.ddp.reduction import Reduction
 from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, group_timeout
 from syncline.errors import SynclineError, UsageError
@@ -23,9 +25,7 @@ from syncline.health.heartbeat import vigil
 from syncline.health.meeting import meet, meeting
 from syncline.records.network import Network
 from syncline.runtime.bucket_policy import Route, Uniform
-from syncline.runtime.engine import Engine
 from syncline.runtime.parameters import ddp_of, described_fully, only_device, parameters_of
-from syncline.runtime.reduction import Reduction
 from syncline.runtime.topology import find_place, mark_of, read_network
 from syncline.runtime.validation import check_lanes, check_timeout, checked_exchange
 

@@ -11,15 +11,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.ddp import buckets
+from syncline.ddp.engine import Engine
 from syncline.ddp.hook import Switch, forget
+from syncline.ddp.scalars import Log, Writer, scalars_of
 from syncline.errors import ExchangeError, UsageError
 from syncline.exchange import Exchange, Tree
 from syncline.records.plan import Plan
 from syncline.runtime.bucket_policy import Planned
 from syncline.runtime.checkpoint import Checkpoints
-from syncline.runtime.engine import Engine
 from syncline.runtime.parameters import only_device, parameters_of
-from syncline.runtime.scalars import Log, Writer, scalars_of
 from syncline.runtime.stats import Stats, timings_of
 
 
@@ -55,16 +55,16 @@ class Handle:
     @property
     def straggler(self) -> str | None:
         """Which rank keeps the others waiting, and for how long, if one does: the first rank looks every 10 s."""
-        return self._attached.straggler
+        return self._attached.runner.straggler
 
     def stats(self) -> Stats:
         engine = self._attached
         step = engine.last_step
-        return Stats(engine.steps, dict(step.sent_bytes), engine.sent_bytes, timings_of(step.jobs))
+        return Stats(engine.steps, dict(step.sent_bytes), engine.runner.sent_bytes, timings_of(step.jobs))
 
     def trace(self, on: bool = True) -> None:
         """Has `stats().buckets` tell each bucket's collectives too, from the next step on, or not any more."""
-        self._attached.tracing = on
+        self._attached.runner.tracing = on
 
     def scalars(self, *, deep: bool = False) -> dict[str, float]:
         """The last step in numbers, by names for TensorBoard. This rank's own; what is not known is left out.
@@ -118,7 +118,7 @@ class Handle:
 
     @property
     def lanes(self) -> int:
-        return self._attached.lanes
+        return len(self._attached.runner.lanes)
 
     @property
     def ways(self) -> dict[str, int]:
@@ -165,8 +165,7 @@ class Handle:
 
     def _go_on(self, state: Mapping[str, Any]) -> None:
         engine = self._attached
-        engine.load(state["tensors"], state["buckets"])
-        engine.steps = state["steps"]
+        engine.load(state["tensors"], state["buckets"], state["steps"])
 
     def drift(self) -> str | None:
         """How much longer buckets take than the plan expected, where that is so much that another might be better."""

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
+from syncline.ddp.engine import Engine
 from syncline.errors import UsageError
-from syncline.runtime.engine import Engine
 
 _switches: weakref.WeakKeyDictionary[DDP, Switch] = weakref.WeakKeyDictionary()
 

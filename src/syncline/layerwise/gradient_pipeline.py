@@ -9,7 +9,6 @@ nothing changes under the user's hands.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,24 +17,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from syncline.dist.comm import close_lanes, gather_bytes, open_lanes
-from syncline.dist.lane import Job
-from syncline.dist.span import span_of
-from syncline.errors import ExchangeError, UsageError, first_line, tell
-from syncline.exchange import Climbing
+from syncline.dist.agreement import agree
+from syncline.dist.comm import gather_bytes
+from syncline.errors import ExchangeError, UsageError, tell
 from syncline.exchange.workspace import Workspace
-from syncline.health.meeting import meet
-from syncline.health.watchdog import Guard
-from syncline.layerwise.backward_pass import Bucket, Flight, Pass, counts
+from syncline.health.meeting import meeting
+from syncline.layerwise.backward_pass import Flight, LayerBucket, Pass, counts
 from syncline.layerwise.bucketing import Cut, cut, dealt_to, joined, layout_of
 from syncline.layerwise.layer_optimizer import Stepping
 from syncline.runtime.bucket_policy import Route
-from syncline.runtime.stats import sent_over
+from syncline.runtime.bucket_runner import BucketRunner, Residuals
 from syncline.runtime.topology import Place
 from syncline.runtime.validation import lying_like
 
+_AFTER_FAILURE = ". Some layers have taken this step and others have not: go on from a checkpoint"
 
-class Conveyor:
+
+class GradientPipeline:
     """All ranks create it together. `first`: the buckets to begin with, if they are to stay; else they are cut anew
     after the first backward, in the order in which gradients became ready."""
 
@@ -58,29 +56,20 @@ class Conveyor:
         self._cap_bytes, self._backlog_bytes, self._find_unused = cap_bytes, backlog_bytes, find_unused
         self._device = next(iter(parameters.values())).device
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self.error: BaseException | None = None
-        self.broken = False
-        """A collective failed: nothing can be exchanged any more."""
-        self.steps = 0
+        self._incomplete: ExchangeError | None = None
+        """Why the last backward left layers behind, if it did."""
         self.syncing = True
         self.settled = first is not None
         """Whether buckets follow the order in which gradients become ready, or are not to."""
         self._pass = Pass()
-        self.last = Pass()
-        self._counted: dict[str, int] = {}
-        self.sent_last: dict[str, int] = {}
-        """In the last step, per level."""
         self._dropped = [torch.zeros((), dtype=torch.int64, device=self._device) for _ in range(route.lanes)]
         """By lane: they do not wait for each other."""
         self._told_dropped = 0
         self.workspaces = [Workspace(self._device, rest_on_host=rest_on_host) for _ in range(route.lanes)]
-        self._guard = Guard(group, timeout)
-        self.buckets: list[Bucket] = []
+        self.buckets: list[LayerBucket] = []
         self._hooks: list[Any] = []
-        topology = None if place is None else place.topology
-        self.groups, self.lanes = open_lanes(group, timeout, route.lanes, self._device, topology)
+        self.runner = BucketRunner(group, self._device, route.lanes, timeout, place, _AFTER_FAILURE)
         try:
-            self._guard.start(self.groups, self.lanes)
             self.buckets = self.furnished(first or cut(list(parameters)[::-1], parameters, cap_bytes))
         except BaseException:
             self.close()
@@ -130,54 +119,35 @@ class Conveyor:
             self._submit(bucket)
         _at_end_of_backward(self._finish)
 
-    def _submit(self, bucket: Bucket) -> None:
-        now, lane = self._pass, self.lanes[bucket.lane]
+    def _submit(self, bucket: LayerBucket) -> None:
+        now = self._pass
         held = [now.held[piece.name] for piece in bucket.pieces]
         waiting = bucket.layout.numel * bucket.layout.dtype.itemsize
         while now.under_way and sum(flight.bytes for flight in now.under_way) + waiting > self._backlog_bytes:
             self._land(now.under_way.pop(0))
         on_lane = self._device.type == "cuda"
-        job = Job(
-            bucket=bucket.index,
-            lane=bucket.lane,
-            flat=self.workspaces[bucket.lane].take("flat", (bucket.layout.numel,), bucket.layout.dtype),
-            run=lambda: self._run(bucket, held, now, apply=on_lane),
-            marks=lane.marks(now.jobs[0].marks if now.jobs else None),
-            exchange=bucket.exchange,
-            on_done=self._guard.over,
+        flat = self.workspaces[bucket.lane].take("flat", (bucket.layout.numel,), bucket.layout.dtype)
+        future = self._or_error(
+            lambda: self.runner.submit(now, bucket, flat, lambda: self._run(bucket, held, now, apply=on_lane))
         )
-        if not now.jobs:
-            self._begin(now)
-        self._guard.begin(job, self.steps)
-        now.jobs.append(job)
-        now.under_way.append(Flight(bucket, self._guarded(lambda: lane.submit(job), bucket), waiting))
-
-    def _begin(self, now: Pass) -> None:
-        now.began_s = time.monotonic()
-        if self.last.began_s is not None:
-            self._guard.stepped(span_of(self.last.jobs), now.began_s - self.last.began_s)
+        now.under_way.append(Flight(bucket, future, waiting))
 
     def _land(self, flight: Flight) -> None:
-        """Waits for a bucket: on CUDA, backward's stream does. Then nothing of it is needed any more."""
-        self._guarded(flight.future.wait, flight.bucket)
+        """Wait for a bucket: on CUDA, backward's stream does. Then nothing of it is needed any more."""
+        self._or_error(flight.future.wait)
         if self._device.type != "cuda":
             self._apply(flight.bucket, self._pass)
         for name in flight.bucket.ends:
             if not self._stepping.at_end:
                 self._pass.held.pop(name, None)
 
-    def _guarded(self, call: Callable[[], Any], bucket: Bucket) -> Any:
+    def _or_error(self, call: Callable[[], Any]) -> Any:
+        """Call, and raise the runner's own error instead of what a future makes of it."""
         try:
             return call()
         except BaseException as error:
-            if self.error is None:
-                told = f"exchanging {bucket.label} failed in step {self.steps}: {first_line(error)}"
-                told += self._guard.explain(told, cause=error)
-                failed = ExchangeError(
-                    f"{told}. Some layers have taken this step and others have not: go on from a checkpoint"
-                )
-                self.error, self.broken = failed, True
-                raise failed from error
+            if self.runner.error is not None:
+                raise self.runner.error from error
             raise
 
     def _finish(self) -> None:
@@ -196,14 +166,11 @@ class Conveyor:
             if names:
                 self._step(names, now.held, torch.ones((), dtype=torch.bool))
         self._stepping.end()
-        self.last, self._pass = now, Pass()
-        self.last.held.clear()
-        sent = self.sent_bytes
-        self.sent_last = {level: sent[level] - self._counted.get(level, 0) for level in sent}
-        self._counted = sent
-        self.steps += 1
+        self._pass = Pass()
+        now.held.clear()
+        self.runner.end(now)
         if self._device.type != "cuda":
-            self._tell_dropped()
+            self._tell_dropped(now)
         if not self.settled:
             self._settle(now.order)
 
@@ -226,9 +193,7 @@ class Conveyor:
 
     # --- on a lane ----------------------------------------------------------------------------------------------
 
-    def _run(self, bucket: Bucket, held: Sequence[Tensor], now: Pass, *, apply: bool) -> None:
-        state, groups = bucket.state, self.groups[bucket.lane]
-        self._guard.runs(bucket.lane, self.steps, bucket.index)
+    def _run(self, bucket: LayerBucket, held: Sequence[Tensor], now: Pass, *, apply: bool) -> None:
         workspace = self.workspaces[bucket.lane]
         flat = workspace.take("flat", (bucket.layout.numel,), bucket.layout.dtype)
         with torch.no_grad():
@@ -239,14 +204,12 @@ class Conveyor:
             for part, offset in parts:
                 flat[offset : offset + part.numel()].copy_(part)
             self._stepping.before(bucket.pieces, flat, workspace)
-            if not bucket.averages:
-                flat.mul_(1 / groups.comm.size)
-            state.begin(self.steps)
-            work = bucket.exchange.run(flat, state, groups.comm)
+            work = self.runner.exchange(bucket, flat)
             if work is not None:
                 work.wait()
-            finite = state.finite(flat)
-            state.settle(finite)
+            assert bucket.state is not None  # noqa: S101 - it ran
+            finite = bucket.state.finite(flat)
+            self.runner.settle([bucket], finite)
             flat.masked_fill_(~finite, 0)
             self._stepping.after(bucket.pieces, flat, finite, workspace)
             for part, offset in parts:
@@ -255,14 +218,14 @@ class Conveyor:
         if apply:
             self._apply(bucket, now)
 
-    def _apply(self, bucket: Bucket, now: Pass) -> None:
+    def _apply(self, bucket: LayerBucket, now: Pass) -> None:
         """The optimizer steps what this bucket completes."""
         self._dropped[bucket.lane] += ~now.finite[bucket.index]
         names = self._to_step(bucket, now)
         if names and not self._stepping.at_end:
             self._step(names, now.held, counts(bucket, now))
 
-    def _to_step(self, bucket: Bucket, now: Pass) -> list[str]:
+    def _to_step(self, bucket: LayerBucket, now: Pass) -> list[str]:
         """All that it completes; but what no rank used stays as it is, unless something that waited was applied."""
         keeps = self._stepping.mirror or bucket.exchange.keeps
         return [name for name in bucket.ends if keeps or name not in now.unused]
@@ -272,30 +235,28 @@ class Conveyor:
 
     # --- buckets ------------------------------------------------------------------------------------------------
 
-    def furnished(self, made: Cut, kept: Mapping[str, Mapping[str, Tensor]] | None = None) -> list[Bucket]:
-        """Collective. Buckets with their states, the largest first: the others then fit into its memory."""
-        described = {str(index): " ".join(map(str, pieces)) for index, pieces in enumerate(made)}
-        meet(self._group, described, "how gradients are cut into buckets", "Layerwise")
+    def furnished(self, made: Cut, kept: Residuals | None = None) -> list[LayerBucket]:
+        """Collective: return buckets with their states. The largest is prepared first, so that the others fit into its
+        memory."""
         ends: dict[str, int] = {piece.name: index for index, pieces in enumerate(made) for piece in pieces}
         starts = {piece.name: index for index, pieces in reversed(list(enumerate(made))) for piece in pieces}
-        buckets: dict[int, Bucket] = {}
+        buckets: dict[int, LayerBucket] = {}
         sizes = {index: sum(piece.numel for piece in pieces) for index, pieces in enumerate(made)}
-        for index in sorted(sizes, key=lambda index: (-sizes[index], index)):
-            pieces = made[index]
-            names = list(dict.fromkeys(piece.name for piece in pieces))
-            # All parts of a parameter are on one lane: whoever steps it finds the others done.
-            exchange, lane = self._route.way(names, starts[pieces[0].name], self.steps)
-            layout = layout_of(pieces, self._parameters, self.workspaces[lane])
-            self.workspaces[lane].take("flat", (layout.numel,), layout.dtype)
-            state = exchange.prepare(layout, self.groups[lane].comm)
-            if isinstance(exchange, Climbing):
-                meet(self._group, {"way": state.describe()}, "the way of a bucket", "Layerwise")
-            if kept is not None:
-                state.load(layout, dealt_to(pieces, kept, self._parameters))
-            averages = state.average(1 / self._group.size())
-            last = tuple(name for name in names if ends[name] == index)
-            before = tuple(other for other in range(index) if last and made[other][0].name == pieces[0].name)
-            buckets[index] = Bucket(index, pieces, lane, exchange, layout, state, averages, last, before)
+        with meeting(self._group, "Layerwise"):
+            agree(self._group, {"buckets": len(made)}, "how gradients are divided into buckets")
+            for index in sorted(sizes, key=lambda index: (-sizes[index], index)):
+                pieces = made[index]
+                names = list(dict.fromkeys(piece.name for piece in pieces))
+                # All pieces of a parameter are on one lane: whoever steps it finds the others done.
+                exchange, lane = self._route.way(names, starts[pieces[0].name], self.runner.steps)
+                layout = layout_of(pieces, self._parameters, self.workspaces[lane])
+                self.workspaces[lane].take("flat", (layout.numel,), layout.dtype)
+                last = tuple(name for name in names if ends[name] == index)
+                before = tuple(other for other in range(index) if last and made[other][0].name == pieces[0].name)
+                bucket = LayerBucket(index, lane, exchange, layout, pieces=pieces, ends=last, before=before)
+                residuals = {} if kept is None else dealt_to(pieces, kept, self._parameters)
+                self.runner.prepare(bucket, residuals)
+                buckets[index] = bucket
         return [buckets[index] for index in range(len(made))]
 
     def _settle(self, order: Sequence[str]) -> None:
@@ -313,28 +274,24 @@ class Conveyor:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return joined(
-            [(bucket.pieces, bucket.state.tensors(bucket.layout)) for bucket in self.buckets], self._parameters
+            [(bucket.pieces, bucket.state.tensors(bucket.layout)) for bucket in self.buckets if bucket.state],
+            self._parameters,
         )
 
     # --- what it tells ------------------------------------------------------------------------------------------
-
-    @property
-    def sent_bytes(self) -> dict[str, int]:
-        """By the busiest rank since it was made, per level."""
-        return sent_over(self.groups)
 
     @property
     def dropped(self) -> int:
         """How often a bucket was not finite, and its layers did not take a step. Waits for the device."""
         return sum(int(dropped) for dropped in self._dropped)
 
-    def _tell_dropped(self) -> None:
+    def _tell_dropped(self, now: Pass) -> None:
         dropped = self.dropped
         if dropped > self._told_dropped and self._group.rank() == 0:
-            where = [bucket.label for bucket in self.buckets if not bool(self.last.finite.get(bucket.index, True))]
+            where = [bucket.label for bucket in self.buckets if not bool(now.finite.get(bucket.index, True))]
             tell(
-                f"step {self.steps - 1}: the gradients of {', '.join(where[:3])} are not finite, and these layers do "
-                f"not take this step, on any rank ({dropped} so far)"
+                f"step {self.runner.steps - 1}: the gradients of {', '.join(where[:3])} are not finite, and these "
+                f"layers do not take this step, on any rank ({dropped} so far)"
             )
         self._told_dropped = dropped
 
@@ -359,7 +316,7 @@ class Conveyor:
             + "If nothing was raised, these parameters were not used: pass find_unused_parameters=True"
         )
         if now.submitted:
-            self.error = failed
+            self._incomplete = failed
         else:
             self._pass = Pass()  # as if it had not begun
         raise failed
@@ -368,22 +325,21 @@ class Conveyor:
         """Collective: from a checkpoint. What was under way when a backward broke off, on all ranks, ends first."""
         for flight in self._pass.under_way:
             flight.future.wait()
-        self._pass, self.error = Pass(), None
-        self.steps, self.settled = steps, self.settled or steps > 0
+        self._pass, self._incomplete = Pass(), None
+        self.runner.steps, self.settled = steps, self.settled or steps > 0
         self.buckets = []
         self.buckets = self.furnished(made, kept)
 
     @property
-    def straggler(self) -> str | None:
-        return self._guard.straggler
+    def error(self) -> BaseException | None:
+        """Why it cannot go on, if it cannot."""
+        return self.runner.error or self._incomplete
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._guard.stop()
-        close_lanes(self.lanes, self.groups)
-        self._hooks, self.lanes, self.groups, self.buckets = [], [], [], []
-        self._pass = self.last = Pass()
+        self.runner.close()
+        self._hooks, self.buckets, self._pass = [], [], Pass()
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:

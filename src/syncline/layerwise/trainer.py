@@ -38,7 +38,7 @@ from syncline.exchange import Exchange, Tree, settings
 from syncline.health.meeting import meet, meeting, together
 from syncline.layerwise.activations import Managed, ways_of
 from syncline.layerwise.bucketing import Cut, Piece, cut_of
-from syncline.layerwise.gradient_pipeline import Conveyor
+from syncline.layerwise.gradient_pipeline import GradientPipeline
 from syncline.layerwise.layer_optimizer import Stepping, of_optimizer, state_bytes
 from syncline.layerwise.measure_blocks import measure_activations
 from syncline.predict.memory import (
@@ -178,7 +178,7 @@ class Layerwise:
             with meeting(self._group, "Layerwise", users=True):
                 self._place = find_place(self._group, self._route.exchanges, known)
                 same_as_first(self._group, [*module.parameters(), *module.buffers()])
-                self._conveyor = Conveyor(
+                self._pipeline = GradientPipeline(
                     self._group,
                     self._parameters,
                     self._route,
@@ -195,13 +195,13 @@ class Layerwise:
                 if step is not None and budget_bytes is not None:
                     with together(self._group, self._device, "the memory budget", "Layerwise"):
                         self.choice, activations = self._choose(step, budget_bytes, residual)
-                    for workspace in self._conveyor.workspaces:
+                    for workspace in self._pipeline.workspaces:
                         workspace.rest_on(self.choice.residual)
                 self._managed = Managed(module, ways_of(module, activations))
             except BaseException:
                 self.close()
                 raise
-        self._conveyor.start()
+        self._pipeline.start()
 
     # --- what a training loop calls -----------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class Layerwise:
             self._check_ready()
             if self._broadcasts and self._synced:
                 same_as_first(self._group, list(self.module.buffers()))
-            self._synced = self._conveyor.syncing
+            self._synced = self._pipeline.syncing
             self._check_peak()
         return self.module(*inputs, **options)
 
@@ -219,11 +219,11 @@ class Layerwise:
     def no_sync(self) -> Iterator[None]:
         """Backward inside only accumulates gradients, as in DDP: they then are all there until one outside exchanges
         them, which is what this exists to avoid. Larger batches that fit because of it are the better way."""
-        before, self._conveyor.syncing = self._conveyor.syncing, False
+        before, self._pipeline.syncing = self._pipeline.syncing, False
         try:
             yield
         finally:
-            self._conveyor.syncing = before
+            self._pipeline.syncing = before
 
     def train(self, mode: bool = True) -> Layerwise:
         self.module.train(mode)
@@ -236,22 +236,22 @@ class Layerwise:
 
     @property
     def steps(self) -> int:
-        return self._conveyor.steps
+        return self._pipeline.runner.steps
 
     @property
     def error(self) -> BaseException | None:
         """Why it cannot go on, if it cannot."""
-        return self._conveyor.error
+        return self._pipeline.error
 
     @property
     def straggler(self) -> str | None:
         """Which rank keeps the others waiting, and for how long, if one does: the first rank looks every 10 s."""
-        return self._conveyor.straggler
+        return self._pipeline.runner.straggler
 
     @property
     def dropped(self) -> int:
         """How often a bucket was not finite, and its layers did not take a step. Waits for the device."""
-        return self._conveyor.dropped
+        return self._pipeline.dropped
 
     @property
     def tree(self) -> Tree | None:
@@ -278,15 +278,16 @@ class Layerwise:
 
     def predicted_sent_bytes(self) -> dict[str, int]:
         """What a step should send, per level, by the exchange's own account."""
-        return predicted_for(self._conveyor.buckets, self._conveyor.groups)
+        return predicted_for(self._pipeline.buckets, self._pipeline.runner.groups)
 
     def stats(self) -> Stats:
-        belt = self._conveyor
-        return Stats(belt.steps, dict(belt.sent_last), belt.sent_bytes, timings_of(belt.last.jobs))
+        runner = self._pipeline.runner
+        last = runner.last_step
+        return Stats(runner.steps, dict(last.sent_bytes), runner.sent_bytes, timings_of(last.jobs))
 
     def describe(self) -> str:
         """What trains here, in how many buckets, and what becomes of activations."""
-        ranks, count = self._group.size(), len(self._conveyor.buckets)
+        ranks, count = self._group.size(), len(self._pipeline.buckets)
         lines = [f"{self.exchange!r} layer by layer among {ranks} ranks, {count} buckets"]
         if self.choice is not None and self._budget_bytes is not None:
             lines.append(
@@ -311,8 +312,10 @@ class Layerwise:
             parameter_bytes=sum(p.numel() * p.element_size() for p in parameters),
             buffer_bytes=sum(b.numel() * b.element_size() for b in self.module.buffers()),
             optimizer_bytes=int(state_bytes(self.optimizer) * sum(p.numel() for p in self._parameters.values())),
-            residual_bytes=sum(bucket.state.rests_bytes for bucket in self._conveyor.buckets),
-            workspace_bytes=sum(workspace.bytes for workspace in self._conveyor.workspaces),
+            residual_bytes=sum(
+                bucket.state.rests_bytes for bucket in self._pipeline.buckets if bucket.state is not None
+            ),
+            workspace_bytes=sum(workspace.bytes for workspace in self._pipeline.workspaces),
             waiting_bytes=waiting,
         )
 
@@ -339,7 +342,7 @@ class Layerwise:
         write, every rank raises and the folder holds what it held before.
         """
         state = self._about()
-        tensors = self._conveyor.kept()
+        tensors = self._pipeline.kept()
         for name, velocity in self._velocities().items():
             tensors.setdefault(name, {})[_VELOCITY] = velocity
         self._checkpoints.save(folder, {**state, "weights": mark_of_bits(self._parameters), "tensors": tensors})
@@ -368,7 +371,7 @@ class Layerwise:
         exchanged, in the host's memory."""
         return {
             **self._about(),
-            "tensors": self._conveyor.kept(),
+            "tensors": self._pipeline.kept(),
             "model": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -389,12 +392,12 @@ class Layerwise:
     def _about(self) -> dict[str, Any]:
         """What a state belongs to."""
         self._check_ready()
-        buckets = [[str(piece) for piece in bucket.pieces] for bucket in self._conveyor.buckets]
+        buckets = [[str(piece) for piece in bucket.pieces] for bucket in self._pipeline.buckets]
         return {**self._checkpoints.identity, "steps": self.steps, "buckets": buckets}
 
     def _go_on(self, made: Cut, kept: Mapping[str, Mapping[str, Tensor]], steps: int) -> None:
         with current_device(self._device):
-            self._conveyor.go_on(made, kept, steps)
+            self._pipeline.go_on(made, kept, steps)
 
     def _velocities(self) -> dict[str, Tensor]:
         """Where each rank has its own."""
@@ -459,17 +462,17 @@ class Layerwise:
         """Gives the module back as an ordinary one: what waits to be exchanged is lost."""
         if self._managed is not None:
             self._managed.close()
-        self._conveyor.close()
+        self._pipeline.close()
 
     # --- checks -------------------------------------------------------------------------------------------------
 
     def _check_open(self) -> None:
-        if not self._conveyor.lanes:
+        if not self._pipeline.runner.lanes:
             raise UsageError("this trainer is closed: make another")
 
     def _check_loads(self) -> None:
         self._check_open()
-        if self._conveyor.broken:
+        if self._pipeline.runner.error is not None:
             raise ExchangeError(f"an exchange failed, and its groups with it: make another Layerwise: {self.error}")
 
     def _check_ready(self) -> None:
@@ -486,7 +489,7 @@ class Layerwise:
                 "other parameters are trained than when this trainer was made: freeze and unfreeze before that, or "
                 "close() it and make another"
             )
-        self._conveyor.check_complete()
+        self._pipeline.check_complete()
 
     def _check_peak(self) -> None:
         """Whether what was foreseen is what is taken: once, after a step with everything that is kept there."""

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
+from syncline.ddp.engine import Engine
 from syncline.dist.span import span_of
 from syncline.errors import first_line, tell
 from syncline.exchange import wire
-from syncline.runtime.engine import Engine, Step
+from syncline.runtime.bucket_runner import Step
 
 PREFIX = "syncline/"
 
@@ -37,7 +38,8 @@ def scalars_of(engine: Engine, step: Step, *, deep: bool = False) -> dict[str, f
     values["sent_bytes"] = sum(step.sent_bytes.values())
     values |= {f"sent_bytes/{level}": sent for level, sent in step.sent_bytes.items()}
     plain = sum(
-        wire.sent_bytes("all_reduce", job.elements, job.itemsize, engine.ranks, engine.backend) for job in step.jobs
+        wire.sent_bytes("all_reduce", job.elements, job.itemsize, engine.runner.ranks, engine.runner.backend)
+        for job in step.jobs
     )
     if plain:
         values["sent_share"] = values["sent_bytes"] / plain
@@ -79,17 +81,19 @@ class Log:
         self._engine = weakref.ref(engine)  # which knows this
         self._writer, self._every, self._deep = writer, every, deep
         self._due: tuple[int, Step] | None = None
-        engine.listeners.append(self)
+        engine.runner.listeners.append(self)
 
-    def __call__(self, engine: Engine, begins: Step) -> None:
-        """A step begins."""
+    def step_began(self, step: Step, number: int) -> None:
+        engine = self._engine()
+        if engine is None:
+            return
         if engine.last_step.jobs and engine.steps % self._every == 0:
             self._write(engine)  # what is still due: it will not get better
             self._due = (engine.steps, engine.last_step)
         # What is kept is kept now: that is not put off, and waits for the device.
         if self._due is not None and (_ended(self._due[1]) or (self._deep and engine.keeps)):
             self._write(engine)
-        begins.counts = begins.counts or (self._deep and (engine.steps + 1) % self._every == 0)
+        step.counts = step.counts or (self._deep and (number + 1) % self._every == 0)
 
     def _write(self, engine: Engine) -> None:
         due, self._due = self._due, None
@@ -105,13 +109,13 @@ class Log:
             tell(f"scalars are not logged any more, because that failed at step {number}: {reason}")
 
     def _stop(self, engine: Engine) -> None:
-        if self in engine.listeners:
-            engine.listeners.remove(self)
+        if self in engine.runner.listeners:
+            engine.runner.listeners.remove(self)
 
     def close(self) -> None:
         """Ends it. What was due is written, as far as it is known; the writer stays open, it is the caller's."""
         engine = self._engine()
-        if engine is not None and self in engine.listeners:
+        if engine is not None and self in engine.runner.listeners:
             self._stop(engine)
             if self._due is None and engine.last_step.jobs and engine.steps % self._every == 0:
                 self._due = (engine.steps, engine.last_step)
