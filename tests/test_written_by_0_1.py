@@ -15,7 +15,7 @@ from syncline.cli import app
 from syncline.cli.predict import PredictResult
 from syncline.doctor import examine_notes
 from syncline.files import read_json
-from syncline.report.gather import gather
+from syncline.report.read_inputs import read_inputs
 
 OLD = Path(__file__).parent / "written_by_0_1"
 
@@ -42,7 +42,7 @@ def test_a_report_is_made_of_each(name: str, tmp_path: Path) -> None:
 
 
 def test_results_and_records_have_what_was_in_them() -> None:
-    story = gather([OLD / "bench.json", OLD / "demo.json", OLD / "run"])
+    story = read_inputs([OLD / "bench.json", OLD / "demo.json", OLD / "run"])
     assert [row.method for row in story.benches[0].rows] == ["ddp", "dense"]
     assert story.demo is not None and story.demo.steps == 2
     assert [record.rank for record in story.runs] == [0, 1]
