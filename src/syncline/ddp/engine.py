@@ -302,7 +302,7 @@ class Engine:
             return None
         return (
             f"exchanging gradients takes {took_s * 1e3:.1f} ms per step, and the plan expected {expected_s * 1e3:.1f}: "
-            "the network or the model is not what it was. handle.retune(step) plans anew"
+            "the network or the model has changed. syncline.tune(model, step) makes a new plan"
         )
 
     # --- for the handle -----------------------------------------------------------------------------------------
