@@ -351,22 +351,22 @@ def test_pieces_of_a_layout_cover_it_once_and_pad_the_rest(numel: int, start: in
 @pytest.mark.parametrize(
     ("fields", "trouble"),
     [
-        ({"within": ErrorFeedback()}, "inside groups everything travels: use Dense"),
-        ({"within": Dense}, "inside groups everything travels"),
-        ({"within": "fp32"}, "inside groups everything travels"),
+        ({"within": ErrorFeedback()}, "within must be a Dense exchange, for example Dense()"),
+        ({"within": Dense}, "within must be a Dense exchange"),
+        ({"within": "fp32"}, "within must be a Dense exchange"),
         ({"across": Dense}, "pass an exchange, for example Dense()"),
         ({"across": "bf16"}, "pass an exchange"),
         ({"across": None}, "pass an exchange"),
-        ({"across": Hierarchical()}, "Hierarchical inside Hierarchical: one is enough"),
+        ({"across": Hierarchical()}, "use one Hierarchical, with as many levels as you need"),
         ({"shape": "ring"}, "shape is one of auto, leader, sharded"),
         ({"shape": None}, "shape is one of auto, leader, sharded"),
-        ({"shape": "leader", "within": Dense(wire="bf16")}, "leaders get gradients as they are"),
-        ({"chunks": 0}, "Hierarchical(chunks=0): there may be 1 to 1024"),
-        ({"chunks": -1}, "there may be 1 to 1024"),
-        ({"chunks": True}, "Hierarchical(chunks=True): there may be 1 to 1024"),
-        ({"chunks": 5000}, "Hierarchical(chunks=5000): there may be 1 to 1024"),
-        ({"chunks": 2.0}, "there may be 1 to 1024"),
-        ({"chunks": "2"}, "there may be 1 to 1024"),
+        ({"shape": "leader", "within": Dense(wire="bf16")}, "leaders receive gradients in their own type"),
+        ({"chunks": 0}, "Hierarchical(chunks=0): chunks must be from 1 to 1024"),
+        ({"chunks": -1}, "chunks must be from 1 to 1024"),
+        ({"chunks": True}, "Hierarchical(chunks=True): chunks must be from 1 to 1024"),
+        ({"chunks": 5000}, "Hierarchical(chunks=5000): chunks must be from 1 to 1024"),
+        ({"chunks": 2.0}, "chunks must be from 1 to 1024"),
+        ({"chunks": "2"}, "chunks must be from 1 to 1024"),
     ],
 )
 def test_impossible_settings_are_refused_at_construction_in_one_line(fields: dict[str, Any], trouble: str) -> None:
@@ -385,7 +385,7 @@ def test_sixteen_bits_inside_need_groups_of_equal_size() -> None:
 
 @pytest.mark.parametrize("options", [{"shape": "sharded"}, {"within": Dense(wire="bf16")}], ids=str)
 def test_what_is_kept_may_not_change_hands(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="must stay with one rank") as refused:
+    with pytest.raises(UsageError, match="its residual must stay on one rank") as refused:
         Hierarchical(across=ErrorFeedback(), **options)
     assert "\n" not in str(refused.value)
 

@@ -866,7 +866,7 @@ def test_between_hosts_it_exchanges_what_they_add_up_to() -> None:
     ("fields", "trouble"),
     [
         *(
-            ({"density": density}, f"OkTopk(density={density!r}): it is a share of all gradients")
+            ({"density": density}, f"OkTopk(density={density!r}): density must be a fraction of the gradients")
             for density in (0, 0.0, -1, 2, 1.0001, float("nan"), float("inf"), True, "0.01", None)
         ),
         *(
@@ -874,11 +874,11 @@ def test_between_hosts_it_exchanges_what_they_add_up_to() -> None:
             for values in ("int8", "", None, 16, torch.bfloat16)
         ),
         *(
-            ({"warmup": warmup}, f"OkTopk(warmup={warmup!r}): it is a number of steps")
+            ({"warmup": warmup}, f"OkTopk(warmup={warmup!r}): warmup must be a number of steps, at least 0")
             for warmup in (-1, 1.5, 2.0, True, "3", None)
         ),
         *(
-            ({"momentum": momentum}, f"OkTopk(momentum={momentum!r}): it is at least 0, for none, and less than 1")
+            ({"momentum": momentum}, f"OkTopk(momentum={momentum!r}): momentum must be at least 0 and less than 1")
             for momentum in (1, 1.0, 1.5, -0.1, float("nan"), float("inf"), "0.9", None)
         ),
     ],

@@ -336,8 +336,8 @@ def nested_so_deep(depth: int) -> Any:
         ([[[0], [1]], [2, 3]], "nested equally deep"),
         ((2, 3), "its sizes multiply to 6 ranks, and there are 4"),
         ((2,), "its sizes multiply to 2 ranks, and there are 4"),
-        ((4, 0), "these are sizes, and one is less than 1"),
-        ((-2, -2), "these are sizes, and one is less than 1"),
+        ((4, 0), "sizes must be at least 1; to list ranks, nest the lists"),
+        ((-2, -2), "sizes must be at least 1; to list ranks, nest the lists"),
         ((4, *(1,) * 16), "up to 16 levels"),
     ],
 )
