@@ -430,7 +430,7 @@ def test_settings_that_are_left_out_are_the_usual_ones() -> None:
         ({"type": "OkTopk", "warmup": 1.5}, r"OkTopk\(warmup=1.5\): warmup must be a number of steps"),
         ({"type": "Hierarchical", "across": {"type": "Hierarchical"}}, "use one Hierarchical, with as many levels"),
         ({"type": "Hierarchical", "within": {"type": "OkTopk"}}, "within must be a Dense exchange"),
-        ({"type": "Hierarchical", "shape": "sharded", "across": {"type": "OkTopk"}}, "its residual must stay on one rank"),
+        ({"type": "Hierarchical", "shape": "sharded", "across": {"type": "OkTopk"}}, "residual must stay on one rank"),
     ],
 )
 def test_settings_of_no_exchange_say_what_does_not_fit(described: dict[str, Any], expected: str) -> None:
