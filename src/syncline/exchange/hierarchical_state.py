@@ -84,11 +84,11 @@ class ClimbedState(State):
     on the buckets, so a residual stays on its rank when DDP changes its buckets.
     """
 
-    def __init__(self, way: Way, chunks: tuple[Chunk, ...]) -> None:
-        self.way, self.chunks = way, chunks
+    def __init__(self, path: Way, chunks: tuple[Chunk, ...]) -> None:
+        self.path, self.chunks = path, chunks
 
     def describe(self) -> str:
-        return str(self.way)
+        return str(self.path)
 
     def begin(self, step: int, scale: Tensor | None = None) -> None:
         for _, state in self._crossing:
