@@ -221,7 +221,7 @@ class Engine:
         with self._lock:
             mine = {name: self._stored.pop(name) for name in names if name in self._stored}
         for tensor in (tensor for kinds in mine.values() for tensor in kinds.values()):
-            if tensor.is_cuda:  # allocated on backward's stream, and read on this lane's
+            if tensor.is_cuda:  # allocated on backward's stream: its memory must last until this lane has read it
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return mine
 
