@@ -217,7 +217,7 @@ def test_gloo_takes_what_is_named_and_otherwise_what_the_host_name_leads_to() ->
 
 def test_what_never_returns_is_left_behind() -> None:
     release = threading.Event()
-    with pytest.raises(TooLateError, match=r"nothing happened for 0\.05 s"):
+    with pytest.raises(TooLateError, match=r"no result within 0\.05 s"):
         within(0.05, lambda: release.wait(20))
     assert left_behind()
     waiting = [thread for thread in threading.enumerate() if thread.daemon and "syncline-trial" in thread.name]

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from syncline.dist import torchrun
-from syncline.dist.deadline import TooLateError, together, within
+from syncline.dist.deadline import TooLateError, run_concurrently, within
 from syncline.doctor.interfaces import gloo_choice, interfaces
 from syncline.errors import UsageError
 from syncline.measure.topology import host_identity, number
@@ -86,7 +86,7 @@ def try_loopback() -> float:
         if total.tolist() != [3.0] * 4:
             raise RuntimeError(f"1 + 2 is {total[0].item():g}")
 
-    together(_LOOPBACK_S + _MARGIN_S, [functools.partial(rank, number) for number in range(2)])
+    run_concurrently(_LOOPBACK_S + _MARGIN_S, [functools.partial(rank, number) for number in range(2)])
     return time.monotonic() - begin
 
 
