@@ -30,5 +30,5 @@ demo.show(read_json(sys.argv[1], DemoResult), shown)
 draw(shown, "demo")
 
 screen.out = console()
-predict.predict_command(profile="cnn-cpu", network=Path(sys.argv[2]), hosts="4,8,16,64")
+predict.Predict(profile="cnn-cpu", network=Path(sys.argv[2]), hosts="4,8,16,64").start()
 draw(screen.out, "predict")

@@ -182,12 +182,12 @@ def assert_refused(answer: Result, *says: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--hosts", "2,x"], "--hosts '2,x': write numbers, like 2,4,8,16"),
-        (["--hosts", ""], "--hosts '': write numbers"),
-        (["--hosts", "0"], "--hosts 0: there may be 1 to 65536"),
-        (["--hosts", "-1"], "--hosts -1: there may be 1 to 65536"),
-        (["--hosts", "99999999"], "--hosts 99999999: there may be 1 to 65536"),
-        (["--hosts", "9" * 5000], "write numbers, like 2,4,8,16"),
+        (["--hosts", "2,x"], "--hosts '2,x': must be whole numbers, as in 2,4,8,16"),
+        (["--hosts", ""], "--hosts '': must be whole numbers"),
+        (["--hosts", "0"], "--hosts 0: must be 1 to 65536"),
+        (["--hosts", "-1"], "--hosts -1: must be 1 to 65536"),
+        (["--hosts", "99999999"], "--hosts 99999999: must be 1 to 65536"),
+        (["--hosts", "9" * 5000], "must be whole numbers, as in 2,4,8,16"),
         (["--rate", "fast"], "rate 'fast' is not a rate"),
         (["--rate", "1gbit,"], "rate '' is not a rate"),
         (["--rate", "1bit"], "under 100kbit"),
@@ -198,7 +198,7 @@ def assert_refused(answer: Result, *says: str) -> None:
         (["--plan", "dense,bucket_mb=0"], "bucket_mb is 0: a bucket needs a positive size"),
         (["--plan", "ddp", "--plan", "dense;lanes=2"], "no exchange is called 'dense;lanes=2'"),
         (["--scale", "0,1"], "write two positive numbers"),
-        (["--per-host", "2"], "--per-host is for links that are assumed: a --network knows its ranks"),
+        (["--per-host", "2"], "--per-host cannot be combined with --network, which has its own ranks per host"),
         (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
         (["--profile", "nope"], "nope: is neither a file nor a shipped profile"),
         (["--profile", "nope.json"], "nope.json: cannot be read: No such file"),
@@ -212,11 +212,11 @@ def test_a_mistake_gets_one_line_and_exit_2(files: tuple[str, ...], options: lis
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ([], "without --network, say at least how fast the hosts' links are: --rate 10gbit"),
-        (["--rate", "1gbit", "--trunk-rate", "1gbit"], "--trunk-rate needs a --network with racks in it"),
+        ([], "without --network, the rate of the hosts' links is needed: add --rate"),
+        (["--rate", "1gbit", "--trunk-rate", "1gbit"], "--trunk-rate needs a --network that has racks"),
         (
             ["--rate", "1gbit", "--per-host", "1000000"],
-            "--per-host 1000000: on 1024 hosts that is more than 1048576 ranks",
+            "--per-host 1000000: with 1024 hosts, that is more than 1048576 ranks",
         ),
     ],
 )
@@ -232,7 +232,7 @@ def test_racks_that_are_not_there_cannot_be_faster(tmp_path: Path) -> None:
 
 def test_a_network_without_measurements_is_refused(files: tuple[str, ...]) -> None:
     msgspec.structs.replace(RICH_NETWORK, collectives=()).save(files[3])
-    assert_refused(run(*files), f"{files[3]}: holds no measured collectives: probe again")
+    assert_refused(run(*files), f"{files[3]}: has no measured collectives: probe again")
 
 
 bad_files = [

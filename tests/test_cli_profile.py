@@ -144,7 +144,7 @@ def test_a_target_that_cannot_be_gets_one_line_and_exit_2(train: Path, target: s
     [
         (["--device", "tpu"], "--device 'tpu': use cpu or cuda"),
         (["--autocast", "int4"], "autocast 'int4' is unknown"),
-        (["--timeout", "nan"], "a positive number of seconds"),
+        (["--timeout", "nan"], "--timeout nan: must be greater than 0"),
         (["--per-host", "2"], "--per-host is for emulated hosts"),
         (["--hosts", "0"], "hosts is 0"),
         (["--output", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),

@@ -1,4 +1,8 @@
-"""The command line: `commands` has what can be typed, and a module beside it does the work of each command."""
+"""The command line: `commands` has the options and help of each command; a module of the same name does its work.
+
+A command is a dataclass in `commands`, whose fields are the options. Its work is a function in the module of the same
+name in this package, which takes that dataclass and may import torch. A new option is a new field of the dataclass.
+"""
 
 from syncline.cli.commands import app, main
 

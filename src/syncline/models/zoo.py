@@ -50,8 +50,13 @@ MODELS: dict[str, ModelSpec] = {
 }
 
 
+def check_name(name: str) -> None:
+    """Raise `UsageError` if no model has this name."""
+    _spec(name)
+
+
 def build_model(name: str) -> nn.Module:
-    """A fresh model with random weights, from torch's global generator."""
+    """Build a model with random weights from torch's global generator."""
     return _spec(name).build()
 
 
