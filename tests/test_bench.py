@@ -56,13 +56,13 @@ def test_every_method_is_predicted_and_none_below_its_computation(result: BenchR
 
 def test_a_network_of_another_size_is_refused_before_anything_runs() -> None:
     network = assumed_network(4, 1, 1_000_000_000, "gloo")
-    with pytest.raises(UsageError, match="the network is one of 4 ranks, and the bench has 2"):
+    with pytest.raises(UsageError, match="the network has 4 ranks, but the bench has 2"):
         run_bench(ClusterSpec(hosts=2), Workload("mlp", 4), ["ddp"], rounds=1, network=network)
 
 
 def test_a_network_with_other_links_is_refused_before_anything_runs() -> None:
     network = assumed_network(2, 1, 1_000_000_000, "gloo")
-    with pytest.raises(UsageError, match="the network's links are 1gbit, and the bench's 50mbit"):
+    with pytest.raises(UsageError, match="the network's links are 1gbit, but the bench's are 50mbit"):
         run_bench(ClusterSpec(hosts=2, rate_bps=50_000_000), Workload("mlp", 4), ["ddp"], rounds=1, network=network)
 
 

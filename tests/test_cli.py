@@ -57,7 +57,7 @@ def test_help_fits_a_screen(command: list[str]) -> None:
         (["bench", "--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
         (
             ["bench", "--methods", "ddp,plan", "--probe", "0", "--model", "mlp"],
-            "plan plans from a profile and a network",
+            "plan needs a network to plan from",
         ),
         (["plan", "--profile", "bert-base-cuda"], "the rate of the hosts' links is needed"),
         (["plan", "--profile", "nope", "--rate", "1gbit"], "is neither a file nor a shipped profile"),

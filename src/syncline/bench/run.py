@@ -1,4 +1,4 @@
-"""One bench: build every method's model on every rank, let them take turns, put the rows together."""
+"""Run a bench: build the model of every method on every rank, let the methods take turns, and make the result."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 
 PROBE_S = 12.0
-"""Enough for the collectives that a bench uses; `syncline probe` takes its time for better ones."""
+"""Default time for probing. `syncline probe` takes longer and is more accurate."""
 PROBE_LEVELS_S = 30.0
-"""The same, where hosts have several ranks, and more than all of them together are measured."""
+"""The same if hosts have several ranks, because collectives on each level are measured too."""
 WARMUP = 4
-"""Rounds before the first that counts: DDP rebuilds its buckets after one, PowerSGD starts to compress after two."""
+"""Rounds that are not measured: DDP rebuilds its buckets after one, PowerSGD starts to compress after two."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: a model by name, or a recorded profile that is replayed."""
+    """The model to train: by name, or a recorded profile that is replayed."""
 
     name: str
     batch: int
@@ -80,23 +80,31 @@ def run_bench(
     peak_memory: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> BenchResult:
-    """Measures `methods` on the emulated cluster, in one run, after predicting each: from `network`, or from links
-    that are probed for about `probe_s` (default: as long as it takes); without either where that is 0. `peak_memory`:
-    afterwards each method trains another model by itself, for what that takes of memory."""
+    """Predict and then measure `methods` on the emulated cluster, in one run.
+
+    Args:
+        rounds: Number of steps that each method takes.
+        network: Network to predict from. Default: probe the links.
+        probe_s: Approximate time for probing; 0 for no predictions.
+        peak_memory: Measure the memory of each method, by training another model with it afterwards.
+
+    Raises:
+        UsageError: If a method is unknown, or `network` is of another cluster.
+    """
     check_methods(list(methods))
     if rounds < 1:
-        raise UsageError(f"steps is {rounds}: a bench needs at least one")
+        raise UsageError(f"steps is {rounds}: must be 1 or more")
     if network is not None:
         _check_network(network, spec)
 
     shaped = why_not_shaped() is None
-    usual_s = PROBE_LEVELS_S if max(spec.per_host) > 1 and spec.hosts > 1 else PROBE_S
-    budget_s = usual_s if probe_s is None else probe_s
+    default_s = PROBE_LEVELS_S if max(spec.per_host) > 1 and spec.hosts > 1 else PROBE_S
+    budget_s = default_s if probe_s is None else probe_s
     planned = next((method for method in methods if method in PLANNERS), None)
     if planned is not None and spec.world_size == 1:
-        raise UsageError(f"{planned} plans what ranks exchange, and there is one: add hosts, or ranks per host")
+        raise UsageError(f"{planned} needs at least two ranks: add hosts, or ranks per host")
     if planned is not None and network is None and not budget_s:
-        raise UsageError(f"{planned} plans from a profile and a network: leave out --probe 0, or pass --network")
+        raise UsageError(f"{planned} needs a network to plan from: omit --probe 0, or add --network")
     answers = launch(
         spec,
         lambda rank: _measure(rank, workload, methods, rounds, bucket_mb, network, budget_s, peak_memory),
@@ -117,12 +125,12 @@ def run_bench(
         syncline=__version__,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         tree=answers[0]["tree"],
-        **_known(answers[0], spec, shaped),
+        **_prediction_inputs(answers[0], spec, shaped),
     )
 
 
-def _known(answer: dict[str, Any], spec: ClusterSpec, shaped: bool) -> dict[str, Any]:
-    """What predictions and plans were made of; nothing where there were none."""
+def _prediction_inputs(answer: dict[str, Any], spec: ClusterSpec, shaped: bool) -> dict[str, Any]:
+    """Return the inputs of predictions and plans; empty if there were no predictions."""
     if answer["network"] is None:
         return {}
     network = msgspec.convert(answer["network"], Network)
@@ -134,21 +142,21 @@ def _known(answer: dict[str, Any], spec: ClusterSpec, shaped: bool) -> dict[str,
 
 
 def _check_network(network: Network, spec: ClusterSpec) -> None:
-    """A prediction for another cluster would stand beside the measurement without a word."""
-    again = "probe again with the bench's options"
+    """Raise `UsageError` if the network is of another cluster than the bench."""
+    advice = "probe again with the bench's options"
     if network.ranks != spec.world_size:
-        raise UsageError(f"the network is one of {network.ranks} ranks, and the bench has {spec.world_size}: {again}")
+        raise UsageError(f"the network has {network.ranks} ranks, but the bench has {spec.world_size}: {advice}")
     placement = {rank: host for host in range(spec.hosts) for rank in spec.ranks_of(host)}
     if network.host_of_rank != tuple(placement[rank] for rank in range(spec.world_size)):
-        raise UsageError(f"the network's ranks sit on other hosts than the bench's: {again}")
+        raise UsageError(f"the network's ranks are on other hosts than the bench's: {advice}")
     if network.device != spec.device:
-        raise UsageError(f"the network was probed on {network.device}, and the bench runs on {spec.device}: {again}")
+        raise UsageError(f"the network was probed on {network.device}, but the bench runs on {spec.device}: {advice}")
     link = network.link("host")
     if link is not None and link.nominal_bps not in (None, spec.rate_bps):
-        rates = f"{format_rate(link.nominal_bps or 0)}, and the bench's {format_rate(spec.rate_bps)}"
-        raise UsageError(f"the network's links are {rates}: {again}")
+        rates = f"{format_rate(link.nominal_bps or 0)}, but the bench's are {format_rate(spec.rate_bps)}"
+        raise UsageError(f"the network's links are {rates}: {advice}")
     if not network.collectives or not network.links:
-        raise UsageError(f"the network holds no measured collectives: {again}")
+        raise UsageError(f"the network has no measured collectives: {advice}")
 
 
 def _measure(
@@ -161,7 +169,7 @@ def _measure(
     probe_s: float,
     peak_memory: bool,
 ) -> dict[str, Any]:
-    """On one rank."""
+    """Measure on one rank."""
     rank.init_process_group()
     if network is None and probe_s and rank.world_size > 1:
         rings = RINGS | ({"plan"} if max(rank.spec.per_host) == 1 else set())
@@ -203,7 +211,7 @@ def _measure(
 
 
 def _prepare(rank: Rank, workload: Workload, methods: Sequence[str], wrapping: Wrapping) -> dict[str, Prepared]:
-    """By method and setting: a model of its own for each variant of each method."""
+    """Build a model for each variant of each method; return them by name."""
     prepared = [
         dataclasses.replace(prepare(workload.build(rank.rank).to(rank.device), wrapping), variant=variant)
         for method in methods
@@ -237,7 +245,7 @@ def _forecast(
 def _predict(
     rank: Rank, workload: Workload, prepared: dict[str, Prepared], forecast: Forecast
 ) -> dict[str, float | None]:
-    """By method and setting: seconds per step, foreseen before anything is measured."""
+    """Predict the seconds per step of each variant; return them by name."""
     methods = list(dict.fromkeys(one.method for one in prepared.values()))
     hooks = [method for method in methods if any(one.cost for one in prepared.values() if one.method == method)]
     hook_s = {}
@@ -248,7 +256,7 @@ def _predict(
 
 
 def _exchange_of(prepared: Prepared) -> Exchange:
-    assert prepared.exchanging is not None  # noqa: S101 - asked only of those that have one
+    assert prepared.exchanging is not None  # noqa: S101 - called only for methods with an exchange
     return prepared.exchanging.exchange
 
 
@@ -260,7 +268,7 @@ def _training_step(prepared: Prepared, workload: Workload, rank: Rank) -> Callab
 
 
 def _memory_of(rank: Rank, workload: Workload, measured: Prepared, wrapping: Wrapping) -> dict[str, int]:
-    """What the same method takes that trains one more model: bytes beside all that is there already."""
+    """Measure the memory of one more model with this method, without what is allocated already."""
     gc.collect()
     prepare = METHODS[measured.method][1][measured.variant]
     net = workload.build(rank.rank).to(rank.device)
@@ -275,14 +283,14 @@ def _memory_of(rank: Rank, workload: Workload, measured: Prepared, wrapping: Wra
         states = meter.now() - base
         step()
         finish(rank)
-        found = {"peak_bytes": meter.peak() - base, "states_bytes": states}
+        memory = {"peak_bytes": meter.peak() - base, "states_bytes": states}
     if prepared.trainer is not None:
         prepared.trainer.close()
-    return found
+    return memory
 
 
 def _row(method: str, turns: dict[str, Turns], about: list[dict[str, Any]], shaped: bool) -> Row:
-    """Of the method's fastest variant."""
+    """Make the row of a method, from its fastest variant."""
     variants = [name for name in turns if about[0][name]["method"] == method]
     best = min(variants, key=lambda name: turns[name].quartiles.median)
     times = turns[best].quartiles

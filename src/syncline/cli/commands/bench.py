@@ -40,8 +40,8 @@ class Bench(common.ClusterOptions):
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help=f"Time for probing. Default: {choices.BENCH_PROBE_S:g}, or {choices.BENCH_PROBE_LEVELS_S:g} if hosts have "
-            "several ranks. 0: no predictions.",
+            help=f"Time for probing. Default: {choices.BENCH_PROBE_S:g}, or {choices.BENCH_PROBE_LEVELS_S:g} if hosts "
+            "have several ranks. 0: no predictions.",
         ),
     ] = None
     peak_memory: Annotated[bool, typer.Option("--peak-memory", help="Also measure each method's peak memory.")] = False
