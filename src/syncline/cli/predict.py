@@ -217,12 +217,12 @@ def _show_rows(rows: list[tuple[int | None, Prediction]], measured: bool) -> Non
             formatting.size(row.sent_bytes),
         )
     screen.out.print(table)
-    inputs = "from the ends of the 90 % intervals of the network's measurements"
+    inputs = "over the 90 % intervals of the network's measurements"
     if not measured:
-        inputs = "for start-ups of 1/3 to 3 times, and rates of 80 to 100 %, of the assumed ones"
+        inputs = "over start-ups of 1/3 to 3 times, and rates of 80 to 100 %, of the assumed ones"
     screen.out.print(
-        f"scaling: the time of a step on a single rank, divided by this one; range: {inputs}; with more hosts than "
-        "that, also for start-ups that grow as in a tree or in a ring; sent: bytes of the busiest rank",
+        f"scaling: step time of a single rank, divided by this step time; range: {inputs} and, with more hosts, over "
+        "start-ups that grow as in a tree or as in a ring; sent: by the busiest rank",
         style="dim",
     )
 
