@@ -1,4 +1,4 @@
-"""The bench measures what it says it measures."""
+"""The bench: its counted and predicted bytes, its times, its result file."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_counted_bytes_are_what_the_interfaces_saw(result: BenchResult) -> None:
     counted = [row for row in result.rows if row.sent_bytes]
     assert {"dense", "bf16", "fp16"} <= {row.method for row in counted}
     for row in counted:
-        # BatchNorm-free, so gradients are all that is sent, but for headers, acknowledgements and a barrier.
-        # What is sparse goes in many small messages, each with its own.
+        # The model has no buffers, so only gradients are sent, with headers, acknowledgements and a barrier.
+        # Sparse exchanges send many small messages, each with its own headers.
         others = 10_000 if row.sent_bytes > 200_000 else 25_000
         assert row.sent_bytes <= row.wire_bytes <= 1.05 * row.sent_bytes + others, row
 
@@ -178,7 +178,7 @@ def _marked(marker: str) -> list[int]:
 
 
 def _network_namespaces(processes: list[int]) -> set[str]:
-    """A network namespace lives as long as its last process."""
+    """Return the network namespaces of all processes: a namespace exists as long as its last process."""
     found = set()
     for process in processes:
         with contextlib.suppress(OSError):

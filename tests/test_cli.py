@@ -1,4 +1,4 @@
-"""What people type: answers on one screen, mistakes in one line."""
+"""The command line: each answer fits on one screen, and each mistake gets one line."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_bench_shows_a_table_and_writes_the_file(tmp_path: Path) -> None:
         assert f"{row['step_ms']:.1f}" in answer.stdout
         assert f'data-step-ms="{row["step_ms"]:.6g}"' in page.read_text()
     assert all(len(line) <= 80 for line in answer.stdout.splitlines() if str(page) not in line)
-    # What was predicted from is in the file, so a page made of it later shows as much.
+    # The file has the inputs of the predictions, so a report that is made from it later shows the same.
     assert result["network"]["host_of_rank"] == [0, 1] and result["profile"]["model"] == "mlp"
     assert 'id="timeline"' in page.read_text() and 'id="links"' in page.read_text()
 
@@ -163,7 +163,7 @@ def test_plan_shows_the_alternatives_and_writes_a_plan_for_wrap(tmp_path: Path) 
     assert all(len(line) <= 80 for line in answer.stdout.splitlines())
 
 
-def test_plan_says_so_where_plain_ddp_is_best() -> None:
+def test_plan_reports_that_plain_ddp_is_best() -> None:
     answer = runner.invoke(app, ["plan", "--profile=bert-base-cuda", "--hosts=4", "--rate=10gbit"])
     assert answer.exit_code == 0, answer.stderr
     assert "not worth a change" in " ".join(answer.stdout.split())

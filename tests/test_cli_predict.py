@@ -31,13 +31,13 @@ def run(*arguments: str | Path) -> Result:
 
 
 def words(answer: Result) -> str:
-    """What it said, whatever the width of the screen."""
+    """Return the output without line breaks."""
     return " ".join(answer.stdout.split())
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str, str, str]:
-    """The options that name a small model and a small cluster."""
+    """Return the options for a small model and a small cluster."""
     SMALL.save(tmp_path / "profile.json")
     RICH_NETWORK.save(tmp_path / "network.json")
     return "--profile", str(tmp_path / "profile.json"), "--network", str(tmp_path / "network.json")
@@ -71,7 +71,7 @@ def test_the_first_screen_names_the_cause_and_the_remedy(name: str, tmp_path: Pa
     assert result.measured_network
 
 
-def test_where_nothing_is_lost_it_says_so(tmp_path: Path) -> None:
+def test_a_step_without_losses_is_reported_as_such(tmp_path: Path) -> None:
     SMALL.save(tmp_path / "profile.json")
     made_up.network(mbit=100_000.0, startup_s=1e-6).save(tmp_path / "network.json")
     answer = run("--profile", tmp_path / "profile.json", "--network", tmp_path / "network.json", "--hosts", "4")
@@ -118,7 +118,7 @@ def test_without_numbers_of_hosts_the_measured_one_comes_first(files: tuple[str,
     assert hosts[0] == 3 and hosts[1:] == [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
 
-def test_without_a_network_links_are_assumed_and_it_says_so(tmp_path: Path) -> None:
+def test_without_a_network_links_are_assumed_and_the_output_says_so(tmp_path: Path) -> None:
     answer = run(
         "--profile", "cnn-cpu", "--rate", "1gbit", "--hosts", "4", "--per-host", "2", "--json", tmp_path / "r.json"
     )
@@ -160,7 +160,7 @@ def test_the_racks_links_can_be_faster(files: tuple[str, ...], tmp_path: Path) -
     assert steps_ms[0] > steps_ms[1]
 
 
-def test_a_network_inside_one_host_is_not_asked_about_others(tmp_path: Path) -> None:
+def test_a_network_of_one_host_predicts_only_that_host(tmp_path: Path) -> None:
     inside = msgspec.structs.replace(made_up.network((0, 0)), links=(made_up.link("local", 9000.0),))
     inside.save(tmp_path / "network.json")
     arguments = ("--profile", "cnn-cpu", "--network", tmp_path / "network.json")
@@ -224,7 +224,7 @@ def test_a_mistake_without_a_network_gets_one_line_and_exit_2(options: list[str]
     assert_refused(run("--profile", "cnn-cpu", *options), says)
 
 
-def test_racks_that_are_not_there_cannot_be_faster(tmp_path: Path) -> None:
+def test_a_trunk_rate_is_refused_without_racks(tmp_path: Path) -> None:
     made_up.network().save(tmp_path / "network.json")
     answer = run("--profile", "cnn-cpu", "--network", tmp_path / "network.json", "--trunk-rate", "1gbit")
     assert_refused(answer, "the network has no rack links: it has host")

@@ -15,15 +15,11 @@ PANEL = "Emulated cluster"
 _Options = TypeVar("_Options")
 
 Hosts = Annotated[int, typer.Option(metavar="N", help="Number of hosts.", rich_help_panel=PANEL)]
-PerHost = Annotated[
-    str, typer.Option(metavar="N|N,N,…", help="Ranks per host, or one number for each host.", rich_help_panel=PANEL)
-]
-Rate = Annotated[
-    str, typer.Option(metavar="RATE", help="Rate of each host's link: 200mbit, 1gbit.", rich_help_panel=PANEL)
-]
+PerHost = Annotated[str, typer.Option(metavar="N|N,N,…", help="Ranks per host, or a list.", rich_help_panel=PANEL)]
+Rate = Annotated[str, typer.Option(metavar="RATE", help="Rate of each host's link.", rich_help_panel=PANEL)]
 JsonFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON.")]
 ReportFile = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write an HTML report.")]
-Scale = Annotated[str, typer.Option(metavar="T,B", help="Multiply a profile's times by T and sizes by B.")]
+Scale = Annotated[str, typer.Option(metavar="T,B", help="Multiply the profile's times by T and its sizes by B.")]
 Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Give up after this time.")]
 
 
@@ -37,7 +33,7 @@ class ClusterOptions:
     racks: Annotated[int, typer.Option(metavar="N", help="Number of racks.", rich_help_panel=PANEL)] = 1
     trunk_rate: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="Rate of each rack's link to the other racks.", rich_help_panel=PANEL),
+        typer.Option(metavar="RATE", help="Rate between each rack and the others.", rich_help_panel=PANEL),
     ] = None
     rank_order: Annotated[
         str,
@@ -45,9 +41,7 @@ class ClusterOptions:
             metavar="host|scrambled", help="Number ranks host by host, or round-robin.", rich_help_panel=PANEL
         ),
     ] = "host"
-    device: Annotated[
-        str, typer.Option(metavar="cpu|cuda", help="Device that the ranks compute on.", rich_help_panel=PANEL)
-    ] = "cpu"
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Device of the ranks.", rich_help_panel=PANEL)] = "cpu"
 
 
 def command(options: type[_Options], start: Callable[[_Options], object]) -> Callable[..., None]:
