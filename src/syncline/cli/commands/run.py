@@ -22,17 +22,15 @@ SETTINGS = {"allow_interspersed_args": False}
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Run an unmodified training script under torchrun and make its DDP models exchange gradients faster.
+    """Run an unmodified training script and make its DDP models exchange gradients faster.
 
     torchrun --nproc-per-node 4 -m syncline.run train.py --epochs 3
 
     syncline run --nproc-per-node 4 train.py --epochs 3
 
-    It measures the script's own steps, tries a plan on them, and keeps the plan if it is faster.
+    It measures the script's steps, tries a plan, and keeps it if it is faster.
 
-    Losses stay the same, up to the order of summation, unless --allow permits more.
-
-    A report is written at the end.
+    Losses stay the same, up to summation order, unless --allow permits more.
     """
 
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="Training script; with -m, a module.")]
