@@ -176,7 +176,7 @@ def test_a_plan_for_another_model_is_one_line_and_status_2(tmp_path: Path) -> No
     ("arguments", "told"),
     [
         (["nowhere.py"], "nowhere.py: there is no such script"),
-        (["--exchange", "quick", str(SCRIPT)], "no such exchange; known: dense"),
+        (["--exchange", "quick", str(SCRIPT)], "--exchange quick: unknown exchange; known: dense"),
         (["--exchange", "bf16", "--plan", "p.json", "x.py"], "exclude each other"),
         (["--exchange", "bf16", "--observe-only", "x.py"], "leave nothing to find"),
         (["--allow", "everything", str(SCRIPT)], "everything"),
@@ -184,7 +184,7 @@ def test_a_plan_for_another_model_is_one_line_and_status_2(tmp_path: Path) -> No
         (["--probe", "0", str(SCRIPT)], "1 to 3600 seconds"),
         (["--timeout", "0", str(SCRIPT)], "--timeout 0: must be greater than 0"),
         (["--out", str(SCRIPT), str(SCRIPT)], "is a file; name a folder"),
-        (["--out", "/proc/nowhere", str(SCRIPT)], "/proc/nowhere: cannot be made"),
+        (["--out", "/proc/nowhere", str(SCRIPT)], "/proc/nowhere: cannot be created"),
         (["-m", "not a module"], "is no module's name"),
         ([], "Missing argument"),
         (["--no-such-option", str(SCRIPT)], "No such option"),
