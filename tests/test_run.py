@@ -178,7 +178,7 @@ def test_a_plan_for_another_model_is_one_line_and_status_2(tmp_path: Path) -> No
         (["nowhere.py"], "nowhere.py: there is no such script"),
         (["--exchange", "quick", str(SCRIPT)], "--exchange quick: unknown exchange; known: dense"),
         (["--exchange", "bf16", "--plan", "p.json", "x.py"], "exclude each other"),
-        (["--exchange", "bf16", "--observe-only", "x.py"], "leave nothing to find"),
+        (["--exchange", "bf16", "--observe-only", "x.py"], "are for tuning, which --exchange and --plan replace"),
         (["--allow", "everything", str(SCRIPT)], "everything"),
         (["--plan", "nowhere.json", str(SCRIPT)], "nowhere.json: cannot be read"),
         (["--probe", "0", str(SCRIPT)], "1 to 3600 seconds"),

@@ -1,7 +1,8 @@
-"""The command line: `commands` has the options and help of each command; a module of the same name does its work.
+"""The command line.
 
-A command is a dataclass in `commands`, whose fields are the options. Its work is a function in the module of the same
-name in this package, which takes that dataclass and may import torch. A new option is a new field of the dataclass.
+A command is a dataclass in `commands`: its fields are the options, and its docstring is the help. Its `start` method
+calls the function in the module of the same name in this package, which does the work and may import torch. A new
+option is a new field of the dataclass, which that function reads.
 """
 
 from syncline.cli.commands import app, main

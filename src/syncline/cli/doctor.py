@@ -52,7 +52,7 @@ def show(checkup: Checkup, console: Console) -> None:
         )
     )
     console.print()
-    about = _grid()
+    about = _grid(2)
     about.add_row("machine", _machine(checkup))
     about.add_row("network", _interfaces(checkup))
     about.add_row(
@@ -62,10 +62,7 @@ def show(checkup: Checkup, console: Console) -> None:
         about.add_row("job", " ".join(f"{name}={value}" for name, value in checkup.job.items()))
     console.print(about)
     console.print()
-    verdicts = Table.grid(padding=(0, 2, 0, 0))
-    verdicts.add_column(no_wrap=True)
-    verdicts.add_column(no_wrap=True)
-    verdicts.add_column()
+    verdicts = _grid(3)
     for finding in checkup.findings:
         style = "green" if finding.works else "red" if finding.needed else "yellow"
         remedy = f" → {finding.remedy}" if finding.remedy else ""
@@ -79,10 +76,11 @@ def show(checkup: Checkup, console: Console) -> None:
     console.print(f"Next: {checkup.next}")
 
 
-def _grid() -> Table:
+def _grid(columns: int) -> Table:
+    """Make a table without lines, in which only the last column is wrapped."""
     grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column()
+    for column in range(columns):
+        grid.add_column(no_wrap=column < columns - 1)
     return grid
 
 

@@ -1,9 +1,6 @@
-"""The options and the help of each command.
+"""The options and the help of each command, as dataclasses; see `syncline.cli`.
 
-A command is a dataclass in the module of its name: a field is an option, the docstring is the help, and `start` passes
-the options to the function in `syncline.cli.NAME` that does the work. A new option is a new field here, which that
-function reads. Nothing in this package imports torch, numpy or scipy, so that help and wrong options are answered at
-once.
+Nothing here imports torch, numpy or scipy, so that help and wrong options are answered at once.
 """
 
 from __future__ import annotations
