@@ -183,27 +183,29 @@ def _measure(
     planned = _prepare(rank, workload, [method for method in methods if method in PLANNERS], wrapping)
     prepared = {**unplanned, **planned}
     predicted_s = {} if forecast is None else _predict(rank, workload, prepared, forecast)
-    contenders = [Contender(name, _training_step(one, workload, rank)) for name, one in prepared.items()]
+    contenders = [Contender(name, _training_step(variant, workload, rank)) for name, variant in prepared.items()]
     record = take_turns(rank, contenders, warmup=WARMUP, rounds=rounds)
     about = {
         name: {
-            "method": one.method,
-            "setting": one.chosen(),
-            "sent": one.sent_bytes(),
-            "predicted": one.predicted_sent_bytes(rank.world_size),
+            "method": variant.method,
+            "setting": variant.chosen(),
+            "sent": variant.sent_bytes(),
+            "predicted": variant.predicted_sent_bytes(rank.world_size),
             "predicted_s": predicted_s.get(name),
-            **(_memory_of(rank, workload, one, wrapping) if peak_memory else {}),
+            **(_memory_of(rank, workload, variant, wrapping) if peak_memory else {}),
         }
-        for name, one in prepared.items()
+        for name, variant in prepared.items()
     }
     parameters = [p for p in next(iter(prepared.values())).model.parameters() if p.requires_grad]
-    trees = [one.exchanging.tree for one in prepared.values() if one.exchanging is not None]
+    trees = [variant.exchanging.tree for variant in prepared.values() if variant.exchanging is not None]
     return {
         "record": record,
         "about": about,
         "network": msgspec.to_builtins(network) if rank.rank == 0 else None,
         "profile": msgspec.to_builtins(forecast.profile) if rank.rank == 0 and forecast is not None else None,
-        "plans": {name: msgspec.to_builtins(one.plan) for name, one in planned.items()} if rank.rank == 0 else {},
+        "plans": {name: msgspec.to_builtins(variant.plan) for name, variant in planned.items()}
+        if rank.rank == 0
+        else {},
         "tree": next((tree.describe() for tree in trees if tree is not None), ""),
         "parameters": sum(p.numel() for p in parameters),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
@@ -217,7 +219,7 @@ def _prepare(rank: Rank, workload: Workload, methods: Sequence[str], wrapping: W
         for method in methods
         for variant, prepare in enumerate(METHODS[method][1])
     ]
-    return {one.name: one for one in prepared}
+    return {variant.name: variant for variant in prepared}
 
 
 def _forecast(
@@ -232,7 +234,9 @@ def _forecast(
     loss_of = workload.loss_of(net, rank.rank, rank.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     exchanges: dict[str, Callable[[], Exchange]] = {
-        name: functools.partial(_exchange_of, one) for name, one in prepared.items() if one.exchanging is not None
+        name: functools.partial(_exchange_of, variant)
+        for name, variant in prepared.items()
+        if variant.exchanging is not None
     }
     for method in methods:
         exchanges |= {
@@ -246,13 +250,15 @@ def _predict(
     rank: Rank, workload: Workload, prepared: dict[str, Prepared], forecast: Forecast
 ) -> dict[str, float | None]:
     """Predict the seconds per step of each variant; return them by name."""
-    methods = list(dict.fromkeys(one.method for one in prepared.values()))
-    hooks = [method for method in methods if any(one.cost for one in prepared.values() if one.method == method)]
+    methods = list(dict.fromkeys(variant.method for variant in prepared.values()))
+    hooks = [
+        method for method in methods if any(variant.cost for variant in prepared.values() if variant.method == method)
+    ]
     hook_s = {}
     with group_of_one(rank.device) as group:
-        for name, one in _prepare(rank, workload, hooks, Wrapping(rank.device, forecast.bucket_mb, group)).items():
-            hook_s[name] = forecast.hook_s(alone_s(_training_step(one, workload, rank), rank.device))
-    return {name: forecast.predicted_s(one, hook_s.get(name)) for name, one in prepared.items()}
+        for name, variant in _prepare(rank, workload, hooks, Wrapping(rank.device, forecast.bucket_mb, group)).items():
+            hook_s[name] = forecast.hook_s(alone_s(_training_step(variant, workload, rank), rank.device))
+    return {name: forecast.predicted_s(variant, hook_s.get(name)) for name, variant in prepared.items()}
 
 
 def _exchange_of(prepared: Prepared) -> Exchange:

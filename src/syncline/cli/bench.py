@@ -1,4 +1,4 @@
-"""`syncline bench`: methods side by side in one run."""
+"""`syncline bench`: compare methods in one run."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def failure(args: FailureOptions) -> None:
     with options.one_line_errors("syncline failure"):
         screen.check_writable(args.json)
         try:
-            found = examine_notes(args.folder)
+            postmortem = examine_notes(args.folder)
         except (UsageError, FileError):
             runs = unfinished_runs(RUN_FOLDER if args.folder is None else args.folder)
             if not runs:
@@ -36,8 +36,8 @@ def failure(args: FailureOptions) -> None:
             show_runs(runs, screen.out)
             return
         if args.json is not None:
-            write_json(args.json, found)
-        show(found, screen.out, args.events)
+            write_json(args.json, postmortem)
+        show(postmortem, screen.out, args.events)
 
 
 def show_runs(runs: Sequence[RunRecord], console: Console) -> None:
@@ -57,19 +57,25 @@ def show_runs(runs: Sequence[RunRecord], console: Console) -> None:
         )
 
 
-def show(found: Postmortem, console: Console, events: int = 0) -> None:
-    last = found.last
+def show(postmortem: Postmortem, console: Console, events: int = 0) -> None:
+    last = postmortem.last
     console.print(
         f"{last.world_size} ranks over {one_line(last.backend)}, timeout {last.timeout_s:g} s · "
-        f"{len(found.notes)} of them left a failure report · {one_line(last.date)}{_age(last)} · "
+        f"{len(postmortem.notes)} of them left a failure report · {one_line(last.date)}{_age(last)} · "
         f"syncline {one_line(last.syncline)}, torch {one_line(last.torch)}"
     )
     console.print()
     rows = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    columns = ["rank", "host", "step", "failed", *(["was exchanging"] if any(n.pending for n in found.notes) else [])]
+    columns = [
+        "rank",
+        "host",
+        "step",
+        "failed",
+        *(["was exchanging"] if any(n.pending for n in postmortem.notes) else []),
+    ]
     for column in columns:
         rows.add_column(column, justify="right" if column in ("rank", "step") else "left", overflow="fold")
-    for note in found.notes:
+    for note in postmortem.notes:
         cells = [
             str(note.rank),
             one_line(note.host),
@@ -80,25 +86,25 @@ def show(found: Postmortem, console: Console, events: int = 0) -> None:
         rows.add_row(*cells[: len(columns)])
     console.print(rows)
     console.print()
-    for note in found.notes if events else ():
+    for note in postmortem.notes if events else ():
         _show_events(note, events, console)
-    for problem in found.damaged:
+    for problem in postmortem.damaged:
         advice = "; write it again"  # not possible for a failure report
         console.print(f"Cannot be used: {one_line(problem).removesuffix(advice)}", style="yellow", soft_wrap=True)
-    if found.missing:
-        console.print(f"No failure report from {_ranks(found.missing)}{_earlier(found)}.")
-    for accused in found.accused:
-        console.print(_accusation(accused), style="red" if accused is found.accused[0] else None)
-    if found.apart:
-        places = "; ".join(f"{_ranks(ranks)} in {one_line(where)}" for where, ranks in found.apart)
-        others = tuple(sorted(rank for _, ranks in found.apart[1:] for rank in ranks))
+    if postmortem.missing:
+        console.print(f"No failure report from {_ranks(postmortem.missing)}{_earlier(postmortem)}.")
+    for accused in postmortem.accused:
+        console.print(_accusation(accused), style="red" if accused is postmortem.accused[0] else None)
+    if postmortem.apart:
+        places = "; ".join(f"{_ranks(ranks)} in {one_line(where)}" for where, ranks in postmortem.apart)
+        others = tuple(sorted(rank for _, ranks in postmortem.apart[1:] for rank in ranks))
         console.print(
             f"They waited for each other: {places}. All ranks must make the same steps and calls, in the same order. "
             f"Look first at {_ranks(others)} for a call that was left out or made twice.",
             style="red",
         )
-    elif not found.accused:
-        first = f" Look first at {_ranks(found.missing)}." if found.missing else ""
+    elif not postmortem.accused:
+        first = f" Look first at {_ranks(postmortem.missing)}." if postmortem.missing else ""
         console.print(f"No failure report names a suspect: see the error of each rank.{first}")
 
 
@@ -137,8 +143,8 @@ def _age(note: Failure) -> str:
     return f", {hours:.0f} h ago" if hours < 48 else f", {hours / 24:.0f} days ago"
 
 
-def _earlier(found: Postmortem) -> str:
-    return f" (only one of an earlier failure from {_ranks(found.earlier)})" if found.earlier else ""
+def _earlier(postmortem: Postmortem) -> str:
+    return f" (only one of an earlier failure from {_ranks(postmortem.earlier)})" if postmortem.earlier else ""
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
