@@ -1,7 +1,7 @@
 """Try whether ranks can reach each other: two in this process, over the loopback interface, or those of a job.
 
 Under torchrun, every rank writes into the rendezvous store who it is, where it would listen, and whether a sum over all
-ranks worked. So rank 0 can name the rank that did not connect, and the one that connected but reached nobody.
+ranks worked. So rank 0 can name the rank that did not connect, and the one that connected but reached no other rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _POLL_S = 0.1
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank tells the others about itself."""
+    """Information about a rank for the others."""
 
     host: str
     """An identity that all ranks of one host share."""
