@@ -33,8 +33,9 @@ from syncline.cluster import Rank
 from syncline.cluster.ports import reserved_port
 from syncline.dist.comm import group_timeout
 from syncline.errors import UsageError
-from syncline.health import heartbeat, suspects
-from syncline.health.suspects import Heard, Sign, Silence
+from syncline.health import heartbeat, silence
+from syncline.health.silence import SilenceLog
+from syncline.health.suspects import Beat, Heartbeats
 from syncline.integrations.synced import Asked
 from syncline.measure.assumed_network import assumed_links
 from syncline.records.run_record import LOST, RUNNING, RunRecord
@@ -195,8 +196,8 @@ def test_a_killed_rank_is_named_by_every_survivor_and_in_their_records(where: in
         assert [process.wait(STARTS_S) for process in ranks] == [1, -signal.SIGKILL, 1]
     records = [RunRecord.load(tmp_path / "out" / f"rank-{rank:04d}.json") for rank in range(RANKS)]
     for rank in (0, 2):
-        assert len(ranks[rank].said(f"suspect: rank {HALTED} (no sign of life")) == 1
-        assert f"suspect: rank {HALTED} (no sign of life" in records[rank].ended
+        assert len(ranks[rank].said(f"suspect: rank {HALTED} (no heartbeat")) == 1
+        assert f"suspect: rank {HALTED} (no heartbeat" in records[rank].ended
     assert records[HALTED].ended == RUNNING and records[HALTED].state.startswith(LOST)
 
 
@@ -206,12 +207,12 @@ def test_the_timeout_bounds_plain_ddps_collectives(tmp_path: Path) -> None:
         for rank in (0, 2):
             assert ranks[rank].wait(6 + 2 * WARNS_S) == 1
             assert ranks[rank].said("Timed out waiting 6000ms")
-            assert ranks[rank].said(f"suspect: rank {HALTED} (no sign of life")
+            assert ranks[rank].said(f"suspect: rank {HALTED} (no heartbeat")
 
 
 def test_a_rank_that_computes_for_long_is_not_a_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
-    monkeypatch.setattr(suspects, "ALARM_S", 1.0)
+    monkeypatch.setattr(silence, "ALARM_S", 1.0)
 
     def main(rank: Rank) -> list[str]:
         said: list[str] = []
@@ -233,16 +234,16 @@ class Clock:
     """Rank 1's heartbeats, as rank 0 reads them once per second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s, self.beat, self.heard, self.silence = 100.0, 0, Heard(1.0), Silence(0, 1.0)
-        monkeypatch.setattr(suspects.time, "monotonic", lambda: self.now_s)
+        self.now_s, self.count, self.heartbeats, self.log = 100.0, 0, Heartbeats(1.0), SilenceLog(0, 1.0)
+        monkeypatch.setattr(silence.time, "monotonic", lambda: self.now_s)
 
     def goes(self, seconds: int, *, beats: bool, **more: Any) -> list[str]:
         lines = []
         for _ in range(seconds):
             self.now_s += 1.0
-            self.beat += beats
-            self.heard.note({1: Sign(self.beat, **more)})
-            lines += self.silence.changes(self.heard, [1, 2])
+            self.count += beats
+            self.heartbeats.update({1: Beat(self.count, **more)})
+            lines += self.log.update(self.heartbeats, [1, 2])
         return lines
 
 
@@ -258,7 +259,9 @@ def test_silence_is_logged_once_and_so_is_its_end(monkeypatch: pytest.MonkeyPatc
     assert len(clock.goes(8, beats=False)) == 1
 
 
-@pytest.mark.parametrize("last", [{"idle": True}, {"left": "its program ended"}, {"failed": "it met with a failure"}])
+@pytest.mark.parametrize(
+    "last", [{"detached": True}, {"ended": "its program ended"}, {"failed": "it met with a failure"}]
+)
 def test_who_said_that_it_leaves_is_not_missed(last: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     assert clock.goes(3, beats=True) == clock.goes(1, beats=True, **last) == []
@@ -268,7 +271,7 @@ def test_who_said_that_it_leaves_is_not_missed(last: dict[str, Any], monkeypatch
 def test_a_program_that_ends_early_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a launcher, whose store outlives the ranks."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
-    monkeypatch.setattr(suspects, "ALARM_S", 1.0)
+    monkeypatch.setattr(silence, "ALARM_S", 1.0)
 
     def main(rank: Rank) -> list[str]:
         said: list[str] = []
@@ -276,7 +279,7 @@ def test_a_program_that_ends_early_is_not_missed(tmp_path: Path, monkeypatch: py
         syncline.follow(model := DDP(seeded(Mlp)), change=False, quiet=True)
         dist.barrier()
         if rank.rank == HALTED:
-            heartbeat._leave()
+            heartbeat._at_exit()
         store = dist.distributed_c10d._get_default_store()
         with pytest.raises(RuntimeError):  # what else a rank may wait for while another one has ended
             store.wait(["what never comes"], timedelta(seconds=3))
@@ -287,7 +290,7 @@ def test_a_program_that_ends_early_is_not_missed(tmp_path: Path, monkeypatch: py
 
 
 def ends_early(rank: int, port: int, ended: Any, said: Any) -> None:
-    heartbeat.BEAT_S, suspects.ALARM_S = 0.2, 1.0
+    heartbeat.BEAT_S, silence.ALARM_S = 0.2, 1.0
     heartbeat.log = said.put
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     syncline.follow(DDP(seeded(Mlp)), change=False, quiet=True)

@@ -25,7 +25,7 @@ from faults.journal import Entry
 MARGIN_S = 8.0
 """Beyond a timeout: finding out who is to blame takes up to 3.3 s, and a busy machine is slow."""
 
-_SUSPECTS = re.compile(r"suspects?: (.*?)(?:; this rank's note|$)", re.MULTILINE)
+_SUSPECTS = re.compile(r"suspects?: (.*?)(?:; this rank's failure report|$)", re.MULTILINE)
 
 
 @dataclass(frozen=True)

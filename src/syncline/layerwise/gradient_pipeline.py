@@ -25,7 +25,7 @@ from syncline.errors import ExchangeError, UsageError, first_line, tell
 from syncline.exchange import Climbing
 from syncline.exchange.workspace import Workspace
 from syncline.health.meeting import meet
-from syncline.health.watchdog import Guard
+from syncline.health.watchdog import Watchdog
 from syncline.layerwise.backward_pass import Bucket, Flight, Pass, counts
 from syncline.layerwise.bucketing import Cut, cut, dealt_to, joined, layout_of
 from syncline.layerwise.layer_optimizer import Stepping
@@ -74,13 +74,13 @@ class Conveyor:
         """By lane: they do not wait for each other."""
         self._told_dropped = 0
         self.workspaces = [Workspace(self._device, rest_on_host=rest_on_host) for _ in range(route.lanes)]
-        self._guard = Guard(group, timeout)
+        self._watchdog = Watchdog(group, timeout)
         self.buckets: list[Bucket] = []
         self._hooks: list[Any] = []
         topology = None if place is None else place.topology
         self.groups, self.lanes = open_lanes(group, timeout, route.lanes, self._device, topology)
         try:
-            self._guard.start(self.groups, self.lanes)
+            self._watchdog.start(self.groups, self.lanes)
             self.buckets = self.furnished(first or cut(list(parameters)[::-1], parameters, cap_bytes))
         except BaseException:
             self.close()
@@ -144,18 +144,18 @@ class Conveyor:
             run=lambda: self._run(bucket, held, now, apply=on_lane),
             marks=lane.marks(now.jobs[0].marks if now.jobs else None),
             exchange=bucket.exchange,
-            on_done=self._guard.over,
+            on_done=self._watchdog.over,
         )
         if not now.jobs:
             self._begin(now)
-        self._guard.begin(job, self.steps)
+        self._watchdog.begin(job, self.steps)
         now.jobs.append(job)
         now.under_way.append(Flight(bucket, self._guarded(lambda: lane.submit(job), bucket), waiting))
 
     def _begin(self, now: Pass) -> None:
         now.began_s = time.monotonic()
         if self.last.began_s is not None:
-            self._guard.stepped(span_of(self.last.jobs), now.began_s - self.last.began_s)
+            self._watchdog.stepped(span_of(self.last.jobs), now.began_s - self.last.began_s)
 
     def _land(self, flight: Flight) -> None:
         """Waits for a bucket: on CUDA, backward's stream does. Then nothing of it is needed any more."""
@@ -172,7 +172,7 @@ class Conveyor:
         except BaseException as error:
             if self.error is None:
                 told = f"exchanging {bucket.label} failed in step {self.steps}: {first_line(error)}"
-                told += self._guard.explain(told, cause=error)
+                told += self._watchdog.explain(told, cause=error)
                 failed = ExchangeError(
                     f"{told}. Some layers have taken this step and others have not: go on from a checkpoint"
                 )
@@ -228,7 +228,7 @@ class Conveyor:
 
     def _run(self, bucket: Bucket, held: Sequence[Tensor], now: Pass, *, apply: bool) -> None:
         state, groups = bucket.state, self.groups[bucket.lane]
-        self._guard.runs(bucket.lane, self.steps, bucket.index)
+        self._watchdog.runs(bucket.lane, self.steps, bucket.index)
         workspace = self.workspaces[bucket.lane]
         flat = workspace.take("flat", (bucket.layout.numel,), bucket.layout.dtype)
         with torch.no_grad():
@@ -375,12 +375,12 @@ class Conveyor:
 
     @property
     def straggler(self) -> str | None:
-        return self._guard.straggler
+        return self._watchdog.straggler
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._guard.stop()
+        self._watchdog.stop()
         close_lanes(self.lanes, self.groups)
         self._hooks, self.lanes, self.groups, self.buckets = [], [], [], []
         self._pass = self.last = Pass()

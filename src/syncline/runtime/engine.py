@@ -26,7 +26,7 @@ from syncline.dist.lane import Job, Phases
 from syncline.dist.span import Span, span_of
 from syncline.errors import ExchangeError, SynclineError, UsageError, first_line, tell
 from syncline.exchange import WORLD, Climbing, Exchange, Layout, Slot, State, Work, stride_in_bucket
-from syncline.health.watchdog import Guard
+from syncline.health.watchdog import Watchdog
 from syncline.runtime.bucket_policy import Route
 from syncline.runtime.checkpoint import misfit_of
 from syncline.runtime.reduction import Reduction
@@ -137,12 +137,12 @@ class Engine:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._ranks = group.size()
         self._scale = scale
-        self._guard = Guard(group, timeout)
+        self._watchdog = Watchdog(group, timeout)
         device = next(iter(parameters.values())).device
         topology = None if place is None else place.topology
         self._groups, self._lanes = open_lanes(group, timeout, route.lanes, device, topology)
         try:
-            self._guard.start(self._groups, self._lanes)
+            self._watchdog.start(self._groups, self._lanes)
         except BaseException:
             self.close()
             raise
@@ -161,7 +161,7 @@ class Engine:
     def submit(self, grad_bucket: Any) -> Any:
         """A bucket whose gradients are ready → a future of the averaged bucket. In the same order on all ranks."""
         if self.error is not None:
-            told = self._guard.explained(self.error)
+            told = self._watchdog.explained(self.error)
             raise ExchangeError(f"an earlier exchange of this model failed: {told}") from self.error
         flat: Tensor = grad_bucket.buffer()
         step = self._step_of(grad_bucket)
@@ -185,7 +185,7 @@ class Engine:
             exchange=bucket.exchange,
             phases=phases,
         )
-        self._guard.begin(job, self.steps)
+        self._watchdog.begin(job, self.steps)
         with self._lock:
             step.jobs.append(job)
             step.unfinished += 1
@@ -226,7 +226,7 @@ class Engine:
         if self.last_step.began_s is not None:
             step.period_s = step.began_s - self.last_step.began_s
             span = span_of(self.last_step.jobs)
-            self._guard.stepped(span, step.period_s)
+            self._watchdog.stepped(span, step.period_s)
             if self.route.expected_s is not None:
                 self._watch(span)
         for listener in tuple(self.listeners):
@@ -319,9 +319,9 @@ class Engine:
 
     def _run(self, bucket: Bucket, flat: Tensor, phases: Phases | None = None) -> Work | None:
         if self.error is not None:
-            raise ExchangeError(f"an earlier bucket of this step failed: {self._guard.explained(self.error)}")
+            raise ExchangeError(f"an earlier bucket of this step failed: {self._watchdog.explained(self.error)}")
         groups = self._groups[bucket.lane]
-        self._guard.runs(bucket.lane, self.steps, bucket.index)
+        self._watchdog.runs(bucket.lane, self.steps, bucket.index)
         if bucket.state is None:
             bucket.state = self._prepare(bucket)
             bucket.averages = bucket.state.average(1 / self._ranks)
@@ -337,11 +337,11 @@ class Engine:
     def _prepare(self, bucket: Bucket) -> State:
         layout, comm = bucket.layout, self._groups[bucket.lane].comm
         held = {slot.name: f"{tuple(slot.shape)} at {slot.offset}" for slot in layout.slots}
-        self._guard.issued(bucket.lane, "agree", WORLD, 0)
+        self._watchdog.issued(bucket.lane, "agree", WORLD, 0)
         agree(comm.group, {"index": bucket.index, "dtype": str(layout.dtype), **held}, "a gradient bucket")
         state = bucket.exchange.prepare(layout, comm)
         if isinstance(bucket.exchange, Climbing):  # it chose by arithmetic, which other machines may do differently
-            self._guard.issued(bucket.lane, "agree", WORLD, 0)
+            self._watchdog.issued(bucket.lane, "agree", WORLD, 0)
             agree(comm.group, {"way": state.describe()}, "the way of a gradient bucket")
         with self._lock:
             mine = {slot.name: self._waiting.pop(slot.name) for slot in layout.slots if slot.name in self._waiting}
@@ -358,7 +358,7 @@ class Engine:
                 self._succeed(job, bucket, step)
             except BaseException as error:  # noqa: BLE001 - as fatal for the step as an exchange that failed
                 job.error = error
-        self._guard.over(job)
+        self._watchdog.over(job)
         if job.error is not None:
             job.error = self._fail(job.bucket, job.error)
 
@@ -381,13 +381,13 @@ class Engine:
             preliminary = ExchangeError(told)
             with self._lock:  # what comes next takes seconds, in which others should not begin
                 self.error = self.error or preliminary
-            failed = ExchangeError(told + self._guard.explain(told, cause=error))
+            failed = ExchangeError(told + self._watchdog.explain(told, cause=error))
             failed.__cause__ = error
             error = failed
             with self._lock:
                 self.error = failed if self.error is preliminary else self.error
         elif self.error is None:  # it says all there is to say, here; others should know, and events be left
-            self._guard.explain(first_line(error), own=True)
+            self._watchdog.explain(first_line(error), own=True)
         with self._lock:
             self.error = self.error or error
         return error
@@ -514,10 +514,10 @@ class Engine:
     @property
     def straggler(self) -> str | None:
         """Which rank keeps the others waiting, and for how long; known to the first rank."""
-        return self._guard.straggler
+        return self._watchdog.straggler
 
     def close(self) -> None:
-        self._guard.stop()
+        self._watchdog.stop()
         close_lanes(self._lanes, self._groups)
         # Jobs know their engine and it knows them: without this, threads and connections stay until Python looks.
         self._groups, self._lanes, self.buckets, self.listeners = [], [], {}, []
