@@ -41,7 +41,7 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaul
     sent_bytes: int = 0
 
 
-class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A bucket whose exchange had not finished."""
 
     lane: int
@@ -113,24 +113,23 @@ class FailureReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def explain_failure(
-    report: FailureReport, ranks: Sequence[int], absence: Absence, *, own: bool = False, outside: bool = False
+    report: FailureReport,
+    ranks: Sequence[int],
+    absence: Absence,
+    *,
+    own: bool = False,
+    outside: bool = False,
+    announce: bool = True,
 ) -> tuple[str, str]:
-    """Announce a failure to the other ranks, write the report and look for suspects. Takes seconds.
+    """Announce a failure to the other ranks, write the report, and look for suspects unless the cause is `own`.
 
-    Args:
-        report: The report, without suspects.
-        ranks: The ranks that took part in what has failed.
-        absence: Why a live rank is suspected.
-        own: True if the cause is on this rank. Then there are no suspects.
-        outside: True for a collective outside Syncline.
-
-    Returns:
-        Two texts to append to the error: the suspects, and where the report is.
+    Takes seconds. Returns two texts to append to the error: the suspects, and where the report is.
     """
     suspects: list[Suspect] = []
     with shared_heartbeat() as heartbeat:
         if heartbeat is not None:
-            heartbeat.announce_failure(report.error, own=own)
+            if announce:
+                heartbeat.announce_failure(report.error, own=own)
             report = msgspec.structs.replace(report, job=heartbeat.job)
         written = report.write()  # now, because a launcher may end this process before suspects are known
         if heartbeat is not None and not own:

@@ -100,19 +100,12 @@ class Heartbeat:
     def unwatch(self, watchdog: Watchdog) -> None:
         with self._lock:
             self._watchdogs.discard(watchdog)
-        self._end_if_idle()
+        self.hold(0)
 
-    def hold(self) -> None:
+    def hold(self, holders: int) -> None:
+        """Add to the number of holders, and end if there are none and nothing is watched."""
         with self._lock:
-            self._holders += 1
-
-    def release(self) -> None:
-        with self._lock:
-            self._holders -= 1
-        self._end_if_idle()
-
-    def _end_if_idle(self) -> None:
-        with self._lock:
+            self._holders += holders
             self._over = self._over or not (self._watchdogs or self._holders)
         if self._over:
             self.end()
@@ -131,7 +124,9 @@ class Heartbeat:
                 thread.join(max(0.0, until_s - time.monotonic()))
 
     def _set(self, **fields: Any) -> None:
-        self._beat = msgspec.structs.replace(self._beat, **fields)
+        """Change the next heartbeat."""
+        with self._lock:
+            self._beat = msgspec.structs.replace(self._beat, **fields)
 
     def count_call(self, group: str) -> int:
         """Count a call that all ranks of a process group make, and forget earlier failures."""
@@ -152,11 +147,8 @@ class Heartbeat:
     def find_suspects(self, ranks: Sequence[int], absence: Absence, *, outside: bool = False) -> list[Suspect]:
         """Return the suspects among these ranks. Takes seconds.
 
-        Args:
-            ranks: The ranks that took part in what has failed.
-            absence: Why a live rank is suspected.
-            outside: True for a collective outside Syncline. The other ranks may reach their timeouts a little later,
-                and the rank without a failure is then the one that all have waited for.
+        `outside` is for a collective outside Syncline: the others may reach their timeouts a little later, and a rank
+        that does not is the one that all have waited for.
         """
         others = [rank for rank in ranks if rank != self._rank]
         asked_s = time.monotonic()
@@ -185,31 +177,23 @@ class Heartbeat:
         while (left_s := until_s - time.monotonic()) > 0 and self.usable and not is_enough():
             if self._store.state in (StoreState.GONE, StoreState.UNUSABLE):
                 break
-            began_s, wait_s = time.monotonic(), min(left_s, self.beat_s / 4)
-            self._lock.wait(wait_s)
-            overslept_s = time.monotonic() - began_s - wait_s
-            if overslept_s > self.beat_s:  # this process was stopped, and has read nothing
-                until_s = self._urgent_until_s = until_s + overslept_s
+            self._lock.wait(min(left_s, self.beat_s / 4))
 
     # --- the thread of the watchdogs ----------------------------------------------------------------------------
 
     def _run_watchdogs(self) -> None:
-        while self._check_watchdogs():
+        while (watchdogs := self._live_watchdogs()) is not None:
+            while watchdogs:  # this thread must not refer to one while it waits, or a released model would stay
+                with contextlib.suppress(Exception):  # an error of one must not leave the others unwatched
+                    watchdogs.pop().end_overdue(time.monotonic())
             if line := self._store.outage(self.beat_s):
                 log(line)
             with self._lock:
                 if not self._over:
                     self._lock.wait(self.beat_s)
 
-    def _check_watchdogs(self) -> bool:
-        """Return whether there is anything to watch. Between two calls, this thread refers to no watchdog."""
-        watchdogs = self._live_watchdogs()
-        for watchdog in watchdogs or ():
-            with contextlib.suppress(Exception):  # an error of one must not leave the others unwatched
-                watchdog.end_overdue(time.monotonic())
-        return watchdogs is not None
-
     def _live_watchdogs(self) -> list[Watchdog] | None:
+        """Return the watchdogs, or None if this heartbeat has ended."""
         with self._lock:
             watchdogs = list(self._watchdogs)
             if self.usable and (watchdogs or self._holders):
@@ -230,8 +214,7 @@ class Heartbeat:
                 self._wake.wait(self.beat_s / 4 if urgent else self.beat_s)
                 self._wake.clear()
             if self._store.is_due(urgent=False) and self._store.state is StoreState.ANSWERS:
-                with self._lock:
-                    self._set(detached=not self._beat.ended)
+                self._set(detached=not self._beat.ended)
                 with self._store.asking():
                     self._send({})
         finally:
@@ -241,7 +224,7 @@ class Heartbeat:
             self._world = None
 
     def _send_and_read(self) -> bool:
-        """Return whether there is anything to watch. Between two calls, this thread refers to no watchdog."""
+        """Return whether to go on. A function, so that its thread refers to no watchdog between two calls."""
         watchdogs = self._live_watchdogs()
         if watchdogs is None:
             return False
@@ -274,10 +257,10 @@ class Heartbeat:
         self._store.write(data)
 
     def _read(self, ranks: Sequence[int], *, urgent: bool) -> None:
-        started = self._store.have_started([rank for rank in ranks if rank not in self._others], urgent=urgent)
-        data = self._store.read([rank for rank in ranks if rank in self._others or rank in started])
+        unseen = [rank for rank in ranks if rank not in self._others]
+        missing = self._store.missing(unseen, urgent=urgent)
         beats: dict[int, Beat] = {}
-        for rank, beat in data.items():
+        for rank, beat in self._store.read([rank for rank in ranks if rank not in missing]).items():
             with contextlib.suppress(msgspec.MsgspecError):
                 beats[rank] = msgspec.json.decode(beat, type=Beat)
         with self._lock:
@@ -294,7 +277,7 @@ class Heartbeat:
             if error is not None and error is not self._raised_before:
                 self.explain_end(error)
             elif not self._beat.failed:
-                self._set_ended("its program ended")
+                self._set(ended="its program ended")
             self._linger()
         with self._lock:
             watchdogs = list(self._watchdogs)
@@ -312,16 +295,12 @@ class Heartbeat:
         if self._beat.failed and self._beat.failed[:_SAME_ERROR] in one_line(str(error)):
             return ""
         if not is_backends(error):
-            self._set_ended(f"its program ended: {text}")
+            self._set(ended=f"its program ended: {text}")
             return ""
         watchdogs = self._live_watchdogs()
         if not watchdogs:
             return ""
         return max(watchdogs, key=lambda dog: (len(dog.ranks), dog.progress().submitted)).explain_end(text)
-
-    def _set_ended(self, how: str) -> None:
-        with self._lock:
-            self._set(ended=how)
 
     def _linger(self) -> None:
         """Wait for ranks that still look for suspects, if the store ends with this process."""
@@ -348,7 +327,7 @@ def shared_heartbeat() -> Iterator[Heartbeat | None]:
         yield heartbeat
     finally:
         if heartbeat is not None:
-            heartbeat.release()
+            heartbeat.hold(-1)
 
 
 def _hold() -> Heartbeat | None:
@@ -357,7 +336,7 @@ def _hold() -> Heartbeat | None:
         return None
     with _making:
         if _heartbeat is not None and _heartbeat.usable:
-            _heartbeat.hold()
+            _heartbeat.hold(+1)
             if _heartbeat.usable:
                 return _heartbeat
         try:

@@ -27,15 +27,9 @@ def meet(
 
 @contextlib.contextmanager
 def meeting(group: dist.ProcessGroup, call: str, *, users: bool = False) -> Iterator[None]:
-    """Run a block that all ranks of a process group run.
+    """Run a block that all ranks of a group run, and raise a MismatchError that names suspects if one does not.
 
-    Args:
-        group: The process group.
-        call: The name of the public call that all ranks make.
-        users: True if the block runs users' code too. Its errors are raised as they are.
-
-    Raises:
-        MismatchError: Not all ranks made the call. The error names the suspects.
+    With `users`, the block runs users' code too, whose errors are raised as they are.
     """
     with shared_heartbeat() as heartbeat:
         calls = 0 if heartbeat is None else heartbeat.count_call(group.group_name)

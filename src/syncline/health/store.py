@@ -109,26 +109,20 @@ class Store:
         """Return the heartbeats of ranks that have sent one."""
         return dict(zip(ranks, self._client.multi_get([_key(rank) for rank in ranks]), strict=True)) if ranks else {}
 
-    def have_started(self, ranks: Sequence[int], *, urgent: bool) -> set[int]:
-        """Return those ranks that have sent a first heartbeat.
-
-        Ranks that do not use this library never do. Unless it is urgent, they are looked for once in a while only.
-        """
+    def missing(self, ranks: Sequence[int], *, urgent: bool) -> set[int]:
+        """Return those ranks that have sent no heartbeat yet, and may never: not all ranks need to use this library."""
         if not ranks or self._client.check([_key(rank) for rank in ranks]):
-            return set(ranks)
-        now_s = time.monotonic()
-        if not urgent and now_s - self._looked_s < _LOOK_S:
             return set()
-        self._looked_s = now_s
-        return {rank for rank in ranks if self._client.check([_key(rank)])}
+        if not urgent and time.monotonic() - self._looked_s < _LOOK_S:
+            return set(ranks)
+        self._looked_s = time.monotonic()
+        return {rank for rank in ranks if not self._client.check([_key(rank)])}
 
     def outage(self, beat_s: float) -> str:
-        """Return the line to log if the store has stopped answering or answers again; called once per beat.
-
-        Time in which this process was stopped itself does not count.
-        """
+        """Return the line to log if the store has stopped answering or answers again; called once per beat."""
         now_s = time.monotonic()
-        elapsed_s, self._outage_checked_s = min(now_s - self._outage_checked_s, 2 * beat_s), now_s
+        elapsed_s = min(now_s - self._outage_checked_s, 2 * beat_s)  # without time in which this process was stopped
+        self._outage_checked_s = now_s
         state, before_s = self.state, self._outage_s
         if state in (StoreState.ANSWERS, StoreState.UNUSABLE):
             self._outage_s = 0.0

@@ -60,9 +60,13 @@ class Beat(msgspec.Struct, frozen=True):
     """True if nothing is attached any more, and this is the last heartbeat."""
 
     @property
+    def has_failed(self) -> bool:
+        return bool(self.failed or self.ended)
+
+    @property
     def is_final(self) -> bool:
-        """True if the rank has announced its end or a failure, so that later silence means nothing."""
-        return bool(self.failed or self.ended or self.detached)
+        """True if no more heartbeats are to be expected."""
+        return self.has_failed or self.detached
 
 
 class Kind(enum.Enum):
@@ -208,8 +212,7 @@ class Heartbeats:
         received = self._received.get(rank)
         if received is None or received.read_s < asked_s:
             return False
-        beat = received.beat
-        return bool(beat.failed or beat.ended) or received.sent_after_s >= asked_s or self._is_silent(received)
+        return received.beat.has_failed or received.sent_after_s >= asked_s or self._is_silent(received)
 
     def is_unclear(self, rank: int, asked_s: float) -> bool:
         """Return whether a rank may be dead, but the store has not been read long enough to tell."""
@@ -224,8 +227,7 @@ class Heartbeats:
         return (received.beat.is_final and not received.beat.asking) or self._is_silent(received)
 
     def have_failed(self, ranks: Sequence[int]) -> bool:
-        beats = [self.last(rank) for rank in ranks]
-        return all(beat is not None and (beat.failed or beat.ended) for beat in beats)
+        return all(rank in self and self._received[rank].beat.has_failed for rank in ranks)
 
     def _is_silent(self, received: _Received) -> bool:
         return received.silent_s >= _SILENT_BEATS * self._beat_s
@@ -237,15 +239,7 @@ class Heartbeats:
     def find_suspects(
         self, rank: int, others: Sequence[int], absence: Absence, asked_s: float, store: StoreState
     ) -> list[Suspect]:
-        """Return the ranks because of which `rank` has failed, as far as it can know.
-
-        Args:
-            rank: The rank that has failed.
-            others: The other ranks that took part.
-            absence: Why a live rank is suspected.
-            asked_s: When the rank began to look for suspects. Heartbeats that were read before do not count.
-            store: The state of the store.
-        """
+        """Return the ranks because of which `rank` has failed, as far as heartbeats since `asked_s` show it."""
         if store is StoreState.UNUSABLE or (rank == 0 and store is not StoreState.ANSWERS):
             return []  # nothing can be known, and rank 0 would only suspect itself
         if store is StoreState.MUTE:

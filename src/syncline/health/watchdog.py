@@ -1,8 +1,7 @@
-"""The watchdog of one model: it follows the buckets of its exchanges, and explains a failure. Of plain DDP it only
-knows the current step.
+"""Watchdogs: each follows the exchanges of one model, abandons one that hangs, and explains a failure.
 
-It keeps the last events in a ring, which costs less than a microsecond per event; a failure report contains them. The
-thread of `heartbeat` calls it once per beat.
+It keeps the last events for the failure report, at less than a microsecond per event. A thread of `heartbeat` calls it
+once per beat. The watchdog of plain DDP knows the current step, and no buckets.
 """
 
 from __future__ import annotations
@@ -26,14 +25,7 @@ from syncline.errors import first_line, tell
 from syncline.health.failure import Event, FailureReport, Pending, explain_failure
 from syncline.health.heartbeat import log, shared_heartbeat
 from syncline.health.stragglers import Stragglers
-from syncline.health.suspects import (
-    Progress,
-    Suspect,
-    absent_from_collective,
-    absent_from_exchange,
-    is_collective,
-    suspects_text,
-)
+from syncline.health.suspects import Progress, absent_from_collective, absent_from_exchange, is_collective
 
 _EVENTS = 400
 _GRACE = 0.5
@@ -61,15 +53,9 @@ class _Unfinished:
             return True
 
     def pending(self, now_s: float) -> Pending:
-        exchange = "" if self.job.exchange is None else type(self.job.exchange).__name__
-        return Pending(
-            lane=self.job.lane,
-            step=self.step,
-            bucket=self.job.bucket,
-            bytes=self.job.bytes,
-            exchange=exchange,
-            age_s=now_s - self.since_s,
-        )
+        job = self.job
+        exchange = "" if job.exchange is None else type(job.exchange).__name__
+        return Pending(job.lane, self.step, job.bucket, job.bytes, exchange, now_s - self.since_s)
 
 
 @dataclass
@@ -227,13 +213,8 @@ class Watchdog:
 
     def _warn(self, text: str) -> None:
         """Warn about an exchange that may still finish, and write a failure report."""
-        with shared_heartbeat() as heartbeat:
-            job = ""
-            suspects: list[Suspect] = []
-            if heartbeat is not None:
-                job = heartbeat.job
-                suspects = heartbeat.find_suspects(self.ranks, absent_from_exchange(self.name, self.progress))
-        tell(text + suspects_text(suspects) + self._report(text, suspects=suspects, job=job).write())
+        absence = absent_from_exchange(self.name, self.progress)
+        tell(text + "".join(explain_failure(self._report(text), self.ranks, absence, announce=False)))
 
     def explain_end(self, error: str) -> str:
         """Log and return the suspects for a collective outside Syncline whose error ends the program."""
@@ -267,11 +248,8 @@ class Watchdog:
     ) -> str:
         """Return the suspects and where the failure report is, to be appended to an error. Takes seconds, once.
 
-        Args:
-            error: The error.
-            own: Whether its cause is on this rank; by default, judged by `cause`.
-            cause: The exception behind the error.
-            outside: True for a collective outside Syncline.
+        `own` says whether the cause is on this rank; by default, the exception `cause` decides. `outside` is for a
+        collective outside Syncline.
         """
         with self._lock:
             first, self._explains = not self._explains, True
@@ -295,9 +273,7 @@ class Watchdog:
             self._explained.wait(_EXPLAINED_S)
         return f"{error}" + ("" if self._explanation in str(error) else self._explanation)
 
-    def _report(
-        self, error: str, *, suspects: Sequence[Suspect] = (), job: str = "", outside: bool = False
-    ) -> FailureReport:
+    def _report(self, error: str, *, outside: bool = False) -> FailureReport:
         events, now_s = tuple(self._events), time.monotonic()
         with self._lock:
             unfinished = [other for state in tuple(self._states.values()) for other in state.unfinished]
@@ -306,11 +282,10 @@ class Watchdog:
             world_size=dist.get_world_size() if dist.is_initialized() else len(self.ranks),
             backend=self._backend,
             timeout_s=self.timeout_s,
-            job=job,
             where="a collective outside Syncline" if outside else f"step {self._step}",
             step=self._step,
             error=error,
-            suspects=tuple(suspects),
+            suspects=(),
             pending=tuple(bucket.pending(now_s) for bucket in unfinished if bucket.under_way()),
             events=tuple(Event(now_s - event[0], *event[1:]) for event in events),
         )

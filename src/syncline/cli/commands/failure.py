@@ -11,18 +11,18 @@ import typer
 def failure(
     folder: Annotated[
         Path | None,
-        typer.Argument(help="Where ranks have left their notes. Default: $SYNCLINE_FAILURES, or syncline-failure."),
+        typer.Argument(help="The folder of failure reports. Default: $SYNCLINE_FAILURES, or syncline-failure."),
     ] = None,
-    events: Annotated[int, typer.Option(min=0, metavar="N", help="Show so many of each rank's last events, too.")] = 0,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all of it for machines.")] = None,
+    events: Annotated[int, typer.Option(min=0, metavar="N", help="Show the last N events of each rank, too.")] = 0,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JSON.")] = None,
 ) -> None:
-    """Read what ranks left behind when an exchange failed: who failed where, whom they suspect, and what to look at.
+    """Read the failure reports of all ranks together: what failed, which ranks are suspected, and what to look at.
 
     syncline failure
 
     syncline failure collected/ --events 10
 
-    If there are no failure reports, it reads what syncline run wrote: a rank that was killed leaves nothing else.
+    If there are no failure reports, it reads the records of syncline run: a rank that was killed leaves nothing else.
     """
     from syncline.cli.failure import failure as explain
 
