@@ -1,6 +1,6 @@
 """The cells of the fault matrix, their expected outcomes, and how they run.
 
-Each fatal fault has its own cluster. Faults that a job must survive share a cluster and strike one after the other, each
+Each fatal fault has its own cluster. Faults that a job must survive share one and strike one after the other, each
 in a new model, which saves most of the time.
 """
 
