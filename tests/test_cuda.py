@@ -24,7 +24,7 @@ from exchanges import ErrorFeedback, Residual
 from survivors import wait_for
 from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes
 from syncline.exchange import Comm, Layout, State, Work
-from syncline.health.failure import Failure
+from syncline.health.failure import FailureReport
 
 if __name__ != "__main__":  # asking for a GPU is already enough to keep CUDA from forked ranks
     pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -279,14 +279,14 @@ def _ended_by(fault: str, folder: Path) -> list[Any]:
 def test_a_killed_rank_is_named_by_every_survivor(tmp_path: Path) -> None:
     for rank, (error, after_s, _) in enumerate(_ended_by("kill", tmp_path)):
         if rank != VICTIM:
-            assert "ExchangeError" in error and f"suspect: rank {VICTIM} (no sign of life" in error
+            assert "ExchangeError" in error and f"suspect: rank {VICTIM} (no heartbeat" in error
             assert after_s < TIMEOUT_S + 10
 
 
 def test_a_silent_rank_is_named_before_nccl_ends_the_survivors(tmp_path: Path) -> None:
     ended = _ended_by("stop", tmp_path)
     for rank in (rank for rank in range(len(ended)) if rank != VICTIM):
-        note = Failure.load(tmp_path / f"rank-{rank}.json")
+        note = FailureReport.load(tmp_path / f"rank-{rank}.json")
         assert [one.rank for one in note.suspects] == [VICTIM], note.suspects
         assert note.pending and "and NCCL ends this process after" in note.error
         assert "SIGABRT" in ended[rank][0]

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import syncline
 from syncline.cli import app
 from syncline.cli.predict import PredictResult
-from syncline.doctor import examine_notes
+from syncline.doctor import examine_reports
 from syncline.files import read_json
 from syncline.report.read_inputs import read_inputs
 
@@ -50,7 +50,7 @@ def test_results_and_records_have_what_was_in_them() -> None:
 
 
 def test_a_failed_job_is_explained() -> None:
-    found = examine_notes(OLD / "failure")
+    found = examine_reports(OLD / "failure")
     assert [one.rank for one in found.accused] == [2] and not found.damaged
     assert found.last.syncline == "0.1.0"
 

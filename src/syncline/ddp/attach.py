@@ -21,7 +21,7 @@ from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, group_timeout
 from syncline.errors import SynclineError, UsageError
 from syncline.exchange import Exchange, default_lanes
-from syncline.health.heartbeat import vigil
+from syncline.health.heartbeat import shared_heartbeat
 from syncline.health.meeting import meet, meeting
 from syncline.records.network import Network
 from syncline.runtime.bucket_policy import Route, Uniform
@@ -99,7 +99,7 @@ def attach_route(
     with current_device(only_device(parameters)):
         known = read_network(network)
         scaled = scaler is not None and scaler.is_enabled()
-        with vigil():
+        with shared_heartbeat():
             meet(group, {**_fingerprint(ddp, group, route, parameters, known), "scaler": scaled})
             if isinstance(known, SynclineError):
                 raise known

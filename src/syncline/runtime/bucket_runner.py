@@ -31,7 +31,7 @@ from syncline.dist.lane import Job, Phases
 from syncline.dist.span import span_of
 from syncline.errors import ExchangeError, SynclineError, first_line
 from syncline.exchange import WORLD, Climbing, Exchange, Layout, State, Work
-from syncline.health.watchdog import Guard
+from syncline.health.watchdog import Watchdog
 from syncline.runtime.stats import sent_over
 from syncline.runtime.topology import Place
 
@@ -128,7 +128,7 @@ class BucketRunner:
         self._after_failure = after_failure
         self._counted: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._watchdog = Guard(group, timeout)
+        self._watchdog = Watchdog(group, timeout)
         self.groups, self.lanes = open_lanes(group, timeout, lanes, device, None if place is None else place.topology)
         try:
             self._watchdog.start(self.groups, self.lanes)

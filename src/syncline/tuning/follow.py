@@ -193,7 +193,7 @@ class Following:
         """By this object: what somebody else attaches is theirs."""
         self._course = weakref.ref(course)
         self._trained = frozenset(id(p) for p in parameters_of(ddp).values() if p.requires_grad)
-        self._guard = watch_plain(ddp)
+        self._watchdog = watch_plain(ddp)
 
     @property
     def model(self) -> DDP:
@@ -244,8 +244,8 @@ class Following:
             course.close()
         self._hook.remove()
         self._pacer.close()
-        if (guard := self._guard()) is not None:
-            guard.stop()
+        if (watchdog := self._watchdog()) is not None:
+            watchdog.stop()
 
     # --- between steps ------------------------------------------------------------------------------------------
 
@@ -253,8 +253,8 @@ class Following:
         self._fresh = True
         self._in_eval = not self.model.training
         self._diary.step_ended()
-        if (guard := self._guard()) is not None:
-            guard.reached(self._pacer.steps)
+        if (watchdog := self._watchdog()) is not None:
+            watchdog.reached(self._pacer.steps)
 
     def _before_forward(self, course: Course) -> None:
         """All ranks come here for the same forward: one that is trained, the first after a step."""
