@@ -203,7 +203,7 @@ def test_the_age_of_reports_is_shown_and_a_folder_that_has_some(tmp_path: Path) 
     answer = runner.invoke(app, ["failure", str(tmp_path)])
     assert answer.exit_code == 2 and f"{tmp_path / 'syncline-failure'} has some" in " ".join(answer.output.split())
     answer = runner.invoke(app, ["failure", str(tmp_path / "syncline-failure"), "--json", "-"])
-    assert answer.exit_code == 2 and "- is no file: name one, or /dev/stdout" in answer.output
+    assert answer.exit_code == 2 and "- is not a file name: write to a file, or to /dev/stdout" in answer.output
 
 
 def test_other_files_among_the_reports_are_ignored(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ class Subject:
 
 @contextlib.contextmanager
 def _warming(subject: Subject) -> Iterator[None]:
-    """While groups are made, `connecting` and then `inside`, when they open their connections, are places to strike."""
+    """Add the places `connecting`, where groups are made, and `inside`, where they open their connections."""
     make, warm = comm._new_group, comm._open_connections
 
     def strike_and_make(*arguments: Any, **options: Any) -> Any:
