@@ -199,19 +199,22 @@ def test_a_state_that_does_not_fit_is_refused_in_one_line() -> None:
         good = handle.state_dict()
         tensors: dict[str, Any] = good["tensors"]
         misfits = {
-            "the state's world_size is 3, here it is 2": {**good, "world_size": 3},
-            f"the state's rank is {1 - rank.rank}, here it is {rank.rank}": {**good, "rank": 1 - rank.rank},
-            'the state\'s exchange is another: type is "Dense", here it is "ErrorFeedback": attach': {
+            "the state was saved by 3 ranks, but there are 2 now: load it on 3 ranks": {**good, "world_size": 3},
+            f"the state was saved by rank {1 - rank.rank}, but this is rank {rank.rank}": {
+                **good,
+                "rank": 1 - rank.rank,
+            },
+            'the checkpoint was saved with type="Dense", but this model uses "ErrorFeedback": use the same': {
                 **good,
                 "exchange": {"type": "Dense", "wire": "bf16"},
             },
-            "the state's schema is 99": {**good, "schema": 99},
-            "the state's residual of 'd' has shape (7,), the parameter (300,)": {
+            "the checkpoint has schema 99": {**good, "schema": 99},
+            "the residual of 'd' has shape (7,) in the checkpoint, but the parameter has shape (300,)": {
                 **good,
                 "tensors": {**tensors, "d": {"residual": torch.zeros(7)}},
             },
-            "the state holds 'z', which is not a parameter": {**good, "tensors": {**tensors, "z": {}}},
-            "the state holds 'y', which is not a parameter": {**good, "buckets": [["a", "y"]]},
+            "the checkpoint contains 'z', which is not a parameter": {**good, "tensors": {**tensors, "z": {}}},
+            "the checkpoint contains 'y', which is not a parameter": {**good, "buckets": [["a", "y"]]},
             "it is a NoneType: pass what state_dict() returned": None,
             "it is a list: pass": [good],
             "steps: expected int, got str": {**good, "steps": "three"},
@@ -219,9 +222,9 @@ def test_a_state_that_does_not_fit_is_refused_in_one_line() -> None:
             "buckets: expected array, got int": {**good, "buckets": 3},
             "buckets[0][1]: expected str, got null": {**good, "buckets": [["a", None]]},
             "exchange: expected object, got str": {**good, "exchange": "OkTopk"},
-            "tensors: expected them by parameter name, then by kind: pass": {**good, "tensors": [1]},
-            "tensors: expected them by parameter name, then": {**good, "tensors": {"a": tensors["a"]["residual"]}},
-            "tensors: residual of 'a' is a int": {**good, "tensors": {"a": {"residual": 3}}},
+            "tensors: expected a mapping by parameter name, then by kind: pass": {**good, "tensors": [1]},
+            "tensors: expected a mapping by parameter name, then": {**good, "tensors": {"a": tensors["a"]["residual"]}},
+            "tensors: residual of 'a' is a int, not a tensor": {**good, "tensors": {"a": {"residual": 3}}},
             "is unsupported": {**good, "exchange": {"type": object()}},
             **{f"{field!r} is missing": {k: v for k, v in good.items() if k != field} for field in good},
         }

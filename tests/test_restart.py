@@ -211,7 +211,7 @@ def test_another_number_of_ranks_is_refused_or_shares_what_was_kept_or_forgets_i
         return kept_in(tmp_path / policy)
 
     told = str(outcome_of(lambda: go_on(3, "refuse")))
-    assert "2 ranks saved it, and 3 are here: pass on_world_size='redistribute', or 'reset'" in told
+    assert "saved by 2 ranks, but there are 3 now: pass on_world_size='redistribute', or 'reset'" in told
     before, shared = kept_in(straight.last / "exchange"), go_on(3, "redistribute")
     assert shared.keys() == before.keys()
     for name, tensor in before.items():
@@ -233,7 +233,7 @@ def test_a_state_that_was_cut_short_ends_the_run_with_a_line(straight: Straight,
     ran = torchrun(EXAMPLES / "restart_digits.py", *SETTINGS, *options, ranks=1)
     assert ran.returncode != 0
     (told,) = (line for line in ran.stderr.splitlines() if line.startswith(f"restart_digits: {path}"))
-    assert "take an earlier checkpoint" in told
+    assert "load an earlier checkpoint" in told
     (traceback,) = ran.stderr.split("Traceback (most recent call last)")[1:]
     assert "torch/distributed/run.py" in traceback and "syncline" not in traceback.partition("FAILED")[0]
 
@@ -366,10 +366,12 @@ def test_layer_by_layer_what_would_let_ranks_drift_apart_is_refused_on_all_of_th
         return told
 
     for rank, (early, one_rank, optimizer, apart, closed) in enumerate(on_ranks(2, main)):
-        assert "the weights here are not those of step 3" in early
-        assert ("refused on rank 1: the weights" if rank == 0 else "the weights here are not those") in one_rank
+        assert "the model's weights are not those of step 3" in early
+        assert (
+            "refused on rank 1: the model's weights" if rank == 0 else "the model's weights are not those"
+        ) in one_rank
         assert "optimizer.state is" in optimizer
-        assert "what is saved differs between ranks: weights is" in apart
+        assert "the state to save differs between ranks: weights is" in apart
         assert "closed" in closed
     assert not list((tmp_path / "apart").glob("*"))
 
@@ -399,9 +401,9 @@ def test_layer_by_layer_another_number_of_ranks_is_refused_or_shares_or_forgets(
 
     on_ranks(2, first)
     shares, went, _, mirror, velocities, forgot = on_ranks(3, then)[0]
-    assert "2 ranks saved it, and 3 are here: pass on_world_size='redistribute', or 'reset'" in shares
-    assert "2 ranks saved it, and 3 are here: pass on_world_size='reset'" in mirror
-    assert "velocities are each rank's own: pass on_world_size='reset'" in velocities
+    assert "saved by 2 ranks, but there are 3 now: pass on_world_size='redistribute', or 'reset'" in shares
+    assert "saved by 2 ranks, but there are 3 now: pass on_world_size='reset'" in mirror
+    assert "velocities that belong to one rank cannot be redistributed: pass on_world_size='reset'" in velocities
     assert went == forgot == "went on"
     before, after = kept_in(tmp_path / "0" / "exchange"), kept_in(tmp_path / "0" / "redistribute")
     assert any(tensor.any() for tensor in before.values())

@@ -86,7 +86,7 @@ def apply(
     scaler: GradScaler | None = None,
 ) -> Handle:
     """Has a model whose buckets are the plan's exchange them as it says."""
-    route = Planned(plan, settled_after=buckets.settled_after(ddp), tells=ddp.process_group.rank() == 0)
+    route = Planned(plan, settled_after=buckets.settled_after(ddp), warns=ddp.process_group.rank() == 0)
     return attach_route(ddp, route, timeout_s=timeout_s, network=network, scaler=scaler)
 
 
