@@ -101,10 +101,10 @@ class Layerwise:
         MismatchError: The arguments differ between ranks.
 
     Example:
-        >>> trainer = syncline.Layerwise(  # doctest: +SKIP
+        >>> trainer = syncline.Layerwise(
         ...     net, lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), syncline.OkTopk()
         ... )
-        >>> for inputs, labels in batches:  # doctest: +SKIP
+        >>> for inputs, labels in batches:
         ...     loss_of(trainer(inputs), labels).backward()
     """
 
@@ -329,9 +329,9 @@ class Layerwise:
             MismatchError: Another rank cannot write its file, or the weights differ between ranks.
 
         Example:
-            >>> if rank == 0:  # doctest: +SKIP
+            >>> if rank == 0:
             ...     torch.save([trainer.module.state_dict(), trainer.optimizer.state_dict()], "run/training.pt")
-            >>> trainer.save("run/exchange")  # doctest: +SKIP
+            >>> trainer.save("run/exchange")
         """
         self._check_ready()
         self._checkpoint.save(folder)
@@ -349,10 +349,10 @@ class Layerwise:
             MismatchError: Another rank cannot load its file, or the ranks load different checkpoints.
 
         Example:
-            >>> model, optimizer = torch.load("run/training.pt")  # doctest: +SKIP
-            >>> trainer.module.load_state_dict(model)  # doctest: +SKIP
-            >>> trainer.optimizer.load_state_dict(optimizer)  # doctest: +SKIP
-            >>> trainer.load("run/exchange")  # doctest: +SKIP
+            >>> model, optimizer = torch.load("run/training.pt")
+            >>> trainer.module.load_state_dict(model)
+            >>> trainer.optimizer.load_state_dict(optimizer)
+            >>> trainer.load("run/exchange")
         """
         self._check_loads()
         self._checkpoint.load(folder, on_world_size)
