@@ -59,9 +59,10 @@ def test_whom_most_suspect_comes_first_with_what_to_look_at(tmp_path: Path) -> N
     assert [(one.rank, one.by, one.left_note) for one in found.accused] == [(2, (0, 1), False), (0, (3,), True)]
     assert found.missing == (2,) and not found.earlier
     text = said(tmp_path, "--events", 1, "--json", tmp_path / "all.json")
-    assert "No note of rank 2." in text
-    assert "Suspect: rank 2 (no sign of life for 2 s), say ranks 0, 1; it left no note. Next: its process ended" in text
-    assert "says rank 3. Next: whoever serves the store has ended" in text
+    assert "No failure report from rank 2." in text
+    suspect = "Suspect: rank 2 (no sign of life for 2 s), according to ranks 0, 1; it left no failure report."
+    assert f"{suspect} Next: its process ended" in text
+    assert "according to rank 3. Next: the process that serves the store has ended" in text
     assert text.count("all_to_all step 6, bucket 0, lane 0 world") == 3 and "ready" not in text
     assert json.loads((tmp_path / "all.json").read_text())["missing"] == [2]
 
@@ -74,8 +75,8 @@ def test_a_note_of_another_failure_does_not_count(tmp_path: Path) -> None:
     assert [note.rank for note in found.notes] == [2]
     assert found.earlier == (0, 1) and found.missing == (0, 1) and not found.accused
     text = said(tmp_path)
-    assert "No note of ranks 0, 1 (that of ranks 0, 1 is of another failure)." in text
-    assert "No note names a suspect: what failed is what each says of itself. Look first at ranks 0, 1." in text
+    assert "No failure report from ranks 0, 1 (only one of an earlier failure from ranks 0, 1)." in text
+    assert "No failure report names a suspect: see the error of each rank. Look first at ranks 0, 1." in text
 
 
 def test_who_served_the_store_and_left_a_note_is_suspected_last(tmp_path: Path) -> None:
@@ -101,12 +102,12 @@ def test_for_every_reason_there_is_something_to_look_at_whatever_its_words_are(k
     (one,) = examine_notes(tmp_path).accused
     assert one.kind is kind
     next_ = {
-        Kind.SILENT: "its process ended or stands still",
-        Kind.ELSEWHERE: "it did something else meanwhile",
+        Kind.SILENT: "its process ended or hangs",
+        Kind.ELSEWHERE: "it did something else",
         Kind.DETACHED: "it runs another program",
         Kind.INSIDE: "its exchange hangs",
-        Kind.UNSEEN: "it had not come so far",
-        Kind.STORE_GONE: "whoever serves the store",
+        Kind.UNSEEN: "it had not got that far",
+        Kind.STORE_GONE: "the process that serves the store",
         Kind.STORE_MUTE: "see whether its host, and the link",
     }
     assert one.what_to_do.startswith(next_.get(kind, "see its output"))
@@ -143,7 +144,7 @@ def test_the_folder_is_where_ranks_leave_them(tmp_path: Path, monkeypatch: pytes
     assert "Suspect: rank 3" in said()
     monkeypatch.setenv(FOLDER_VARIABLE, "")
     answer = runner.invoke(app, ["failure"])
-    assert answer.exit_code == 2 and "SYNCLINE_FAILURES is set to nothing: ranks leave no notes" in answer.output
+    assert answer.exit_code == 2 and "SYNCLINE_FAILURES is empty, so ranks write no failure reports" in answer.output
 
 
 def test_a_damaged_note_is_named_and_the_others_are_read(tmp_path: Path) -> None:
@@ -152,9 +153,9 @@ def test_a_damaged_note_is_named_and_the_others_are_read(tmp_path: Path) -> None
     path = leave(tmp_path, 0, GONE)
     path.write_text(path.read_text()[:-9])
     text = said(tmp_path)
-    assert "Suspect: rank 2 (no sign of life for 2 s), says rank 1" in text
+    assert "Suspect: rank 2 (no sign of life for 2 s), according to rank 1" in text
     assert "rank-0.json: is not complete JSON" in text
-    assert "rank-9.json: is a second note of rank 1: give each job a folder of its own" in text
+    assert "rank-9.json: is a second report of rank 1: give each job its own folder" in text
 
 
 def test_victims_are_no_suspects_where_others_are(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_ranks_that_waited_for_each_other_are_told_where(tmp_path: Path) -> None
     assert not found.accused and found.apart == (("save", (0, 2)), ("step 10", (1,)))
     text = said(tmp_path)
     assert "They waited for each other: ranks 0, 2 in save; rank 1 in step 10." in text
-    assert "Look first at rank 1" in text and "No note names" not in text
+    assert "Look first at rank 1" in text and "names a suspect" not in text
 
 
 def test_how_old_notes_are_is_said_and_where_others_are(tmp_path: Path) -> None:
@@ -198,7 +199,7 @@ def test_how_old_notes_are_is_said_and_where_others_are(tmp_path: Path) -> None:
     answer = runner.invoke(app, ["failure", str(tmp_path)])
     assert answer.exit_code == 2 and f"{tmp_path / 'syncline-failure'} has some" in " ".join(answer.output.split())
     answer = runner.invoke(app, ["failure", str(tmp_path / "syncline-failure"), "--json", "-"])
-    assert answer.exit_code == 2 and "- is no file: name one, or /dev/stdout" in answer.output
+    assert answer.exit_code == 2 and "- is not a file name: write to a file, or to /dev/stdout" in answer.output
 
 
 def test_odd_things_among_the_notes_hurt_nobody(tmp_path: Path) -> None:
@@ -222,8 +223,8 @@ def test_nothing_that_a_note_says_reaches_the_terminal_as_more_than_text(tmp_pat
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ("no folder", "nothing has failed here, or ranks left their rank-N.json elsewhere"),
-        ("nothing", "has no rank-N.json: each rank leaves its own, on its own host"),
+        ("no folder", "nothing has failed, or the failure reports are in another one"),
+        ("nothing", "has no failure reports (rank-N.json): each rank writes its own, on its own host"),
         ("half", "is not complete JSON"),
         ("another", "rank: is missing"),
         ("too many", "rank: is 0 of 1000000000000: no rank has left it"),

@@ -143,7 +143,7 @@ def test_a_run_in_which_a_rank_was_killed_ends_with_the_bits_of_an_uninterrupted
     assert ran.returncode == 0, ran.stderr
     last = DIE_AT // EVERY * EVERY
     assert f"rank 1 kills itself before step {DIE_AT}" in ran.stdout
-    assert re.findall(r"goes on after step (\d+)", ran.stdout) == [str(last)]
+    assert re.findall(r"continuing after step (\d+)", ran.stdout) == [str(last)]
     assert losses_in(losses) == straight.losses[:DIE_AT] + straight.losses[last:]
     assert_ends_like(straight, folder)
 

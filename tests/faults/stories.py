@@ -192,7 +192,7 @@ class Subject:
 @contextlib.contextmanager
 def _warming(subject: Subject) -> Iterator[None]:
     """While groups are made, `connecting` and then `inside`, when they open their connections, are places to strike."""
-    make, warm = comm._new_group, comm._warm
+    make, warm = comm._new_group, comm._open_connections
 
     def strike_and_make(*arguments: Any, **options: Any) -> Any:
         subject.at("connecting", -1)
@@ -202,7 +202,7 @@ def _warming(subject: Subject) -> Iterator[None]:
         subject.at("inside", -1)
         return warm(*arguments, **options)
 
-    with mock.patch.multiple(comm, _new_group=strike_and_make, _warm=strike_and_warm):
+    with mock.patch.multiple(comm, _new_group=strike_and_make, _open_connections=strike_and_warm):
         yield
 
 

@@ -1,15 +1,15 @@
-"""`syncline failure`: what the notes of a job that failed say together."""
+"""`syncline failure`: read the failure reports of all ranks of a job."""
 
 from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from syncline.cli import options, screen
+from syncline.cli.commands.failure import Failure as FailureOptions
 from syncline.cli.commands.run import FOLDER as RUN_FOLDER
 from syncline.doctor import Accused, Postmortem, examine_notes, unfinished_runs
 from syncline.errors import UsageError
@@ -21,23 +21,23 @@ from syncline.units import ranks_text, size_text
 _LONGEST_LIST = 8
 
 
-def failure(folder: Path | None, events: int, json: Path | None) -> None:
+def failure(args: FailureOptions) -> None:
     with options.one_line_errors("syncline failure"):
-        screen.check_writable(json)
+        screen.check_writable(args.json)
         try:
-            found = examine_notes(folder)
+            postmortem = examine_notes(args.folder)
         except (UsageError, FileError):
-            runs = unfinished_runs(RUN_FOLDER if folder is None else folder)
+            runs = unfinished_runs(RUN_FOLDER if args.folder is None else args.folder)
             if not runs:
                 raise
-            if json is not None:
+            if args.json is not None:
                 states = [{"rank": run.rank, "host": run.host, "state": run.state} for run in runs]
-                write_json(json, {"schema": 1, "runs": states})
+                write_json(args.json, {"schema": 1, "runs": states})
             show_runs(runs, screen.out)
             return
-        if json is not None:
-            write_json(json, found)
-        show(found, screen.out, events)
+        if args.json is not None:
+            write_json(args.json, postmortem)
+        show(postmortem, screen.out, args.events)
 
 
 def show_runs(runs: Sequence[RunRecord], console: Console) -> None:
@@ -52,24 +52,30 @@ def show_runs(runs: Sequence[RunRecord], console: Console) -> None:
     console.print()
     if all(LOST in run.state for run in runs):
         console.print(
-            "A signal ended them, or their hosts went down: the launcher's output says which rank ended first, and the "
-            "kernel's log whether memory ran out."
+            "A signal ended them, or their hosts went down. The launcher's output shows which rank ended first, "
+            "and the kernel's log whether memory ran out."
         )
 
 
-def show(found: Postmortem, console: Console, events: int = 0) -> None:
-    last = found.last
+def show(postmortem: Postmortem, console: Console, events: int = 0) -> None:
+    last = postmortem.last
     console.print(
         f"{last.world_size} ranks over {one_line(last.backend)}, timeout {last.timeout_s:g} s · "
-        f"{len(found.notes)} left a note · {one_line(last.date)}{_age(last)} · "
+        f"{len(postmortem.notes)} of them left a failure report · {one_line(last.date)}{_age(last)} · "
         f"syncline {one_line(last.syncline)}, torch {one_line(last.torch)}"
     )
     console.print()
     rows = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    columns = ["rank", "host", "step", "failed", *(["was exchanging"] if any(n.pending for n in found.notes) else [])]
+    columns = [
+        "rank",
+        "host",
+        "step",
+        "failed",
+        *(["was exchanging"] if any(n.pending for n in postmortem.notes) else []),
+    ]
     for column in columns:
         rows.add_column(column, justify="right" if column in ("rank", "step") else "left", overflow="fold")
-    for note in found.notes:
+    for note in postmortem.notes:
         cells = [
             str(note.rank),
             one_line(note.host),
@@ -80,35 +86,35 @@ def show(found: Postmortem, console: Console, events: int = 0) -> None:
         rows.add_row(*cells[: len(columns)])
     console.print(rows)
     console.print()
-    for note in found.notes if events else ():
+    for note in postmortem.notes if events else ():
         _show_events(note, events, console)
-    for problem in found.damaged:
-        told = one_line(problem).removesuffix("; write it again")  # nobody can
-        console.print(f"Cannot be used: {told}", style="yellow", soft_wrap=True)
-    if found.missing:
-        console.print(f"No note of {_ranks(found.missing)}{_of_earlier(found)}.")
-    for one in found.accused:
-        console.print(_accusation(one), style="red" if one is found.accused[0] else None)
-    if found.apart:
-        places = "; ".join(f"{_ranks(ranks)} in {one_line(where)}" for where, ranks in found.apart)
-        others = tuple(sorted(rank for _, ranks in found.apart[1:] for rank in ranks))
+    for problem in postmortem.damaged:
+        advice = "; write it again"  # not possible for a failure report
+        console.print(f"Cannot be used: {one_line(problem).removesuffix(advice)}", style="yellow", soft_wrap=True)
+    if postmortem.missing:
+        console.print(f"No failure report from {_ranks(postmortem.missing)}{_earlier(postmortem)}.")
+    for accused in postmortem.accused:
+        console.print(_accusation(accused), style="red" if accused is postmortem.accused[0] else None)
+    if postmortem.apart:
+        places = "; ".join(f"{_ranks(ranks)} in {one_line(where)}" for where, ranks in postmortem.apart)
+        others = tuple(sorted(rank for _, ranks in postmortem.apart[1:] for rank in ranks))
         console.print(
             f"They waited for each other: {places}. All ranks must make the same steps and calls, in the same order. "
-            f"Look first at {_ranks(others)}, and what was left out or done twice there.",
+            f"Look first at {_ranks(others)} for a call that was left out or made twice.",
             style="red",
         )
-    elif not found.accused:
-        first = f" Look first at {_ranks(found.missing)}." if found.missing else ""
-        console.print(f"No note names a suspect: what failed is what each says of itself.{first}")
+    elif not postmortem.accused:
+        first = f" Look first at {_ranks(postmortem.missing)}." if postmortem.missing else ""
+        console.print(f"No failure report names a suspect: see the error of each rank.{first}")
 
 
 def _pending(note: Failure) -> str:
     if not note.pending:
         return ""
-    one = max(note.pending, key=lambda pending: pending.age_s)
+    oldest = max(note.pending, key=lambda pending: pending.age_s)
     more = f" and {len(note.pending) - 1} more" if len(note.pending) > 1 else ""
-    exchange = f", {one_line(one.exchange)}" if one.exchange else ""
-    return f"bucket {one.bucket}, {size_text(one.bytes)}{exchange}, for {one.age_s:.1f} s{more}"
+    exchange = f", {one_line(oldest.exchange)}" if oldest.exchange else ""
+    return f"bucket {oldest.bucket}, {size_text(oldest.bytes)}{exchange}, for {oldest.age_s:.1f} s{more}"
 
 
 def _show_events(note: Failure, events: int, console: Console) -> None:
@@ -124,10 +130,10 @@ def _show_events(note: Failure, events: int, console: Console) -> None:
     console.print()
 
 
-def _accusation(one: Accused) -> str:
-    note = "; it left no note" if not one.left_note else ""
-    say = "say" if len(one.by) > 1 else "says"
-    return f"Suspect: rank {one.rank} ({one_line(one.why)}), {say} {_ranks(one.by)}{note}. Next: {one.what_to_do}."
+def _accusation(accused: Accused) -> str:
+    report = "" if accused.left_note else "; it left no failure report"
+    by = f"according to {_ranks(accused.by)}"
+    return f"Suspect: rank {accused.rank} ({one_line(accused.why)}), {by}{report}. Next: {accused.what_to_do}."
 
 
 def _age(note: Failure) -> str:
@@ -137,8 +143,8 @@ def _age(note: Failure) -> str:
     return f", {hours:.0f} h ago" if hours < 48 else f", {hours / 24:.0f} days ago"
 
 
-def _of_earlier(found: Postmortem) -> str:
-    return f" (that of {_ranks(found.earlier)} is of another failure)" if found.earlier else ""
+def _earlier(postmortem: Postmortem) -> str:
+    return f" (only one of an earlier failure from {_ranks(postmortem.earlier)})" if postmortem.earlier else ""
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:

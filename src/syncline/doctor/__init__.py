@@ -1,4 +1,4 @@
-"""What works on this machine and in this job, found by trying; and what the reports of a failed job say.
+"""Find out by trying what works on this machine and in this job, and read the failure reports of a job.
 
 A new check is a function in `checks` and one line in `checks.CHECKS`.
 """

@@ -16,48 +16,72 @@ from syncline.exchange import EXCHANGES, Dense, Exchange, Hierarchical, Layout
 
 @dataclass(frozen=True)
 class PhaseTiming:
-    """One collective of a bucket, on the bucket's clock. Several may run at the same time."""
+    """One collective of a bucket, with times on the same clock as the bucket's. Several may run at the same time.
+
+    Example:
+        >>> handle.trace()
+        >>> train_step(model)
+        >>> for phase in handle.stats().buckets[0].phases:
+        ...     print(phase.name, phase.level, phase.end_s - phase.start_s)
+    """
 
     name: str
-    """The collective, like `all_reduce`."""
+    """The kind of collective, such as `all_reduce`."""
     level: str
-    """The level on which it runs."""
+    """The level of the topology on which it ran."""
     sent_bytes: int
-    """Bytes that the busiest rank sends."""
+    """Bytes that the busiest rank sent."""
     start_s: float
     """When it was issued; on CUDA, when the lane's stream reached it."""
     end_s: float
-    """When it had ended; on CUDA, when the lane's stream continued after waiting for it, which may be later."""
+    """When it ended; on CUDA, when the lane's stream had waited for it, which may be later."""
 
 
 @dataclass(frozen=True)
 class BucketTiming:
-    """Times of one bucket in the last step, in seconds on this host's monotonic clock."""
+    """One bucket of the last step. Times are in seconds on this host's monotonic clock.
+
+    Example:
+        >>> for bucket in handle.stats().buckets:
+        ...     print(bucket.bucket, bucket.bytes, bucket.end_s - bucket.start_s)
+    """
 
     bucket: int
+    """The index of the bucket."""
     lane: int
+    """The index of its lane."""
     bytes: int
+    """The size of its gradients."""
     exchange: str
-    """Short name of the exchange."""
+    """The short name of its exchange, such as `oktopk(density=0.05)`."""
     ready_s: float
+    """When its gradients were ready."""
     start_s: float
+    """When its exchange started."""
     end_s: float
+    """When its exchange ended."""
     phases: tuple[PhaseTiming, ...] = ()
-    """The collectives in the order in which they were issued, if `handle.trace()` is on. Between them, the exchange
-    computes."""
+    """Its collectives in the order in which they were issued, if `handle.trace()` is on. The time between them is
+    computation of the exchange."""
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Statistics of an exchange since it was attached."""
+    """Statistics of an exchange, as `Handle.stats` returns them.
+
+    Example:
+        >>> stats = handle.stats()
+        >>> print(stats.steps, sum(stats.sent_bytes.values()))
+    """
 
     steps: int
+    """Number of steps exchanged, including those of a checkpoint that was loaded."""
     sent_bytes: dict[str, int]
     """Bytes that the busiest rank sent in the last step, per level."""
     total_sent_bytes: dict[str, int]
-    """Bytes that the busiest rank sent in all steps, per level."""
+    """Bytes that the busiest rank has sent since the exchange was attached, per level."""
     buckets: tuple[BucketTiming, ...]
-    """Times of the last step's buckets, in the order in which they were ready. Buckets that still run are left out."""
+    """The buckets of the last step that have ended, in the order in which they were ready."""
 
 
 class Exchanged(Protocol):
