@@ -192,13 +192,13 @@ def test_buckets_that_differ_from_the_plan_cause_a_warning_and_are_still_summed(
             trained = train(model, square_loss_step(rank), 4)
         assert_alike(trained, train(DDP(seeded(Mlp)), square_loss_step(rank), 4), Way(Dense(), error=1e-5))
         handle = syncline.handle_of(model)
-        texts = [str(warning.message) for warning in caught if "not the plan's" in str(warning.message)]
+        texts = [str(warning.message) for warning in caught if "does not match the plan" in str(warning.message)]
         assert len(texts) == (1 if rank.rank == 0 else 0)
         assert handle.mismatch is not None and handle.mismatch in handle.describe()
         return handle.mismatch
 
     first, second = on_ranks(2, main)
-    assert first == second and "DDP's bucket 0 is not the plan's" in first and "plan again" in first
+    assert first == second and "DDP's bucket 0 does not match the plan" in first and "Make a new plan" in first
 
 
 def test_a_plan_for_something_else_is_refused_with_the_difference() -> None:

@@ -187,7 +187,7 @@ def test_a_changed_number_of_ranks_is_refused_or_residuals_are_redistributed(
     def load(rank: Rank) -> dict[str, list[float]]:
         model, optimizer, handle = start()
         line = refusal(lambda: handle.load(tmp_path))
-        assert f"{saved} ranks saved it, and {loaded} are here" in line
+        assert f"saved by {saved} ranks, but there are {loaded} now" in line
         assert "must be one of" in line or "redistribute" in line
         handle.load(tmp_path, on_world_size="reset")
         assert not any(bool(tensor.any()) for tensor in residuals(handle).values())
@@ -248,15 +248,15 @@ def spoil(path: Path, how: str) -> None:
 SPOILED = {
     "cut": "is not a complete safetensors file",
     "pickle": "is not a complete safetensors file",
-    "gone": "the states of ranks [1] of 2 are missing: copy them there, or",
-    "folder": "is a folder, in the place of a state",
-    "nan": "is not finite",
-    "shape": "has shape (7,), the parameter",
-    "name": "the state holds 'nobody', which is not a parameter of this model: load it into the model",
-    "older": "was not saved with rank-00000-of-00002.safetensors: steps is 0, and there 1",
-    "density": "was not saved with rank-00000-of-00002.safetensors: exchange.density is 0.2, and there 0.1",
-    "renamed": "its rank is 0, and its name says 1",
-    "steps": "this is not the state of an exchange: steps: expected int, got str",
+    "gone": "the files of ranks [1] of 2 are missing: copy them into the folder, or",
+    "folder": "is a folder, not a state file",
+    "nan": "contains NaN or infinity",
+    "shape": "has shape (7,) in the checkpoint, but the parameter has shape",
+    "name": "the checkpoint contains 'nobody', which is not a parameter of this model: load it into the model",
+    "older": "was not saved together with rank-00000-of-00002.safetensors: steps is 0 instead of 1",
+    "density": "was not saved together with rank-00000-of-00002.safetensors: exchange.density is 0.2 instead of 0.1",
+    "renamed": "contains the state of rank 0, but its name says 1",
+    "steps": "this is not a valid exchange state: steps: expected int, got str",
 }
 
 
@@ -274,10 +274,10 @@ def test_unsuitable_files_are_refused_on_every_rank_and_nothing_is_loaded(how: s
         dist.barrier()
         before = residuals(handle)
         line = refusal(lambda: handle.load(tmp_path), syncline.SynclineError)
-        prefix = "" if rank.rank == 1 or how == "gone" else "what is loaded is refused on rank 1: "
+        prefix = "" if rank.rank == 1 or how == "gone" else "the checkpoint is refused on rank 1: "
         assert line.startswith(f"{prefix}{tmp_path if how == 'gone' else path}: ")
         assert SPOILED[how] in line
-        assert "take an earlier checkpoint" in line or "or start without it" in line
+        assert "load an earlier checkpoint" in line or "or start without the checkpoint" in line
         assert all(torch.equal(tensor, before[name]) for name, tensor in residuals(handle).items())
         step(rank.rank, model, optimizer, 2)
 
@@ -304,9 +304,9 @@ def test_all_files_must_belong_to_the_same_checkpoint(policy: str, tmp_path: Pat
         model, optimizer, handle = start()
         for field in others:
             line = refusal(lambda field=field: handle.load(tmp_path / field, on_world_size=policy), SynclineError)
-            assert f"{tmp_path / field / 'rank-00003-of-00004.safetensors'}: was not saved with" in line
+            assert f"{tmp_path / field / 'rank-00003-of-00004.safetensors'}: was not saved together with" in line
             assert f"{field} is " in line
-            assert line.startswith("what is loaded is refused on rank 1: ") == (rank.rank == 0)
+            assert line.startswith("the checkpoint is refused on rank 1: ") == (rank.rank == 0)
         handle.load(tmp_path / "good", on_world_size=policy)
         step(rank.rank, model, optimizer, 2)
 
@@ -324,14 +324,14 @@ def test_a_state_of_another_exchange_or_model_is_refused_with_what_differs_and_w
         handle.save(tmp_path)
         file = tmp_path / "rank-00000-of-00002.safetensors"
         others = {
-            "the state's exchange is another: density is 0.1, here it is 0.05": syncline.OkTopk(0.05, "fp32"),
-            'the state\'s exchange is another: type is "OkTopk", here it is "Dense"': syncline.Dense(),
+            "the checkpoint was saved with density=0.1, but this model uses 0.05": syncline.OkTopk(0.05, "fp32"),
+            'the checkpoint was saved with type="OkTopk", but this model uses "Dense"': syncline.Dense(),
         }
         for expected, exchange in others.items():
             line = refusal(lambda exchange=exchange: start(exchange)[2].load(tmp_path))
-            assert line == f"{file}: {expected}: attach the exchange that it was saved with, or start without it"
+            assert line == f"{file}: {expected}: use the same setting, or start without the checkpoint"
         wrapped = syncline.attach(DDP(nn.Sequential(wide()), **BUCKETS), SPARSE)
-        assert f"{file}: the state holds " in (line := refusal(lambda: wrapped.load(tmp_path)))
+        assert f"{file}: the checkpoint contains " in (line := refusal(lambda: wrapped.load(tmp_path)))
         assert "not a parameter of this model: load it into the model that it was saved with" in line
 
     on_ranks(2, main)
@@ -343,12 +343,12 @@ def test_a_folder_without_a_state_and_an_unknown_policy_are_refused_in_one_line(
     def main(rank: Rank) -> None:
         _, _, handle = start()
         folders = {
-            tmp_path: "holds no state of an exchange: pass the folder that save(folder) wrote",
+            tmp_path: "contains no exchange state: pass the folder that save(folder) wrote",
             tmp_path / "x": "there is no such folder: pass the folder",
             tmp_path / "file": "is not a folder: pass the folder",
-            "a\0b": "the state's folder is 'a\\x00b': pass the path of a folder",
-            "": "the state's folder is '': pass",
-            b"x": "the state's folder is b'x': pass",
+            "a\0b": "the checkpoint folder is 'a\\x00b': pass the path of a folder",
+            "": "the checkpoint folder is '': pass",
+            b"x": "the checkpoint folder is b'x': pass",
         }
         for folder, expected in folders.items():
             assert expected in refusal(lambda folder=folder: handle.load(folder))
@@ -365,11 +365,11 @@ def test_if_a_rank_cannot_write_every_rank_raises_and_the_old_checkpoint_stays(t
     def main(rank: Rank) -> None:
         model, optimizer, handle = start()
         folders = {
-            tmp_path / "file": f"{tmp_path / 'file'}: cannot be made a folder: File exists: save to another path",
-            tmp_path / "file" / "below": "cannot be made a folder: Not a directory: save to another path",
-            tmp_path / ("x" * 300): "cannot be made a folder: File name too long: save to another path",
-            "a\0b": "the state's folder is 'a\\x00b': pass the path of a folder",
-            None: "the state's folder is None: pass the path of a folder",
+            tmp_path / "file": f"{tmp_path / 'file'}: cannot be created: File exists: save to another path",
+            tmp_path / "file" / "below": "cannot be created: Not a directory: save to another path",
+            tmp_path / ("x" * 300): "cannot be created: File name too long: save to another path",
+            "a\0b": "the checkpoint folder is 'a\\x00b': pass the path of a folder",
+            None: "the checkpoint folder is None: pass the path of a folder",
         }
         for folder, expected in folders.items():
             assert expected in refusal(lambda folder=folder: handle.save(folder))
@@ -379,8 +379,8 @@ def test_if_a_rank_cannot_write_every_rank_raises_and_the_old_checkpoint_stays(t
         step(rank.rank, model, optimizer, 1)
         mine = tmp_path / "state" if rank.rank == 0 else tmp_path / "file"
         line = refusal(lambda: handle.save(mine), syncline.SynclineError)
-        prefix = "" if rank.rank else "what is saved is refused on rank 1: "
-        assert line == f"{prefix}{tmp_path / 'file'}: cannot be made a folder: File exists: save to another path"
+        prefix = "" if rank.rank else "the state to save is refused on rank 1: "
+        assert line == f"{prefix}{tmp_path / 'file'}: cannot be created: File exists: save to another path"
         dist.barrier()  # each rank removes its own draft
         assert len(list((tmp_path / "state").iterdir())) == 2
         handle.load(tmp_path / "state")
@@ -504,11 +504,13 @@ def test_residuals_of_hosts_are_discarded_or_refused_on_other_hosts(
     def load(rank: Rank) -> None:
         for name, (model, optimizer, handle) in on_hosts(rank, "abab"[:ranks]):
             refused = refusal(lambda name=name, handle=handle: handle.load(tmp_path / name))
-            moved = "((0, 1), (2, 3)), and here it is ((0, 2), (1, 3))" if ranks == 4 else "4 ranks saved it, and 3 are"
+            moved = (
+                "((0, 1), (2, 3)), but they are on ((0, 2), (1, 3))" if ranks == 4 else "4 ranks, but there are 3 now"
+            )
             assert moved in refused
             dealt = refusal(lambda name=name, handle=handle: handle.load(tmp_path / name, on_world_size="redistribute"))
             for line in (refused, dealt):
-                assert line.endswith(": pass on_world_size='reset', which forgets what was kept")
+                assert line.endswith(": pass on_world_size='reset', which drops the residuals")
             handle.load(tmp_path / name, on_world_size="reset")
             assert handle.stats().steps == 3
             assert not any(bool(tensor.any()) for tensor in residuals(handle).values())

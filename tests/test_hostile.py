@@ -325,21 +325,22 @@ def test_a_changed_header_is_detected_without_reading_the_tensors(tmp_path: Path
     assert load_state(path, tensors=False)["steps"] == ABOUT["steps"]
     path.write_bytes(STATES[0].replace(b'steps\\":7', b'steps\\":9'))
     line = refusal(lambda: load_state(path, tensors=False), FileError)
-    assert line == f"{path}: is damaged: its header is not what was written: take an earlier checkpoint"
+    assert line == f"{path}: is damaged: the checksum of its header does not match: load an earlier checkpoint"
 
 
 def test_a_file_without_checksums_is_reported_as_another_version(tmp_path: Path) -> None:
     path = tmp_path / "rank-00001-of-00004.safetensors"
     path.write_bytes(safetensors.torch.save(TENSORS, {"syncline": json.dumps({**ABOUT, "schema": 1})}))
     assert refusal(lambda: load_state(path), FileError) == (
-        f"{path}: the state's schema is 1, here it is {state_files.SCHEMA}: load it with the syncline that saved it"
+        f"{path}: the checkpoint has schema 1, but this version of syncline reads schema {state_files.SCHEMA}: load it "
+        "with the version that saved it"
     )
 
 
 def test_a_pipe_in_place_of_a_state_is_refused_without_waiting(tmp_path: Path) -> None:
     path = tmp_path / "rank-00000-of-00001.safetensors"
     os.mkfifo(path)
-    assert "is a pipe or a device, in the place of a state" in refusal(lambda: load_state(path), FileError)
+    assert "is a pipe or a device, not a state file" in refusal(lambda: load_state(path), FileError)
 
 
 def test_the_checksum_of_a_state_does_not_depend_on_memory_addresses(tmp_path: Path) -> None:

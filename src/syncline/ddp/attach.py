@@ -24,9 +24,9 @@ from syncline.exchange import Exchange, default_lanes
 from syncline.health.heartbeat import shared_heartbeat
 from syncline.health.meeting import meet, meeting
 from syncline.records.network import Network
-from syncline.runtime.bucket_policy import Route, Uniform
+from syncline.runtime.bucket_policy import BucketPolicy, Uniform
 from syncline.runtime.parameters import ddp_of, described_fully, only_device, parameters_of
-from syncline.runtime.topology import find_place, mark_of, read_network
+from syncline.runtime.topology import find_topology, mark_of, read_network
 from syncline.runtime.validation import check_lanes, check_timeout, checked_exchange
 
 
@@ -83,7 +83,7 @@ def attach(
 
 def attach_route(
     ddp: DDP,
-    route: Route,
+    route: BucketPolicy,
     *,
     timeout_s: float | None = None,
     network: Network | str | os.PathLike[str] | None = None,
@@ -104,7 +104,7 @@ def attach_route(
             if isinstance(known, SynclineError):
                 raise known
             with meeting(group, "attach", users=True):
-                place = find_place(group, route.exchanges, known)
+                place = find_topology(group, route.exchanges, known)
                 engine = Engine(group, parameters, route, timeout, place, lambda: scale_of(scaler), reduction=reduction)
     try:
         switch = switch_of(ddp)
@@ -136,7 +136,7 @@ def scale_of(scaler: GradScaler | None) -> Tensor | None:
 def _fingerprint(
     ddp: DDP,
     group: dist.ProcessGroup,
-    route: Route,
+    route: BucketPolicy,
     parameters: Mapping[str, nn.Parameter],
     network: Network | SynclineError | None,
 ) -> dict[str, Any]:

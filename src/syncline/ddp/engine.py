@@ -23,11 +23,11 @@ from syncline.dist.span import span_of
 from syncline.errors import ExchangeError, UsageError, tell
 from syncline.exchange import Layout, Slot, stride_in_bucket
 from syncline.runtime import bucket_runner
-from syncline.runtime.bucket_policy import Route
+from syncline.runtime.bucket_policy import BucketPolicy
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals
 from syncline.runtime.checkpoint import misfit_of
 from syncline.runtime.stats import predicted_for
-from syncline.runtime.topology import Place
+from syncline.runtime.topology import RankTopology
 
 _DRIFT_STEPS = 50
 """Number of steps whose median exchange time is compared with the plan."""
@@ -74,9 +74,9 @@ class Engine:
         self,
         group: dist.ProcessGroup,
         parameters: Mapping[str, torch.nn.Parameter],
-        route: Route,
+        route: BucketPolicy,
         timeout: timedelta,
-        place: Place | None = None,
+        place: RankTopology | None = None,
         scale: Callable[[], Tensor | None] = lambda: None,
         *,
         reduction: Reduction,
@@ -183,7 +183,7 @@ class Engine:
         return self.buckets[key]
 
     def _new_bucket(self, index: int, layout: Layout) -> Bucket:
-        exchange, lane = self.route.way([slot.name for slot in layout.slots], index, self._steps_since_attach)
+        exchange, lane = self.route.assign([slot.name for slot in layout.slots], index, self._steps_since_attach)
         return Bucket(index, lane, exchange, layout)
 
     def _layout(self, parameters: list[Tensor], flat: Tensor) -> Layout:

@@ -106,7 +106,7 @@ def apply(
     scaler: GradScaler | None = None,
 ) -> Handle:
     """Attach the exchanges of a plan to a model that has the plan's buckets."""
-    route = Planned(plan, settled_after=buckets.settled_after(ddp), tells=ddp.process_group.rank() == 0)
+    route = Planned(plan, settled_after=buckets.settled_after(ddp), warns=ddp.process_group.rank() == 0)
     return attach_route(ddp, route, timeout_s=timeout_s, network=network, scaler=scaler)
 
 

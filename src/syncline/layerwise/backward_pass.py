@@ -1,4 +1,4 @@
-"""One backward pass, layer by layer: which gradients have arrived, and which buckets are being exchanged."""
+"""The state of one backward pass: the gradients that have arrived, and the buckets that are being exchanged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class LayerBucket(Bucket):
 
     pieces: tuple[Piece, ...] = ()
     ends: tuple[str, ...] = ()
-    """Parameters of which this holds the last piece."""
+    """Parameters whose last piece is in this bucket."""
     before: tuple[int, ...] = ()
     """Indices of the buckets with the other pieces, for a parameter that is in several."""
 
@@ -31,12 +31,12 @@ class LayerBucket(Bucket):
 class Pass(Step):
     """One backward pass."""
 
-    held: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients that have arrived, by name; they become results in place."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Gradients that have arrived, by name. The results overwrite them."""
     arrived: set[str] = field(default_factory=set)
     order: list[str] = field(default_factory=list)
     submitted: int = 0
-    under_way: list[Flight] = field(default_factory=list)
+    in_flight: list[Flight] = field(default_factory=list)
     finite: dict[int, Tensor] = field(default_factory=dict)
     """Whether each bucket was finite, by index."""
     unused: frozenset[str] = frozenset()
@@ -45,16 +45,19 @@ class Pass(Step):
 
 @dataclass
 class Flight:
-    """A bucket that was submitted, and the gradients that it holds on to."""
+    """A bucket that was submitted."""
 
     bucket: LayerBucket
     future: Any
     bytes: int
+    """Size of the gradients, which stay in memory until the bucket has finished."""
 
 
 def counts(bucket: LayerBucket, now: Pass) -> Tensor:
-    """Return whether the parameters that a bucket completes take a step. A large parameter does if any of its pieces
-    was finite; the result of the others is zero."""
+    """Return whether the parameters that a bucket completes take a step.
+
+    A parameter in several buckets takes a step if any of its pieces was finite. The result of the others is zero.
+    """
     finite = now.finite[bucket.index]
     if not bucket.before:
         return finite

@@ -33,7 +33,7 @@ from syncline.errors import ExchangeError, SynclineError, first_line
 from syncline.exchange import WORLD, Climbing, Exchange, Layout, State, Work
 from syncline.health.watchdog import Watchdog
 from syncline.runtime.stats import sent_over
-from syncline.runtime.topology import Place
+from syncline.runtime.topology import RankTopology
 
 Residuals = Mapping[str, Mapping[str, Tensor]]
 """By parameter name, then by kind, in logical shape."""
@@ -115,7 +115,7 @@ class BucketRunner:
         device: torch.device,
         lanes: int,
         timeout: timedelta,
-        place: Place | None,
+        place: RankTopology | None,
         after_failure: str = "",
     ) -> None:
         self.error: BaseException | None = None

@@ -1,4 +1,4 @@
-"""What an exchange has done: when its buckets ran, and what was sent for them."""
+"""Statistics of an exchange: when its buckets ran, and how many bytes they sent."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class Stats:
 
 
 class Exchanged(Protocol):
-    """A bucket, as far as its bytes go."""
+    """The fields of a bucket that determine its bytes."""
 
     @property
     def lane(self) -> int: ...
@@ -98,7 +98,7 @@ class Exchanged(Protocol):
 
 
 def timings_of(jobs: Iterable[Job]) -> tuple[BucketTiming, ...]:
-    """Of those that have ended."""
+    """Return the times of the buckets that have ended."""
     timings = []
     for job in jobs:
         seconds = job.marks.seconds()
@@ -111,14 +111,17 @@ def timings_of(jobs: Iterable[Job]) -> tuple[BucketTiming, ...]:
                 ready_s=seconds["ready"],
                 start_s=seconds["start"],
                 end_s=seconds["end"],
-                phases=() if job.phases is None else tuple(PhaseTiming(*one) for one in job.phases.ended(seconds)),
+                phases=() if job.phases is None else tuple(PhaseTiming(*phase) for phase in job.phases.ended(seconds)),
             )
             timings.append(timing)
     return tuple(timings)
 
 
 def name_of(exchange: Exchange) -> str:
-    """As in `EXCHANGES`, with the settings that are not as there: `oktopk(density=0.05)`. Others by their type."""
+    """Return the short name of an exchange with the settings that differ from it, like `oktopk(density=0.05)`.
+
+    An exchange that is not in `EXCHANGES` is named after its type.
+    """
     known = _known()
     for name, other in known.items():
         if exchange == other:
@@ -148,7 +151,7 @@ def _changed(exchange: object, other: object) -> str:
 
 
 def sent_over(lanes: Iterable[LaneGroups]) -> dict[str, int]:
-    """By the busiest rank since they were made, per level."""
+    """Return the bytes that the busiest rank has sent over these lanes, per level."""
     total: Counter[str] = Counter()
     for groups in lanes:
         total.update(groups.counter.sent_bytes)
@@ -156,7 +159,7 @@ def sent_over(lanes: Iterable[LaneGroups]) -> dict[str, int]:
 
 
 def predicted_for(buckets: Iterable[Exchanged], lanes: Sequence[LaneGroups]) -> dict[str, int]:
-    """Per step and level, by the exchanges' own account."""
+    """Return the bytes that a step should send, per level, by the cost that the exchanges state."""
     total: Counter[str] = Counter()
     for bucket in buckets:
         topology = lanes[bucket.lane].topology
