@@ -435,7 +435,7 @@ def test_an_error_is_explained_even_if_the_device_does_not_answer(
     monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path))
     dog = watchdog_of_one(5)
     job = Job(bucket=3, lane=0, flat=torch.zeros(2), run=nothing, waits=False, on_done=nothing, marks=Broken())
-    dog.begin(job, 7)
+    dog.bucket_submitted(job, 7)
     assert dog.explain("it failed", own=True) == f"; this rank's failure report is {tmp_path / 'rank-0.json'}"
     assert [(one.step, one.bucket) for one in FailureReport.load(tmp_path / "rank-0.json").pending] == [(7, 3)]
     monkeypatch.setattr(failure, "write_json", lambda *_: 1 // 0)
@@ -566,11 +566,11 @@ def test_a_stuck_exchange_on_a_device_is_warned_about_once_each_time(
             thread.join(10)
 
     finished = Job(bucket=4, lane=1, flat=torch.zeros(2), run=lambda: None, marks=OnDevice())
-    dog.begin(finished, 1)  # on another lane, where it has finished
+    dog.bucket_submitted(finished, 1)  # on another lane, where it has finished
     finished.marks.mark("end")
     for number in (1, 2):
         job = Job(bucket=3, lane=0, flat=torch.zeros(2), run=lambda: None, marks=OnDevice())
-        dog.begin(job, number)
+        dog.bucket_submitted(job, number)
         overdue(job, 6.0)
         assert len(warned) == number - 1
         overdue(job, 8.0)

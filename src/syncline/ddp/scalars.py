@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from syncline.ddp.engine import Engine
+from syncline.dist.events import Listener
 from syncline.dist.span import span_of
 from syncline.errors import first_line, tell
 from syncline.exchange import wire
@@ -66,7 +67,7 @@ def _deep(engine: Engine, step: Step) -> dict[str, float]:
     return values
 
 
-class Log:
+class Log(Listener):
     """Writes the scalars of a model at regular intervals, until it is closed or its handle is detached.
 
     A step is written when a later step begins and the device has finished it, by the thread that runs backward. If
@@ -77,7 +78,7 @@ class Log:
         self._engine = weakref.ref(engine)  # the engine holds this object
         self._writer, self._every, self._deep = writer, every, deep
         self._due: tuple[int, Step] | None = None
-        engine.runner.listeners.append(self)
+        engine.runner.events.listeners.append(self)
 
     def step_began(self, step: Step, number: int) -> None:
         """Write the step that is due, if its numbers are known."""
@@ -105,13 +106,13 @@ class Log:
             tell(f"scalars are no longer logged, because writing failed at step {number}: {first_line(error)}")
 
     def _stop(self, engine: Engine) -> None:
-        if self in engine.runner.listeners:
-            engine.runner.listeners.remove(self)
+        if self in engine.runner.events.listeners:
+            engine.runner.events.listeners.remove(self)
 
     def close(self) -> None:
         """Stop logging, and write the step that is due, as far as its numbers are known. The writer stays open."""
         engine = self._engine()
-        if engine is not None and self in engine.runner.listeners:
+        if engine is not None and self in engine.runner.events.listeners:
             self._stop(engine)
             if self._due is None and engine.last_step.jobs and engine.steps % self._every == 0:
                 self._due = (engine.steps, engine.last_step)

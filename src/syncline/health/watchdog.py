@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.dist.comm import LaneGroups, backend_of, group_timeout
+from syncline.dist.events import Listener
 from syncline.dist.lane import Job, Lane
 from syncline.dist.span import Span
 from syncline.errors import first_line, tell
@@ -75,7 +76,7 @@ class _LaneState:
         return now_s - self.moved_s if self.unfinished and self.last == "start" else 0.0
 
 
-class Watchdog:
+class Watchdog(Listener):
     """The watchdog of one engine, from `start` to `stop`."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -101,10 +102,8 @@ class Watchdog:
         return self._stragglers.straggler
 
     def start(self, groups: Sequence[LaneGroups], lanes: Sequence[Lane]) -> None:
-        """Watch these lanes, and record the collectives of their groups."""
+        """Watch these lanes."""
         self._lanes, self._groups = tuple(lanes), tuple(groups)
-        for index, lane_groups in enumerate(groups):
-            lane_groups.notes.issued = functools.partial(_issued, weakref.ref(self), index)
         self.watch(groups[0].comm.group.group_name)
 
     def watch(self, name: str) -> None:
@@ -127,7 +126,7 @@ class Watchdog:
 
     # --- events -------------------------------------------------------------------------------------------------
 
-    def begin(self, job: Job, step: int) -> None:
+    def bucket_submitted(self, job: Job, step: int) -> None:
         """Record that a bucket is ready and goes to its lane."""
         now_s = time.monotonic()
         with self._lock:
@@ -140,18 +139,18 @@ class Watchdog:
             state.unfinished.append(_Unfinished(job, step, now_s))
         self._events.append((now_s, "ready", job.lane, step, job.bucket, "", 0))
 
-    def runs(self, lane: int, step: int, bucket: int) -> None:
+    def bucket_started(self, lane: int, step: int, bucket: int) -> None:
         """Record that a lane starts the exchange of a bucket."""
         state = self._state(lane)
         state.step, state.bucket = step, bucket
         self._record("start", lane, step, bucket)
 
-    def issued(self, lane: int, kind: str, level: str, sent_bytes: int) -> None:
+    def collective_issued(self, lane: int, kind: str, level: str, sent_bytes: int) -> None:
         """Record a collective of the bucket that the lane has started."""
         state = self._state(lane)
         self._record(kind, lane, state.step, state.bucket, level, sent_bytes)
 
-    def over(self, job: Job) -> None:
+    def bucket_ended(self, job: Job) -> None:
         """Record the end of an exchange; on a device, that all of it has been enqueued."""
         if job.marks.on_host:
             with self._lock:
@@ -171,7 +170,7 @@ class Watchdog:
         """Record the current step of plain DDP."""
         self._step = step
 
-    def stepped(self, span: Span | None, period_s: float) -> None:
+    def step_timed(self, span: Span | None, period_s: float) -> None:
         """Record the duration of a step."""
         self._stragglers.stepped(span, period_s)
 
@@ -300,9 +299,3 @@ def watch_plain(ddp: DDP) -> weakref.ref[Watchdog]:
     watchdog = _plain.setdefault(ddp, Watchdog(group, group_timeout(group)))
     watchdog.watch(f"plain {group.group_name}")
     return weakref.ref(watchdog)
-
-
-def _issued(watchdog: weakref.ref[Watchdog], lane: int, kind: str, level: str, sent_bytes: int) -> None:
-    """Record a collective. A comm is in a reference cycle, which must not keep the watchdog of a released model."""
-    if (found := watchdog()) is not None:
-        found.issued(lane, kind, level, sent_bytes)

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from syncline.dist.agreement import agree
 from syncline.dist.comm import close_lanes, open_lanes
+from syncline.dist.events import Events
 from syncline.dist.lane import Job, Phases
 from syncline.dist.span import span_of
 from syncline.errors import ExchangeError, SynclineError, first_line
@@ -91,12 +92,6 @@ class Step:
     """If counted: nonzero elements and all elements of each bucket whose exchange has a residual."""
 
 
-class StepListener(Protocol):
-    """Is told when a step begins, in the thread that runs backward. Must not raise, and must not hold the runner."""
-
-    def step_began(self, step: Step, number: int) -> None: ...
-
-
 class BucketRunner:
     """Runs the buckets of one model. All ranks create it together, in the same order as their other groups.
 
@@ -123,7 +118,8 @@ class BucketRunner:
         self.tracing = False
         """Whether the collectives of each bucket are recorded."""
         self.last_step = Step()
-        self.listeners: list[StepListener] = []
+        self.events = Events()
+        """For whoever watches the model; the watchdog is the first of them. Listeners must not hold the runner."""
         self.ranks = group.size()
         self._after_failure = after_failure
         self._counted: dict[str, int] = {}
@@ -131,6 +127,8 @@ class BucketRunner:
         self._watchdog = Watchdog(group, timeout)
         self.groups, self.lanes = open_lanes(group, timeout, lanes, device, None if place is None else place.topology)
         try:
+            self.events.connect(self.groups)
+            self.events.listeners.append(self._watchdog)
             self._watchdog.start(self.groups, self.lanes)
         except BaseException:
             self.close()
@@ -177,7 +175,7 @@ class BucketRunner:
             exchange=bucket.exchange,
             phases=phases,
         )
-        self._watchdog.begin(job, self.steps)
+        self.events.bucket_submitted(job, self.steps)
         step.jobs.append(job)
         return lane.submit(job)
 
@@ -185,9 +183,8 @@ class BucketRunner:
         step.began_s = time.monotonic()
         if self.last_step.began_s is not None:
             step.period_s = step.began_s - self.last_step.began_s
-            self._watchdog.stepped(span_of(self.last_step.jobs), step.period_s)
-        for listener in tuple(self.listeners):
-            listener.step_began(step, self.steps)
+            self.events.step_timed(span_of(self.last_step.jobs), step.period_s)
+        self.events.step_began(step, self.steps)
 
     def _traced(self, bucket: Bucket, phases: Phases | None, run: Callable[[], Work | None]) -> Work | None:
         notes = self.groups[bucket.lane].notes
@@ -217,7 +214,7 @@ class BucketRunner:
         """
         if self.error is not None:
             raise ExchangeError(f"an earlier bucket of this step failed: {self.explained}")
-        self._watchdog.runs(bucket.lane, self.steps, bucket.index)
+        self.events.bucket_started(bucket.lane, self.steps, bucket.index)
         if bucket.state is None:
             self.prepare(bucket, residuals(bucket))
         assert bucket.state is not None  # noqa: S101 - it is prepared
@@ -230,11 +227,11 @@ class BucketRunner:
         """Collective: compare a bucket between ranks, have its exchange allocate a state, and load residuals."""
         layout, comm = bucket.layout, self.groups[bucket.lane].comm
         slots = {slot.name: f"{tuple(slot.shape)} at {slot.offset}" for slot in layout.slots}
-        self._watchdog.issued(bucket.lane, "agree", WORLD, 0)
+        self.events.collective_issued(bucket.lane, "agree", WORLD, 0)
         agree(comm.group, {"index": bucket.index, "dtype": str(layout.dtype), **slots}, "a gradient bucket")
         state = bucket.exchange.prepare(layout, comm)
         if isinstance(bucket.exchange, Climbing):  # it chose by arithmetic, which other machines may do differently
-            self._watchdog.issued(bucket.lane, "agree", WORLD, 0)
+            self.events.collective_issued(bucket.lane, "agree", WORLD, 0)
             agree(comm.group, {"way": state.describe()}, "the way of a gradient bucket")
         if residuals:
             state.load(layout, residuals)
@@ -247,7 +244,7 @@ class BucketRunner:
                 done(job.flat)
             except BaseException as error:  # noqa: BLE001 - as fatal for the step as an exchange that failed
                 job.error = error
-        self._watchdog.over(job)
+        self.events.bucket_ended(job)
         if job.error is not None:
             job.error = self.fail(bucket.label, job.error)
 
@@ -309,5 +306,5 @@ class BucketRunner:
         self._watchdog.stop()
         close_lanes(self.lanes, self.groups)
         # Jobs refer to their runner: without this, threads and connections would stay until a garbage collection.
-        self.groups, self.lanes, self.listeners = [], [], []
+        self.groups, self.lanes, self.events.listeners = [], [], []
         self.last_step = Step()
