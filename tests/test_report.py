@@ -655,7 +655,7 @@ def test_a_demo_is_read_with_and_without_what_tuning_found(folder: Path) -> None
         (["empty"], "empty: has no rank-*.json: name the folder that syncline run wrote"),
         (["profile.json", "again.json"], "profile.json and again.json are both a profile"),
         (["plan.json", "gpt.json"], "the plan is for another model than the profile"),
-        (["profile.json", "--trace", "trace.json"], "--trace is of a run"),
+        (["profile.json", "--trace", "trace.json"], "--trace needs a run"),
         (["profile.json", "--output", "nowhere/page.html"], "there is no folder nowhere"),
         (["profile.json", "--output", "run"], "run is a folder: name a file to write to"),
     ],
@@ -683,7 +683,7 @@ def test_help_fits_a_screen() -> None:
     for command in ("report", "demo", "bench", "plan", "predict"):
         answer = runner.invoke(app, [command, "--help"])
         assert answer.exit_code == 0 and len(answer.stdout.splitlines()) <= 50, command
-        assert "page" in answer.stdout
+        assert "HTML" in answer.stdout
 
 
 # Other commands write their own.
