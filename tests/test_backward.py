@@ -170,7 +170,7 @@ def test_a_rank_that_fails_ends_the_measurement_on_all_of_them() -> None:
 
     mine, theirs = on_ranks(2, main)[::-1]
     assert mine == "no more data"
-    assert theirs == "rank 1 could not be measured: UsageError: no more data"
+    assert theirs == "the measurement failed on rank 1: UsageError: no more data"
 
 
 def test_measuring_ddp_communicates_nothing_in_its_steps_and_leaves_the_replicas_equal() -> None:

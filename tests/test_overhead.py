@@ -96,5 +96,5 @@ def test_a_line_that_would_start_below_zero_starts_at_zero() -> None:
 
 
 def test_what_cannot_be_measured_is_refused_in_one_line() -> None:
-    assert "not on meta" in refusal(lambda: measure_overheads("meta"))
+    assert "not meta" in refusal(lambda: measure_overheads("meta"))
     assert "at least 1 rank" in refusal(lambda: measure_overheads(topology=0), UsageError)
