@@ -1,4 +1,4 @@
-"""Backward is measured on all ranks at once, without communication, compiled or not, and nothing is left behind."""
+"""Backward is measured on all ranks at once, without communication, compiled or not, and leaves no hooks."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_model_with_a_compiled_part_has_the_names_of_the_original() -> None:
 def test_a_gradient_that_comes_without_its_hook_is_an_error_and_not_a_zero() -> None:
     class Hidden(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            self.bias.grad = torch.ones_like(self.bias)  # as compiled code that writes gradients by itself
+            self.bias.grad = torch.ones_like(self.bias)  # like compiled code that writes gradients itself
             return nn.functional.linear(x, self.weight)
 
     with pytest.raises(UsageError, match="bias got a gradient, but its hook did not fire"):
