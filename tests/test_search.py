@@ -24,7 +24,7 @@ from syncline.exchange import Dense, Exchange, Hierarchical, OkTopk
 from syncline.plan import fusion
 from syncline.plan import search as module
 from syncline.plan.make import make_plan
-from syncline.plan.search import _PER_BUCKET, LEAST_GAIN, Found, check_allowed, named, options, search
+from syncline.plan.search import _PER_BUCKET, LEAST_GAIN, SearchResult, check_allowed, named, options, search
 from syncline.predict import Schedule, ddp_buckets, predict
 from syncline.predict.schedule import MIB
 from syncline.records.bucket_caps import caps_of, filled
@@ -111,7 +111,7 @@ def as_schedule(plan: Plan) -> Schedule:
     return Schedule("read", places_in(plan), lanes=plan.lanes, each=each)
 
 
-def is_not_beaten(found: Found, other_s: float, buckets: int) -> bool:
+def is_not_beaten(found: SearchResult, other_s: float, buckets: int) -> bool:
     """Return whether the result is as fast as another schedule, apart from the penalty per bucket."""
     slack = 1 + 1e-9
     if found.nothing:  # plain DDP is kept, with any number of buckets

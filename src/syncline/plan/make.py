@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from syncline.exchange import Hierarchical, settings
-from syncline.plan.search import Found, search
+from syncline.plan.search import SearchResult, search
 from syncline.predict import Losses, Prediction, Schedule
 from syncline.predict.diagnosis import CAUSES, lost_to
 from syncline.predict.exchange_time import topology_of
@@ -45,21 +45,21 @@ def make_plan(
         >>> plan = syncline.make_plan(profile, network, allow=("bf16",))
         >>> plan.save("plan.json")
     """
-    found = search(profile, network, allow, paced=paced, caps=caps)
-    nothing = Alternative(name="do nothing: plain DDP", iteration_s=found.plain.iteration_s, lossless=True)
+    result = search(profile, network, allow, paced=paced, caps=caps)
+    nothing = Alternative(name="do nothing: plain DDP", iteration_s=result.plain.iteration_s, lossless=True)
     others = [
         Alternative(name=candidate.name, iteration_s=candidate.seconds, lossless=candidate.schedule.lossless)
-        for candidate in found.candidates
+        for candidate in result.candidates
     ]
-    chosen = found.plain if found.nothing else found.best
+    chosen = result.plain if result.nothing else result.best
     return plan_for(
         profile,
         network,
         chosen,
-        plain_s=found.plain.iteration_s,
-        reason="There is only one rank, which has nothing to exchange." if network.ranks == 1 else _reason(found),
+        plain_s=result.plain.iteration_s,
+        reason="There is only one rank, which has nothing to exchange." if network.ranks == 1 else _reason(result),
         alternatives=(nothing, *others),
-        nothing=found.nothing,
+        nothing=result.nothing,
     )
 
 
@@ -115,9 +115,9 @@ def _planned(profile: Profile, network: Network, schedule: Schedule) -> tuple[Pl
     return tuple(buckets)
 
 
-def _reason(found: Found) -> str:
-    plain, best = found.plain, found.best
-    if found.nothing:
+def _reason(result: SearchResult) -> str:
+    plain, best = result.plain, result.best
+    if result.nothing:
         gain = 1 - best.iteration_s / plain.iteration_s if plain.iteration_s else 0.0
         if gain <= 0:
             predicted = f"predicted at {milliseconds_text(plain.iteration_s)} per step"

@@ -77,7 +77,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     plain: Prediction
@@ -116,7 +116,7 @@ def search(
     *,
     paced: bool = False,
     caps: Sequence[int] = DDP_CAPS,
-) -> Found:
+) -> SearchResult:
     """Search the best schedule. `make_plan` describes the arguments."""
     return _Search(profile, network, options(network, allow), paced, caps).run()
 
@@ -146,7 +146,7 @@ class _Search:
         total = max(1, profile.gradient_bytes)
         self._grid = np.unique(np.concatenate([[0.0], np.geomspace(min(256.0, total), total, 48)]))
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         plain = self._predict(Schedule("ddp", self._own))
         starts = [self._try("DDP's buckets", self._own, [name], 1) for name in self._exchanges]
         starts += self._common_layouts()
@@ -157,7 +157,7 @@ class _Search:
         best = min((self._improve(start) for start in ranked[:_STARTS]), key=_rank)
         kinds = sorted(self._kinds.values(), key=lambda candidate: candidate.seconds)
         chosen = self._predict(best.schedule)
-        return Found(plain, chosen if chosen.iteration_s < plain.iteration_s else plain, tuple(kinds))
+        return SearchResult(plain, chosen if chosen.iteration_s < plain.iteration_s else plain, tuple(kinds))
 
     def _common_layouts(self) -> list[Candidate]:
         """Try constant sizes with each exchange, and the published planners."""

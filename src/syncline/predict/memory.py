@@ -78,7 +78,7 @@ class Choice:
 _DONE = {KEEP: "kept", RECOMPUTE: "recomputed", OFFLOAD: "offloaded", PARK: "parked"}
 
 
-def left_behind(block: Block, way: str, batch: float) -> float:
+def held_bytes(block: Block, way: str, batch: float) -> float:
     """Return the bytes on the device between a block's forward and its backward."""
     if way == KEEP:
         return block.held.at(batch)
@@ -97,11 +97,11 @@ def peak_bytes(activations: Activations, ways: Sequence[str], batch: float, wait
         # The previous block's activations are still being copied to the host.
         leaving = _in_transfer(*blocks[index - 1], batch) if index else 0.0
         peak = max(peak, held + leaving + block.forward_peak.at(batch))
-        held += left_behind(block, way, batch)
+        held += held_bytes(block, way, batch)
     peak = max(peak, held + (_in_transfer(*blocks[-1], batch) if blocks else 0.0) + activations.behind_peak.at(batch))
     for index in reversed(range(len(blocks))):
         block, way = blocks[index]
-        held -= left_behind(block, way, batch)
+        held -= held_bytes(block, way, batch)
         coming = _in_transfer(*blocks[index - 1], batch) if index else 0.0
         input_bytes = block.input.at(batch) if way in (RECOMPUTE, PARK) else 0.0
         # An estimate of the gradients that backward has computed so far: those of the later blocks.
@@ -216,26 +216,26 @@ def _cheapest_ways(activations: Activations, batch: int, room: float, waiting_by
     def fits(ways: Sequence[str]) -> bool:
         return peak_bytes(activations, ways, batch, waiting_bytes) <= room
 
-    alike = [ways for ways in _all_alike(activations) if fits(ways)]
-    if not alike:
+    uniform = [ways for ways in _uniform_ways(activations) if fits(ways)]
+    if not uniform:
         return None
     ways: list[str] | None = [KEEP] * len(activations.blocks)
     while ways is not None and not fits(ways):
-        ways = _next_given_up(activations, ways, batch)
-    return min([*alike, *([] if ways is None else [ways])], key=lambda ways: step_s(activations, ways, batch))
+        ways = _give_up_one_more(activations, ways, batch)
+    return min([*uniform, *([] if ways is None else [ways])], key=lambda ways: step_s(activations, ways, batch))
 
 
-def _all_alike(activations: Activations) -> list[list[str]]:
-    return [[way] * len(activations.blocks) for way in (KEEP, *_given_up(activations))]
+def _uniform_ways(activations: Activations) -> list[list[str]]:
+    return [[way] * len(activations.blocks) for way in (KEEP, *_alternatives(activations))]
 
 
-def _next_given_up(activations: Activations, ways: Sequence[str], batch: int) -> list[str] | None:
+def _give_up_one_more(activations: Activations, ways: Sequence[str], batch: int) -> list[str] | None:
     """Give up one more block: the one that frees most memory for the time that it costs."""
     best: tuple[float, float, list[str]] | None = None
     before_s = step_s(activations, ways, batch)
     for index, block in enumerate(activations.blocks):
-        for way in _given_up(activations):
-            freed = left_behind(block, ways[index], batch) - left_behind(block, way, batch)
+        for way in _alternatives(activations):
+            freed = held_bytes(block, ways[index], batch) - held_bytes(block, way, batch)
             if freed <= 0:
                 continue
             other = [*ways[:index], way, *ways[index + 1 :]]
@@ -245,7 +245,8 @@ def _next_given_up(activations: Activations, ways: Sequence[str], batch: int) ->
     return None if best is None else best[2]
 
 
-def _given_up(activations: Activations) -> tuple[str, ...]:
+def _alternatives(activations: Activations) -> tuple[str, ...]:
+    """Return what can be done with a block's activations instead of keeping them."""
     return (RECOMPUTE, OFFLOAD, PARK) if activations.to_host_bps else (RECOMPUTE,)
 
 
@@ -256,7 +257,7 @@ def smallest_budget(
     lowest = math.inf
     for location in ("device",) if keep_all else _residual_locations(activations, training, residual):
         states = training.states(location)
-        for ways in [[KEEP] * len(activations.blocks)] if keep_all else _all_alike(activations):
+        for ways in [[KEEP] * len(activations.blocks)] if keep_all else _uniform_ways(activations):
             lowest = min(lowest, states.bytes + peak_bytes(activations, ways, batch, training.waiting_bytes))
     return lowest
 
