@@ -1,4 +1,4 @@
-"""Models and clusters that nobody measured: what tests of predictions are made of."""
+"""Invented models and clusters for tests of predictions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MBIT = 1e6 / 8
 def profile(
     sizes: Sequence[int] = (100_000,) * 10, *, forward_s: float = 0.02, backward_s: float = 0.04, update_s: float = 0.0
 ) -> Profile:
-    """Gradients of so many float32 elements each, ready one after the other while backward runs."""
+    """Return a profile with gradients of the given numbers of float32 elements, ready one after the other."""
     return Profile(
         model="made up",
         gradients=tuple(
@@ -80,7 +80,7 @@ def network(
     startup_s: float = 1e-3,
     in_flight: int = 1,
 ) -> Network:
-    """Every kind of collective with the same start-up; a trunk where racks are given."""
+    """Return a network whose collectives have the same start-up, with a trunk if there are racks."""
     hosts = max(host_of_rank) + 1
     links = [link("host", mbit)] + ([link("rack", trunk_mbit)] if trunk_mbit is not None else [])
     return Network(
@@ -122,13 +122,13 @@ RICH_NETWORK = Network(
     how="by hand",
     date="2025-01-01T00:00:00+00:00",
 )
-"""With everything that a network may leave out."""
+"""A network with all optional fields."""
 
 
 def plan(
     gradients: tuple[PlannedGradient, ...], buckets: tuple[PlannedBucket, ...], where: Where, **other: Any
 ) -> Plan:
-    """One that somebody has made by hand: `other` fields are as given, or anything."""
+    """Return a plan with the given fields; all others have arbitrary values."""
     anything: dict[str, Any] = {
         "model": "made up",
         "lanes": 1,
@@ -146,7 +146,7 @@ def plan(
 
 
 def with_slow_rank(rank: int, times: float) -> Profile:
-    """Four ranks, one of which takes so many times as long."""
+    """Return the profile of four ranks, one of which is slower by a factor."""
     even = profile([10_000] * 10)
     paces = [times if place == rank else 1.0 for place in range(4)]
     ranks = tuple(
@@ -163,14 +163,14 @@ def with_slow_rank(rank: int, times: float) -> Profile:
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a cluster and a plan that lose their time to one thing."""
+    """A model, a cluster and a plan that lose their time to one cause."""
 
     profile: Profile
     network: Network
     plan: str
     culprit: str
     remedy: str
-    """The name of the best."""
+    """The name of the best remedy."""
 
 
 CASES = {

@@ -1,4 +1,4 @@
-"""Backward is measured on all ranks at once, without communication, compiled or not, and nothing is left behind."""
+"""Backward is measured on all ranks at once, without communication, compiled or not, and leaves no hooks."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_model_with_a_compiled_part_has_the_names_of_the_original() -> None:
 def test_a_gradient_that_comes_without_its_hook_is_an_error_and_not_a_zero() -> None:
     class Hidden(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
-            self.bias.grad = torch.ones_like(self.bias)  # as compiled code that writes gradients by itself
+            self.bias.grad = torch.ones_like(self.bias)  # like compiled code that writes gradients itself
             return nn.functional.linear(x, self.weight)
 
     with pytest.raises(UsageError, match="bias got a gradient, but its hook did not fire"):
@@ -170,7 +170,7 @@ def test_a_rank_that_fails_ends_the_measurement_on_all_of_them() -> None:
 
     mine, theirs = on_ranks(2, main)[::-1]
     assert mine == "no more data"
-    assert theirs == "rank 1 could not be measured: UsageError: no more data"
+    assert theirs == "the measurement failed on rank 1: UsageError: no more data"
 
 
 def test_measuring_ddp_communicates_nothing_in_its_steps_and_leaves_the_replicas_equal() -> None:

@@ -1,4 +1,4 @@
-"""What limits the scaling is named, and so is what would help, on cases staged to lose their time to one thing."""
+"""The diagnosis names the cause and the best remedy, in cases staged to lose their time to one cause."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_best_remedy_is_against_the_cause(staged: tuple[Case, Diagnosis]) ->
     assert found.remedies[0].name == case.remedy
 
 
-def test_remedies_help_the_best_first(staged: tuple[Case, Diagnosis]) -> None:
+def test_remedies_save_time_and_the_best_is_first(staged: tuple[Case, Diagnosis]) -> None:
     _, found = staged
     order = [(remedy.last, remedy.prediction.iteration_s) for remedy in found.remedies]
     assert order == sorted(order)
@@ -66,7 +66,7 @@ def test_tiny_tensors_are_counted() -> None:
 
 
 def test_the_slow_rank_is_named() -> None:
-    assert diagnosed("one slow rank").why == "rank 2 computes 90.0 ms, a typical one 60.0 ms"
+    assert diagnosed("one slow rank").why == "rank 2 computes for 90.0 ms, a typical rank for 60.0 ms"
 
 
 def test_the_slow_links_rate_is_named() -> None:
@@ -74,7 +74,7 @@ def test_the_slow_links_rate_is_named() -> None:
     assert "100 Mbit/s" in diagnosed("slow links").why
 
 
-def test_where_hardly_anything_is_lost_there_is_nothing_to_do() -> None:
+def test_a_step_that_loses_little_gets_no_remedies() -> None:
     profile = made_up.profile([10_000] * 10)
     found = diagnose(profile, made_up.network(mbit=100_000.0, startup_s=1e-5), Schedule.of(profile))
     assert (found.culprit, found.remedies) == (None, ())
@@ -90,15 +90,15 @@ def test_one_bucket_for_everything_is_sent_too_late() -> None:
     profile = made_up.profile([100_000] * 10)
     found = diagnose(profile, made_up.network(mbit=2000.0, startup_s=1e-5), Schedule.of(profile, bucket_mb=400))
     assert found.culprit == "tail"
-    assert "the last bucket of 1 holds 4 MB" in found.why
+    assert "the only bucket holds 4 MB" in found.why
     assert found.remedies[0].name == "buckets"
 
 
-def test_jitter_is_told_from_one_slow_rank() -> None:
+def test_jitter_is_distinguished_from_one_slow_rank() -> None:
     profile = msgspec.structs.replace(made_up.profile([10_000] * 10), jitter_s=0.03)
     found = diagnose(profile, made_up.network(mbit=10_000.0), Schedule.of(profile))
     assert found.culprit == "straggler"
-    assert found.why == "in each step some rank is late, by 30.0 ms in the middle"
+    assert found.why == "in each step some rank is late, by 30.0 ms (median)"
 
 
 def test_buffers_and_copies_are_causes_too() -> None:
@@ -111,7 +111,7 @@ def test_buffers_and_copies_are_causes_too() -> None:
     assert diagnose(copies, network, Schedule.of(plain)).culprit == "overhead"
 
 
-def test_software_that_cannot_fill_a_link_is_told_from_the_link() -> None:
+def test_slow_software_is_distinguished_from_a_slow_link() -> None:
     profile = made_up.profile([100_000] * 10)
     quick = made_up.network(mbit=100_000.0, startup_s=1e-5)
     slow = tuple(msgspec.structs.replace(entry, own_s_per_byte=1e-7) for entry in quick.collectives)
@@ -119,14 +119,14 @@ def test_software_that_cannot_fill_a_link_is_told_from_the_link() -> None:
     assert found.culprit == "software"
 
 
-def test_lossy_and_bought_remedies_say_so() -> None:
+def test_lossy_and_hardware_remedies_are_marked() -> None:
     found = diagnosed("slow links")
     by_name = {remedy.name: remedy for remedy in found.remedies}
     assert by_name["bf16"].lossy and not by_name["bf16"].hardware
     assert by_name["host × 2.5"].hardware and not by_name["host × 2.5"].lossy
 
 
-def test_every_loss_has_words() -> None:
+def test_every_loss_has_a_description() -> None:
     everything = {field: 1.0 for field in Losses.__struct_fields__ if field != "links_s"}
     links = {"host": 1.0, "rack": 1.0, "local": 1.0}
     assert set(lost_to(Losses(**everything, links_s=links))) == set(CAUSES)

@@ -1,4 +1,4 @@
-"""A file is read completely and correctly, or the user gets one line that says what is wrong with it."""
+"""A file is read completely and correctly, or one line says what is wrong with it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ json_values = st.recursive(
 
 
 def problem(path: Path, content: str | bytes) -> str:
-    """The message that reading such a file gives, checked to be one line that begins with the file."""
+    """Return the error of reading such a file, checked to be one line that begins with the file's name."""
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(FileError) as caught:
         read_json(path, Whole)
@@ -111,16 +111,16 @@ def test_a_missing_key_is_named(path: Path, key: str) -> None:
         ('{"rate": ' + "9" * 5000 + "}", ""),
     ],
 )
-def test_what_is_no_such_file_is_refused(path: Path, content: str | bytes, expected: str) -> None:
+def test_malformed_files_are_refused(path: Path, content: str | bytes, expected: str) -> None:
     assert problem(path, content).startswith(expected)
 
 
-def test_a_file_that_is_not_there_is_named(path: Path) -> None:
+def test_a_missing_file_is_named(path: Path) -> None:
     with pytest.raises(FileError, match=r"whole\.json: cannot be read: No such file"):
         read_json(path, Whole)
 
 
-def test_a_directory_is_no_file(tmp_path: Path) -> None:
+def test_a_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FileError, match="cannot be read"):
         read_json(tmp_path, Whole)
     with pytest.raises(FileError, match="cannot be written"):
@@ -214,4 +214,4 @@ def test_others_may_read_what_was_written(path: Path) -> None:
     plain = path.with_name("plain")
     plain.write_text("", encoding="utf-8")
     write_text(path, "text")
-    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode) & ~0o022  # but not write it
+    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode) & ~0o022  # others cannot write it

@@ -1,4 +1,4 @@
-"""Fits find the lines that data was made from, through noise and outliers, and never go below zero."""
+"""Fits find the lines that samples were made from, despite noise and outliers, and are never negative."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def line(nbytes: float) -> float:
 
 
 def bursting(nbytes: float) -> float:
-    """A tenth of the link's time until the burst is used up; then the link decides."""
+    """Return times of a link with a burst: a tenth of its time per byte until the burst is used up."""
     return max(ALPHA_S + BETA / 10 * nbytes, ALPHA_S + BETA / 10 * BURST + BETA * (nbytes - BURST))
 
 
 def switching(nbytes: float) -> float:
-    """From 200 kB on another protocol: dearer to start, and cheaper per byte."""
+    """Return times of a collective that switches at 200 kB to a longer start-up and less time per byte."""
     return min(1e-4 + 2e-8 * nbytes, 1e-4 + 2e-8 * 200_000 + 2e-9 * (nbytes - 200_000))
 
 
 def samples(
     truth: Callable[[float], float], *, noise: float = 0.05, repeats: int = 9, seed: int = 0, outliers: float = 0.0
 ) -> Samples:
-    """Each repetition a little off; some, where there are outliers, many times too long."""
+    """Return noisy repetitions of each size. Outliers take many times as long."""
     draw = np.random.default_rng(seed)
     made = {}
     for size in SIZES:
@@ -101,7 +101,7 @@ def test_the_pieces_meet(truth: Callable[[float], float]) -> None:
 
 @pytest.fixture(scope="module")
 def many() -> list[Fit]:
-    """The same line, measured again and again."""
+    """Return many noisy measurements of the same line."""
     return [fit(samples(line, seed=seed)) for seed in SEEDS]
 
 

@@ -1,4 +1,4 @@
-"""Fusion for one lane: the optimum is one, and the published planners are what their papers say."""
+"""Fusion for one lane: the optimum is optimal, and the published planners behave as in their papers."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_the_optimum_is_never_later_than_a_published_planner(gradients: Gradient
 
 
 def test_costs_may_have_any_shape() -> None:
-    """A bucket of up to two units travels for nothing, and a larger one takes ten for each unit."""
+    """Buckets of up to two units take no time; larger ones take 10 s per unit."""
     ready, sizes = np.arange(6.0), np.ones(6)
     gradients = Gradients(ready, sizes, lambda nbytes: np.where(nbytes <= 2, 0.0, 10 * nbytes))
     assert arrival_s(gradients, optimal(gradients)) == 5.0
     assert max(optimal(gradients)) <= 2
 
 
-def test_start_ups_fuse_everything_and_bytes_alone_fuse_nothing_that_matters() -> None:
+def test_start_ups_alone_fuse_everything_and_bytes_alone_gain_nothing_from_fusion() -> None:
     ready, sizes = np.arange(8.0), np.ones(8)
     assert optimal(Gradients(ready, sizes, line(100.0, 0.0))) == (8,)
     free = Gradients(ready, sizes, line(0.0, 0.5))
@@ -59,7 +59,7 @@ def test_start_ups_fuse_everything_and_bytes_alone_fuse_nothing_that_matters() -
 
 
 def test_mgwfbp_waits_less_than_a_start_up_and_asc_does_not_wait() -> None:
-    """The second gradient is ready while the first is on its way: worth a wait if a start-up takes longer."""
+    """The second gradient is ready while the first is sent: waiting is worth it if a start-up takes longer."""
     ready, sizes = np.array([0.0, 1.0]), np.array([1.0, 1.0])
     assert mgwfbp(Gradients(ready, sizes, line(2.0, 1.0))) == (2,)
     assert asc(Gradients(ready, sizes, line(2.0, 1.0))) == (1, 1)
@@ -68,7 +68,7 @@ def test_mgwfbp_waits_less_than_a_start_up_and_asc_does_not_wait() -> None:
 
 def test_both_greedies_fuse_what_is_queued_anyway() -> None:
     ready, sizes = np.array([0.0, 10.0, 11.0, 12.0]), np.array([50.0, 1.0, 1.0, 1.0])
-    gradients = Gradients(ready, sizes, line(0.5, 1.0))  # the first is under way until 50.5
+    gradients = Gradients(ready, sizes, line(0.5, 1.0))  # the first is sent until 50.5
     assert asc(gradients) == mgwfbp(gradients) == (1, 3)
 
 
@@ -86,7 +86,7 @@ def test_buckets_that_do_not_hold_all_gradients_are_an_error() -> None:
 
 
 @given(instances(largest=40), st.floats(0.05, 5), st.floats(0.1, 50))
-def test_no_clock_fuses_better_than_the_optimum(gradients: Gradients, cycle_s: float, buffer: float) -> None:
+def test_cycles_are_never_better_than_the_optimum(gradients: Gradients, cycle_s: float, buffer: float) -> None:
     sizes = cycles(gradients, cycle_s, buffer)
     assert sum(sizes) == gradients.count and min(sizes) > 0
     assert arrival_s(gradients, optimal(gradients)) <= arrival_s(gradients, sizes) * (1 + 1e-9)
@@ -97,6 +97,6 @@ def test_what_is_ready_at_a_tick_travels_together_up_to_the_buffer() -> None:
     gradients = Gradients(ready, np.array([1.0, 1, 1, 1, 1, 1]), line(0.1, 0.0))
     assert cycles(gradients, 1.0, 100.0) == (2, 1, 3)
     assert cycles(gradients, 1.0, 2.0) == (2, 1, 2, 1)
-    # While the first travels, which takes three ticks, all others become ready.
+    # Sending the first takes three ticks, in which all others become ready.
     slow = Gradients(ready, np.array([1.0, 1, 1, 1, 1, 1]), line(5.0, 0.0))
     assert cycles(slow, 1.0, 100.0) == (2, 4)

@@ -55,7 +55,7 @@ ALLOWED: dict[str, set[str]] = {
     # Without a process group.
     "cluster": {"errors"},
     "models": {"errors", "records"},
-    "plan": {"errors", "exchange", "predict", "records"},
+    "plan": {"errors", "exchange", "predict", "records", "units"},
     "predict": {"errors", "exchange", "records", "units"},
     "records": {"errors", "exchange", "files"},
     "exchange": {"errors", "kernels"},

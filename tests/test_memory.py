@@ -1,4 +1,4 @@
-"""What memory is foreseen, and what is chosen under a budget; shared workspaces; the commands that ask."""
+"""Predicted memory, choices under a budget, shared workspaces, and the commands that use them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def flat(each: float) -> Line:
 
 
 def activations(blocks: int = 4, *, to_host_bps: float = 0.0) -> Activations:
-    """Blocks that save 100 bytes per sample, 10 of them their inputs."""
+    """Return activations of blocks that save 100 bytes per sample, 10 of which are their inputs."""
     one = {
         "held": flat(100), "input": flat(10), "forward_peak": flat(110), "backward_peak": flat(130),
         "forward_s": flat(1.0), "backward_s": flat(2.0),
@@ -64,13 +64,13 @@ def activations(blocks: int = 4, *, to_host_bps: float = 0.0) -> Activations:
 TRAINING = Training(parameter_bytes=400, buffer_bytes=0, optimizer_bytes=400, residual_bytes=400, workspace_bytes=100)
 
 
-def test_the_peak_is_where_it_must_be() -> None:
+def test_the_peak_is_the_largest_of_forward_head_and_backward() -> None:
     found = activations()
-    # All kept: before, four blocks, and the head on top of them.
+    # All kept: the layers before, four blocks, and the head.
     assert peak_bytes(found, ["keep"] * 4, 1) == 5 + 4 * 100 + 50
-    # All recomputed: the last block's backward, with the inputs of all.
+    # All recomputed: the last block's backward, and the inputs of all blocks.
     assert peak_bytes(found, ["recompute"] * 4, 1) == 5 + 3 * 10 + 10 + 130
-    # Gradients wait in backward only, and the first ones are the last block's.
+    # Gradients wait only in backward, and the last block's are first.
     assert peak_bytes(found, ["recompute"] * 4, 1, waiting_bytes=1000) == pytest.approx(300 + 5 + 10 + 130)
     assert peak_bytes(found, ["keep"] * 4, 3) == 3 * peak_bytes(found, ["keep"] * 4, 1)
 
@@ -81,7 +81,7 @@ def test_the_peak_is_where_it_must_be() -> None:
     batch=st.integers(1, 8),
     bps=st.sampled_from([0.0, 10.0, 1e4]),
 )
-def test_what_is_chosen_fits_and_what_is_refused_does_not(budget: float, batch: int, bps: float) -> None:
+def test_a_choice_fits_the_budget_and_a_refusal_cannot_fit(budget: float, batch: int, bps: float) -> None:
     found = activations(to_host_bps=bps)
     choice, least = choose(found, TRAINING, batch, budget), smallest_budget(found, TRAINING, batch)
     if choice is None:
@@ -95,7 +95,7 @@ def test_what_is_chosen_fits_and_what_is_refused_does_not(budget: float, batch: 
         assert largest_batch(found, TRAINING, budget) >= batch
 
 
-def test_nothing_is_given_up_that_need_not_be() -> None:
+def test_activations_are_given_up_only_if_needed() -> None:
     found = activations()
     roomy = choose(found, TRAINING, 1, 10_000)
     assert roomy is not None
@@ -103,7 +103,7 @@ def test_nothing_is_given_up_that_need_not_be() -> None:
     tight = choose(found, TRAINING, 1, TRAINING.states("device").bytes + 400)
     assert tight is not None
     assert tight.counted() == {"keep": 3, "recompute": 1}
-    # With a fast way to the host, moving costs nothing and recomputing does.
+    # With a fast link to the host, moving takes no time but recomputing does.
     moved = choose(activations(to_host_bps=1e6), TRAINING, 1, TRAINING.states("device").bytes + 400)
     assert moved is not None
     assert "recompute" not in moved.ways
@@ -150,7 +150,7 @@ def test_measured_peaks_are_foreseen_and_nothing_is_left_behind(name: str) -> No
 
 
 class Deep(nn.Module):
-    """Saves many tensors of one shape, large enough to be moved."""
+    """A block that saves many tensors of one shape, large enough to be moved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ def test_a_block_that_remembers_is_not_recomputed() -> None:
 
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_buckets_that_share_their_memory_are_exchanged_as_if_they_did_not(name: str) -> None:
-    """Two buckets of different sizes take turns; one of their steps is not finite."""
+    """Two buckets of different sizes take turns; one of the steps is not finite."""
     exchange, ranks, sizes = EXCHANGES[name](), 4, (6000, 4099)
 
     def given(rank: int, step: int, size: int) -> Tensor:
@@ -297,7 +297,9 @@ def test_a_plan_for_a_budget_says_what_fits(tmp_path: Path) -> None:
     options = ["--profile", str(path), "--rate", "1gbit", "--allow", "sparse"]
     shown = plan(*options, "--memory-budget", "1GiB", "--json", str(answer))
     assert shown.exit_code == 0, shown.output
-    assert "Best: plain DDP, 32 batches per rank" in shown.stdout  # as fast as any, so there is nothing to apply
+    assert (
+        "Best: plain DDP, 32 batches per rank" in shown.stdout
+    )  # nothing else is faster, so there is nothing to apply
     assert "It fits with DDP as it is" in shown.stdout and "how many samples its batch has" in shown.stdout
     rows = json.loads(answer.read_text())["rows"]
     assert {row["name"] for row in rows} >= {"layerwise, dense", "layerwise, oktopk", "plain DDP"}

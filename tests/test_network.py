@@ -1,4 +1,4 @@
-"""A network file says what links and collectives cost; one that contradicts itself cannot exist."""
+"""Network files: loading, saving and validation, and the costs that a network computes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TREE = json.loads(json.dumps(msgspec.to_builtins(RICH_NETWORK)))
 
 
 def places(tree: Any, so_far: Place = ()) -> list[Place]:
-    """The way to every value in a tree of JSON, inner nodes included."""
+    """Yield the path to every value of a JSON tree, including inner nodes."""
     branches = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     found = [so_far] if so_far else []
     return found + [place for key, branch in branches for place in places(branch, (*so_far, key))]
@@ -55,7 +55,7 @@ def parent_of(tree: Any, place: Place) -> Any:
 
 
 def edited(path: Path, place: Place, value: Any) -> Path:
-    """The good file, with one value changed, however deep."""
+    """Write the valid file with one value changed at any depth."""
     tree = json.loads(json.dumps(TREE))
     parent_of(tree, place)[place[-1]] = value
     path.write_text(json.dumps(tree), encoding="utf-8")
@@ -63,7 +63,7 @@ def edited(path: Path, place: Place, value: Any) -> Path:
 
 
 def named(place: Place) -> str:
-    """`("links", 0, "name")` → `links[0].name`, as errors write it."""
+    """Format a path as errors do: `("links", 0, "name")` → `links[0].name`."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place).lstrip(".")
 
 
@@ -81,7 +81,7 @@ def test_a_saved_network_loads_as_itself(path: Path) -> None:
         assert Network.load(path) == one
 
 
-def test_a_network_that_was_used_is_saved_as_it_was(path: Path) -> None:
+def test_using_a_network_does_not_change_its_file(path: Path) -> None:
     RICH_NETWORK.loads("all_reduce", 1000, 4)
     RICH_NETWORK.save(path)
     assert json.loads(path.read_text()) == TREE
@@ -97,16 +97,16 @@ def test_a_network_that_was_used_is_saved_as_it_was(path: Path) -> None:
         (("host_of_rank",), [0, 0, 1, 3], r"host_of_rank: must name every host of rack_of_host"),
         (("host_of_rank",), [0, 0, 1, 1], r"host_of_rank: must name every host"),
         (("host_of_rank",), [], r"host_of_rank: must name every host"),
-        (("rack_of_host",), [0, 0, 2], r"rack_of_host: racks must be numbered from 0 up, without gaps"),
+        (("rack_of_host",), [0, 0, 2], r"rack_of_host: racks must be numbered from 0, without gaps"),
         (("rack_of_host",), [1, 1, 2], r"rack_of_host: racks must be numbered"),
         (("rack_of_host",), [], r"host_of_rank: must name every host"),
         (("in_flight",), 0, r"in_flight: must be at least 1"),
         (("links", 0, "name"), "moon", r"links\[0\]\.name: moon is not a link; known: local, host, rack"),
         (("links", 0, "name"), "host", r"links: host appears twice"),
-        (("links", 1, "bytes_per_s"), 0, r"links\[1\]\.bytes_per_s: must be a positive number, not 0"),
+        (("links", 1, "bytes_per_s"), 0, r"links\[1\]\.bytes_per_s: must be greater than 0, not 0"),
         (("links", 1, "bytes_per_s"), 1e3, r"links\[1\]\.low_bytes_per_s: is 112500000\.0, above bytes_per_s"),
         (("links", 1, "bytes_per_s"), 1e12, r"links\[1\]\.high_bytes_per_s: is 137500000\.\d+, below bytes_per_s"),
-        (("links", 1, "burst_bytes"), -1, r"links\[1\]\.burst_bytes: must be a number from 0 up"),
+        (("links", 1, "burst_bytes"), -1, r"links\[1\]\.burst_bytes: must be at least 0"),
         (("links", 1, "nominal_bps"), 0, r"links\[1\]\.nominal_bps: must be at least 1, not 0"),
         (("collectives", 0, "kind"), "gossip", r"collectives\[0\]\.kind: gossip is not a collective"),
         (("collectives", 1, "kind"), "all_reduce", r"collectives: all_reduce at level world appears twice"),
@@ -115,12 +115,16 @@ def test_a_network_that_was_used_is_saved_as_it_was(path: Path) -> None:
         (("collectives", 2, "ranks"), 3, r"collectives\[2\]\.ranks: is 3, but the network has 2 at level local"),
         (("collectives", 3, "ranks"), 4, r"collectives\[3\]\.ranks: is 4, but the network has 3 at level hosts"),
         (("collectives", 0, "level"), "galaxy", r"collectives\[0\]\.level: galaxy is not a level"),
-        (("collectives", 0, "startup_s"), -1.0, r"collectives\[0\]\.startup_s: must be a number from 0 up"),
+        (("collectives", 0, "startup_s"), -1.0, r"collectives\[0\]\.startup_s: must be at least 0"),
         (("collectives", 0, "startup_low_s"), 1.0, r"collectives\[0\]\.startup_low_s: is 1\.0, above startup_s"),
         (("collectives", 0, "startup_high_s"), 0.0, r"collectives\[0\]\.startup_high_s: is 0\.0, below startup_s"),
-        (("collectives", 0, "load"), 0.0, r"collectives\[0\]\.load: must be a positive number"),
+        (("collectives", 0, "load"), 0.0, r"collectives\[0\]\.load: must be greater than 0"),
         (("collectives", 0, "breakpoint_bytes"), -1, r"collectives\[0\]\.breakpoint_bytes: must be at least 0"),
-        (("collectives", 0, "points", 0, "median_s"), -1, r"collectives\[0\]\.points\[0\]\.median_s: must be a number"),
+        (
+            ("collectives", 0, "points", 0, "median_s"),
+            -1,
+            r"collectives\[0\]\.points\[0\]\.median_s: must be at least 0",
+        ),
         (("overlap", 0, "slowdown"), 0.9, r"overlap\[0\]\.slowdown: must be between 1 and streams \(2\), not 0\.9"),
         (("overlap", 0, "slowdown"), 2.1, r"overlap\[0\]\.slowdown: must be between 1 and streams"),
         (("overlap", 0, "crowding"), 0.9, r"overlap\[0\]\.crowding: must be at least 1, not 0\.9"),
@@ -128,15 +132,15 @@ def test_a_network_that_was_used_is_saved_as_it_was(path: Path) -> None:
         (
             ("collectives", 1, "switches", 0, "from_bytes"),
             500_000,
-            r"collectives\[1\]\.switches: must stand in the order",
+            r"collectives\[1\]\.switches: must be sorted by from_bytes",
         ),
         (("overlap", 0, "streams"), 4, r"overlap: 4 streams appears twice"),
         (("overlap", 0, "streams"), 0, r"overlap\[0\]\.streams: must be at least 1"),
         (("startups", 0, "ranks"), 3, r"startups: 3 ranks appears twice"),
-        (("startups", 0, "seconds"), -1, r"startups\[0\]\.seconds: must be a number from 0 up"),
+        (("startups", 0, "seconds"), -1, r"startups\[0\]\.seconds: must be at least 0"),
         (("matrix_bytes_per_s",), [[0.0]], r"matrix_bytes_per_s: must have a row and a column for each of the 3 hosts"),
         (("matrix_bytes_per_s", 1), [0.0, 1.0], r"matrix_bytes_per_s: must have a row and a column"),
-        (("matrix_bytes_per_s", 1, 0), -1.0, r"matrix_bytes_per_s: holds something else than numbers from 0 up"),
+        (("matrix_bytes_per_s", 1, 0), -1.0, r"matrix_bytes_per_s: all rates must be between 0 and 1e\+18"),
     ],
 )
 def test_contradictions_name_the_field(path: Path, place: Place, value: Any, expected: str) -> None:
@@ -146,14 +150,14 @@ def test_contradictions_name_the_field(path: Path, place: Place, value: Any, exp
 
 @pytest.mark.parametrize("place", [place for place in PLACES if isinstance(parent_of(TREE, place)[place[-1]], float)])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_what_is_not_a_number_is_refused_wherever_it_stands(path: Path, place: Place, value: float) -> None:
+def test_nan_and_infinity_are_refused_in_every_field(path: Path, place: Place, value: float) -> None:
     with pytest.raises(FileError) as refused:
         Network.load(edited(path, place, value))
     assert f"{named(place)}: must be a finite number" in str(refused.value)
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if isinstance(parent_of(TREE, place)[place[-1]], dict)])
-def test_an_unknown_key_is_named_wherever_it_stands(path: Path, place: Place) -> None:
+def test_an_unknown_key_is_named_at_any_depth(path: Path, place: Place) -> None:
     with pytest.raises(FileError) as refused:
         Network.load(edited(path, (*place, "colour"), "red"))
     assert f"{named(place)}.colour: is not a known key" in str(refused.value)
@@ -198,7 +202,7 @@ def test_any_edit_loads_or_is_refused_in_one_line(path: Path, place: Place, valu
 @pytest.mark.parametrize(
     "place", [place for place in PLACES if type(parent_of(TREE, place)[place[-1]]) in (int, float)]
 )
-def test_a_number_that_no_machine_can_hold_is_refused_in_one_line(path: Path, place: Place) -> None:
+def test_a_huge_number_is_refused_in_one_line(path: Path, place: Place) -> None:
     with pytest.raises(FileError) as refused:
         Network.load(edited(path, place, 10**400))
     assert "\n" not in str(refused.value)
@@ -225,7 +229,7 @@ def test_any_damage_to_the_bytes_loads_or_is_refused_in_one_line(
     assert_loads_or_is_refused_in_one_line(path)
 
 
-def test_a_kind_that_was_not_measured_takes_the_all_reduces_figures_by_its_messages() -> None:
+def test_an_unmeasured_collective_costs_an_all_reduce_scaled_by_messages() -> None:
     found = RICH_NETWORK.collective("all_to_all")
     base = RICH_NETWORK.collective("all_reduce")
     assert found.startup_s == pytest.approx(base.startup_s * 3 / 6)
@@ -240,7 +244,7 @@ def test_a_level_that_was_not_measured_is_refused() -> None:
         RICH_NETWORK.loads("all_reduce", 1000, 4, "galaxy")
 
 
-def test_loads_are_what_crosses_each_kind_of_link() -> None:
+def test_loads_are_the_bytes_through_each_kind_of_link() -> None:
     whole = RICH_NETWORK.loads("all_reduce", 1000, 4)
     assert whole == {
         "host": wire.uplink_bytes("all_reduce", 1000, 4, (0, 0, 1, 2)),
@@ -254,19 +258,19 @@ def test_loads_are_what_crosses_each_kind_of_link() -> None:
     assert RICH_NETWORK.without(link="rack").loads("all_reduce", 1000, 4) == {"host": whole["host"]}
 
 
-def test_one_hosts_ranks_meet_inside_it() -> None:
+def test_ranks_of_one_host_use_local_links_only() -> None:
     one = msgspec.structs.replace(network((0, 0, 0)), links=(made_link("local", 9000.0),))
     assert one.loads("all_reduce", 900, 4) == {"local": wire.sent_bytes("all_reduce", 900, 4, 3)}
 
 
-def test_as_many_hosts_as_there_are_change_nothing() -> None:
+def test_the_same_number_of_hosts_changes_nothing() -> None:
     assert RICH_NETWORK.with_hosts(3) == RICH_NETWORK
     assert network().with_hosts(4) == network()
 
 
 @pytest.mark.parametrize("same_machine", [False, True])
 @pytest.mark.parametrize("make", [network, lambda: RICH_NETWORK, lambda: assumed_network(4, 2, 10**9)])
-def test_more_hosts_never_start_sooner_and_intervals_hold_their_value(make: Any, same_machine: bool) -> None:
+def test_start_ups_never_shrink_with_more_hosts_and_stay_in_their_intervals(make: Any, same_machine: bool) -> None:
     counts = (2, 3, 4, 5, 8, 16, 64, 1024)
     moved = [make().with_hosts(count, same_machine=same_machine) for count in counts]
     for kind in wire.KINDS:
@@ -278,21 +282,21 @@ def test_more_hosts_never_start_sooner_and_intervals_hold_their_value(make: Any,
     assert [one.hosts for one in moved] == list(counts)
 
 
-def test_a_ring_of_more_hosts_starts_up_by_its_messages() -> None:
+def test_start_ups_of_a_ring_grow_with_its_messages() -> None:
     grown = network((0, 1), startup_s=0.001).with_hosts(9)
     assert grown.collective("all_reduce").startup_s == pytest.approx(0.008)
     assert grown.collective("broadcast").startup_s == pytest.approx(0.004)
 
 
-def test_on_one_machine_messages_get_dearer_as_they_were_seen_to() -> None:
-    """0.25 ms for each of two messages among two, 0.3 ms for each of four among three."""
+def test_on_one_machine_the_time_per_message_grows_as_measured() -> None:
+    """Messages take 0.25 ms among two ranks (two messages) and 0.3 ms among three (four messages)."""
     grown = RICH_NETWORK.with_hosts(6, same_machine=True).collective("all_reduce").startup_s
     alone = RICH_NETWORK.with_hosts(6).collective("all_reduce").startup_s
     exponent = math.log(0.3 / 0.25) / math.log(3 / 2)
     assert grown == pytest.approx(alone * (6 / 4) ** exponent)
 
 
-def test_new_hosts_have_as_many_ranks_as_most_and_fill_racks_as_before() -> None:
+def test_new_hosts_have_the_most_common_number_of_ranks_and_fill_racks_as_before() -> None:
     grown = RICH_NETWORK.with_hosts(6)
     assert grown.host_of_rank == (0, 1, 2, 3, 4, 5)
     assert grown.rack_of_host == (0, 0, 1, 1, 2, 2)
@@ -323,14 +327,14 @@ def test_a_single_host_of_one_rank_has_no_collectives() -> None:
     assert (alone.ranks, alone.collectives) == (1, ())
 
 
-def test_one_host_says_nothing_about_links_between_hosts() -> None:
+def test_one_host_cannot_be_scaled_to_several() -> None:
     inside = msgspec.structs.replace(network((0, 0)), links=(made_link("local", 9000.0),))
     with pytest.raises(UsageError, match="nothing is known of links between hosts: probe at least two"):
         inside.with_hosts(2)
 
 
 def test_there_is_at_least_one_host() -> None:
-    with pytest.raises(UsageError, match="hosts is 0: there must be at least 1"):
+    with pytest.raises(UsageError, match="hosts must be at least 1, not 0"):
         network().with_hosts(0)
 
 
@@ -346,32 +350,32 @@ def test_another_rate_scales_one_kind_of_link_and_keeps_the_share_it_loses() -> 
     assert faster.collectives == sold.collectives
 
 
-def test_the_rate_it_is_sold_as_changes_nothing() -> None:
+def test_the_nominal_rate_of_a_link_gives_its_measured_rate() -> None:
     sold = network().sold_as(1_050_000_000)
     again = sold.with_rate(1_050_000_000).link("host")
     assert again is not None
     assert again.bytes_per_s == pytest.approx(network().links[0].bytes_per_s)
 
 
-def test_a_link_whose_name_is_not_known_carries_what_ethernet_leaves() -> None:
+def test_a_link_without_a_nominal_rate_uses_the_efficiency_of_ethernet() -> None:
     changed = network(mbit=123.0).with_rate(10_000_000_000).link("host")
     assert changed is not None
     assert changed.bytes_per_s == pytest.approx(10e9 / 8 * 1448 / 1538)
 
 
-def test_a_link_that_is_not_there_cannot_be_faster() -> None:
+def test_a_missing_link_cannot_get_another_rate() -> None:
     with pytest.raises(UsageError, match="the network has no rack links: it has host"):
         network().with_rate(10**9, "rack")
 
 
-def test_slowdowns_lie_between_what_was_measured_and_go_on_in_proportion() -> None:
+def test_slowdowns_are_interpolated_and_grow_in_proportion_beyond_measurements() -> None:
     assert [RICH_NETWORK.slowdown(streams) for streams in (1, 2, 4)] == pytest.approx([1.0, 1.25, 2.5])
     assert 1.25 < RICH_NETWORK.slowdown(3) < 2.5
     assert RICH_NETWORK.slowdown(8) == pytest.approx(5.0)
     assert network().slowdown(3) == 3.0
 
 
-def test_crowding_lies_between_what_was_measured_and_stays_there() -> None:
+def test_crowding_is_interpolated_and_constant_beyond_measurements() -> None:
     assert [RICH_NETWORK.crowding(streams) for streams in (1, 2, 4, 64)] == pytest.approx([1.0, 1.0, 1.5, 1.5])
     assert 1.0 < RICH_NETWORK.crowding(3) < 1.5
     assert network().crowding(3) == 1.0
@@ -396,7 +400,7 @@ def test_bounds_are_the_ends_of_the_intervals(startup_s: float) -> None:
         assert (fast.bytes_per_s, slow.bytes_per_s) == (link.high_bytes_per_s, link.low_bytes_per_s)
 
 
-def test_assumed_links_say_that_they_are() -> None:
+def test_assumed_links_are_marked_as_such() -> None:
     assumed = assumed_network(2, 4, 10**10)
     assert not assumed.measured
     assert assumed.how.startswith("assumed: ")
@@ -404,14 +408,16 @@ def test_assumed_links_say_that_they_are() -> None:
     assert assumed_network(1, 1, 10**10).collectives == ()
 
 
-def test_a_profile_in_a_networks_place_is_called_one(tmp_path: Path) -> None:
+def test_a_profile_instead_of_a_network_is_recognised(tmp_path: Path) -> None:
     path = tmp_path / "mixed-up.json"
     profile([1000]).save(path)
-    with pytest.raises(FileError, match="is a profile, and something else was asked for here: were two files swapped"):
+    with pytest.raises(
+        FileError, match="is a profile, but another kind of file is needed here; were two files swapped"
+    ):
         Network.load(path)
 
 
-def test_links_many_times_as_fast_are_just_that_whatever_they_are_sold_as() -> None:
+def test_a_factor_multiplies_the_measured_rate_whatever_the_nominal_one() -> None:
     for sold in (network(), network().sold_as(1_000_000_000)):
         before, after = sold.link("host"), sold.with_faster("host", 2.5).link("host")
         assert before is not None and after is not None

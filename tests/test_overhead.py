@@ -1,4 +1,4 @@
-"""What DDP and the exchanges add is measured, on one rank or several at once, and no process group is left behind."""
+"""The overhead of DDP and of exchanges is measured on one rank or several, and no process group remains."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_exchange_is_measured_and_the_process_group_is_gone_afterwards() -
     assert set(found.work) == set(EXCHANGES)
     assert found.work["bf16"].s_per_byte > found.work["dense"].s_per_byte
     assert not dist.is_initialized()
-    # A profile takes it: nothing is negative or not a number.
+    # A profile accepts the values, so all are finite and not negative.
     assert all(value >= 0 for value in (found.copy_in_s_per_byte, found.copy_out_s_per_byte, found.hook_s))
 
 
@@ -37,7 +37,7 @@ def test_ranks_that_measure_together_get_the_same_numbers() -> None:
         alone = measure_overheads(exchanges={})
         both = measure_overheads(exchanges={"bf16": EXCHANGES["bf16"]}, group=dist.group.WORLD)
         total = torch.ones(1)
-        dist.all_reduce(total)  # the default group is as it was
+        dist.all_reduce(total)  # the default group still works
         assert total.item() == 2.0
         return [msgspec.to_builtins(alone), msgspec.to_builtins(both)]
 
@@ -56,7 +56,7 @@ def test_medians_are_taken_number_by_number() -> None:
     assert (found.copy_in_s_per_byte, found.hook_s, found.work["dense"].fixed_s) == (2.0, 20.0, 2.0)
 
 
-def test_a_silent_comm_stands_where_the_first_rank_does() -> None:
+def test_a_silent_comm_acts_as_the_first_rank() -> None:
     tree = Tree.given([[[0], [1, 2, 3]], [[4, 5], [6, 7]]], 8)
     comm = SilentComm(Topology(Level("world", (tuple(range(8)),)), tree.levels))
     assert comm.level("level1") is None
@@ -65,7 +65,7 @@ def test_a_silent_comm_stands_where_the_first_rank_does() -> None:
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_a_silent_comm_is_a_comm_that_leaves_an_exchange_its_own_numbers(name: str) -> None:
+def test_an_exchange_computes_finite_values_over_a_silent_comm(name: str) -> None:
     comm: Comm = SilentComm(Topology.flat(4), rank=1, echo=True)
     exchange = EXCHANGES[name]()
     flat = torch.ones(10)
@@ -96,5 +96,5 @@ def test_a_line_that_would_start_below_zero_starts_at_zero() -> None:
 
 
 def test_what_cannot_be_measured_is_refused_in_one_line() -> None:
-    assert "not on meta" in refusal(lambda: measure_overheads("meta"))
+    assert "not meta" in refusal(lambda: measure_overheads("meta"))
     assert "at least 1 rank" in refusal(lambda: measure_overheads(topology=0), UsageError)

@@ -1,4 +1,4 @@
-"""A plan says what it was made for and what travels how; one that contradicts itself cannot exist."""
+"""Plan files: loading, saving and validation, comparison with a model, and exchanges as data."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ Place = tuple[str | int, ...]
 
 
 def places(tree: Any, so_far: Place = ()) -> list[Place]:
-    """The way to every value in a tree of JSON, inner nodes included."""
+    """Yield the path to every value of a JSON tree, including inner nodes."""
     branches = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     found = [so_far] if so_far else []
     return found + [place for key, branch in branches for place in places(branch, (*so_far, key))]
@@ -80,7 +80,7 @@ def at(tree: Any, place: Place) -> Any:
 
 
 def written(place: Place) -> str:
-    """As errors name it: `buckets[0].lane`."""
+    """Format a path as errors do: `buckets[0].lane`."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in place).lstrip(".")
 
 
@@ -95,7 +95,7 @@ OBJECTS: list[Place] = [
     (),
     *(place for place in PLACES if isinstance(at(TREE, place), dict) and "exchange" not in place),
 ]
-"""That have no settings in them: an exchange's are named in its own words."""
+"""Paths outside exchange settings, whose errors have other wordings."""
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def edited(path: Path, place: Place, value: Any) -> Path:
-    """The good plan's file, with one value changed or added, however deep."""
+    """Write the valid plan with one value changed or added at any depth."""
     tree = json.loads(json.dumps(TREE))
     at(tree, place[:-1])[place[-1]] = value
     path.write_text(json.dumps(tree), encoding="utf-8")
@@ -112,7 +112,7 @@ def edited(path: Path, place: Place, value: Any) -> Path:
 
 
 def refusal(path: Path) -> str:
-    """Why a file is no plan: in one line that begins with its name."""
+    """Return the error of loading a file, checked to be one line that begins with the file's name."""
     with pytest.raises(FileError) as caught:
         Plan.load(path)
     text = str(caught.value)
@@ -121,7 +121,7 @@ def refusal(path: Path) -> str:
     return text.removeprefix(f"{path}: ")
 
 
-# --- there and back -------------------------------------------------------------------------------------------------
+# --- saving and loading ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("made", [PLAN, NOTHING], ids=["buckets", "nothing"])
@@ -135,7 +135,7 @@ def test_a_saved_plan_loads_as_itself(path: Path, made: Plan) -> None:
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Of any layout: buckets of one type each, that need not be neighbours."""
+    """Generate plans with any layout. The gradients of a bucket have one dtype, and need not be neighbours."""
     lanes = draw(st.integers(1, MAX_LANES))
     shapes = st.lists(st.integers(0, 50), max_size=3).map(tuple)
     gradients, held = [], dict[tuple[str, int], list[str]]()
@@ -204,7 +204,7 @@ def test_an_unknown_key_is_named(path: Path, place: Place) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("place", NUMBERS, ids=written)
-def test_a_number_that_is_none_is_named(path: Path, place: Place, value: float) -> None:
+def test_nan_is_refused_in_every_field(path: Path, place: Place, value: float) -> None:
     assert refusal(edited(path, place, value)) == f"{written(place)}: must be a finite number, not {value}"
 
 
@@ -214,15 +214,15 @@ def test_a_number_that_is_none_is_named(path: Path, place: Place, value: float) 
         (("schema",), 2, "schema: is 2, and this release reads up to 1; upgrade syncline"),
         (("schema",), 0, "schema: is 0, and this release reads 1; write the file again"),
         (("schema",), True, "schema: must be the whole number 1"),
-        (("lanes",), 0, "lanes: is 0; there may be 1 to 16"),
-        (("lanes",), 17, "lanes: is 17; there may be 1 to 16"),
-        (("low_s",), -0.1, "low_s: must be seconds from 0 up, not -0.1"),
+        (("lanes",), 0, "lanes: must be between 1 and 16, not 0"),
+        (("lanes",), 17, "lanes: must be between 1 and 16, not 17"),
+        (("low_s",), -0.1, "low_s: must be at least 0 seconds, not -0.1"),
         (("where", "host_of_rank"), [], "where.host_of_rank: is empty; there is at least one rank"),
         (("where", "backend"), 3, "where.backend: expected str, got int"),
         (("gradients",), [], "gradients: is empty; a model has at least one"),
         (("gradients", 1, "name"), "head.weight", "gradients[1].name: head.weight appears twice"),
         (("gradients", 0, "dtype"), "int32", "gradients[0].dtype: int32 is unknown"),
-        (("gradients", 0, "shape"), [-10, -8], "gradients[0].shape: [-10, -8] is no tensor's"),
+        (("gradients", 0, "shape"), [-10, -8], "gradients[0].shape: [-10, -8] is not a tensor's shape"),
         (("gradients", 0, "shape"), [2**40, 2**40], "gradients[0].shape: [1099511627776, 1099511627776] is no"),
         (("gradients", 0, "shape"), "10x8", "gradients[0].shape: expected array, got str"),
         (("gradients", 0, "name"), "neck", "buckets[0].parameters: head.weight is not among the gradients"),
@@ -256,7 +256,7 @@ def test_contradictions_name_the_field(path: Path, place: Place, value: Any, exp
 def test_types_in_one_bucket_are_named(path: Path) -> None:
     together = [{**TREE["buckets"][0], "parameters": ["head.weight", "body.0.weight", "head.bias", "scale"]}]
     assert refusal(edited(path, ("buckets",), together)) == (
-        "buckets[0].parameters: are bfloat16 and float32; a bucket holds one type"
+        "buckets[0].parameters: are bfloat16 and float32; a bucket must have one dtype"
     )
 
 
@@ -265,7 +265,7 @@ def test_a_contradiction_cannot_be_constructed_either() -> None:
         plan((gradient("a", (3,)),), (bucket("a"), bucket("a")))
     with pytest.raises(ValueError, match=r"^schema: is 2"):
         msgspec.structs.replace(PLAN, schema=2)
-    with pytest.raises(ValueError, match=r"^iteration_s: must be seconds from 0 up, not nan$"):
+    with pytest.raises(ValueError, match=r"^iteration_s: must be at least 0 seconds, not nan$"):
         msgspec.structs.replace(PLAN, iteration_s=math.nan)
 
 
@@ -307,10 +307,10 @@ def test_any_edit_loads_or_is_refused_in_one_line(path: Path, place: Place, valu
 
 def test_a_network_in_a_plans_place_is_recognised(path: Path) -> None:
     made_up.network().save(path)
-    assert refusal(path).startswith("is a network, and something else was asked for")
+    assert refusal(path).startswith("is a network, but another kind of file is needed here")
 
 
-def test_no_file_is_an_error_that_names_it(path: Path) -> None:
+def test_a_missing_file_is_an_error_that_names_it(path: Path) -> None:
     assert refusal(path).startswith("cannot be read")
 
 
@@ -329,7 +329,7 @@ def test_a_folder_that_is_not_there_is_an_error_that_names_the_file(path: Path) 
     assert list(path.parent.iterdir()) == []
 
 
-# --- what it was made for -------------------------------------------------------------------------------------------
+# --- comparison with a model -----------------------------------------------------------------------------------------
 
 
 def test_a_plan_fits_what_it_was_made_for_in_whatever_order_it_is_listed() -> None:
@@ -358,7 +358,7 @@ def test_a_plan_fits_what_it_was_made_for_in_whatever_order_it_is_listed() -> No
     ],
     ids=["missing", "new", "shape", "dtype", "none"],
 )
-def test_another_model_is_told_by_the_parameter_that_differs(
+def test_another_model_is_refused_with_the_parameter_that_differs(
     parameters: dict[str, tuple[tuple[int, ...], str]], expected: str
 ) -> None:
     assert PLAN.difference(parameters, HERE) == expected
@@ -374,7 +374,7 @@ def test_another_model_is_told_by_the_parameter_that_differs(
     ],
     ids=["backend", "device", "ranks", "hosts"],
 )
-def test_another_cluster_is_told_by_what_differs(changes: dict[str, Any], expected: str) -> None:
+def test_another_cluster_is_refused_with_the_difference(changes: dict[str, Any], expected: str) -> None:
     assert PLAN.difference(PARAMETERS, msgspec.structs.replace(HERE, **changes)) == expected
 
 
@@ -433,7 +433,7 @@ def test_settings_that_are_left_out_are_the_usual_ones() -> None:
         ({"type": "Hierarchical", "shape": "sharded", "across": {"type": "OkTopk"}}, "residual must stay on one rank"),
     ],
 )
-def test_settings_of_no_exchange_say_what_does_not_fit(described: dict[str, Any], expected: str) -> None:
+def test_invalid_settings_are_refused_with_a_reason(described: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         made_of(described)
 
@@ -448,7 +448,7 @@ class Mine:
             raise ValueError(f"Mine(size={self.size}): too small")
 
 
-def test_exchanges_of_ones_own_are_made_of_the_types_that_are_given() -> None:
+def test_custom_exchanges_are_made_from_the_given_types() -> None:
     types = {"Mine": Mine, "Dense": Dense}
     described = {"type": "Mine", "inner": {"type": "Dense", "wire": "bf16"}, "size": 5}
     assert from_settings(described, types) == Mine(Dense(wire="bf16"), 5)

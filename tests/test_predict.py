@@ -1,4 +1,4 @@
-"""What a step is predicted to take: the parts add up, buckets are DDP's own, bytes are the engine's own."""
+"""Predictions: losses add up, buckets equal those of a real DDP, and bytes equal those of an attached exchange."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_losses_are_never_negative_and_add_up(
 
 @given(data=st.data(), profile=profiles())
 @law
-def test_one_rank_alone_only_computes(data: st.DataObject, profile: Profile) -> None:
+def test_one_rank_loses_nothing(data: st.DataObject, profile: Profile) -> None:
     found = predict(profile, made_up.network().with_hosts(1), data.draw(schedules(profile)))
     assert found.iteration_s == pytest.approx(found.compute_s)
     assert (found.ranks, found.sent_bytes) == (1, 0)
@@ -184,7 +184,7 @@ def test_one_rank_alone_only_computes(data: st.DataObject, profile: Profile) -> 
 
 
 class Mixed(nn.Module):
-    """Layers of several sizes and two types, that run in another order than they are defined in."""
+    """Layers of several sizes and two dtypes, which run in another order than they are defined in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,12 +214,12 @@ def step(model: nn.Module) -> Tensor:
 
 
 def rebuilt_buckets(net: nn.Module, cap: float | None) -> list[list[str]]:
-    """The names in each bucket of a real DDP's second step."""
+    """Return the parameter names in each bucket of the second step of a real DDP model."""
     model = DDP(net, bucket_cap_mb=cap)
     names = {parameter: name for name, parameter in net.named_parameters()}
     seen: dict[int, list[str]] = {}
 
-    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations, but not as text
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP checks annotations, and cannot read them as strings
         seen[bucket.index()] = [names[parameter] for parameter in bucket.parameters()]
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
@@ -233,7 +233,7 @@ def rebuilt_buckets(net: nn.Module, cap: float | None) -> list[list[str]]:
 
 
 def attached_bytes(net: nn.Module, name: str) -> int:
-    """What a step sends through an attached exchange, counted and foretold."""
+    """Return the counted and the predicted bytes of a step with an attached exchange."""
     model = DDP(net, bucket_cap_mb=2.0)
     handle = syncline.attach(model, EXCHANGES[name]())
     for _ in range(2):
@@ -244,7 +244,7 @@ def attached_bytes(net: nn.Module, name: str) -> int:
 
 @pytest.fixture(scope="module")
 def real_ddp() -> dict[str, Any]:
-    """A model's profile, its buckets by cap, and its bytes by exchange, on two ranks."""
+    """Measure a model on two ranks: its profile, its buckets by cap, and its bytes by exchange."""
 
     def main(rank: Rank) -> dict[str, Any]:
         torch.manual_seed(3)
@@ -269,7 +269,7 @@ def test_buckets_are_those_that_ddp_builds(real_ddp: dict[str, Any], place: int)
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_predicted_bytes_are_those_that_an_attached_exchange_sends(real_ddp: dict[str, Any], name: str) -> None:
     profile = msgspec.convert(real_ddp["profile"], Profile)
-    one_host = made_up.network((0, 0))  # where the real ranks are
+    one_host = made_up.network((0, 0))  # the topology of the real ranks
     found = predict(profile, one_host, Schedule.of(profile, name, bucket_mb=2.0))
     assert found.sent_bytes == real_ddp["sent"][name]
 
@@ -344,8 +344,8 @@ def test_all_wait_for_the_slowest_rank() -> None:
     assert after.compute_s == before.compute_s
 
 
-def test_ranks_that_are_all_quicker_than_the_sum_of_medians_hold_nobody_up() -> None:
-    """Each rank is quick in one part, so the median of every part is above most ranks' own."""
+def test_ranks_faster_than_the_sum_of_medians_cause_no_waiting() -> None:
+    """Each rank is fast in one part, so the sum of the medians exceeds the step of every rank."""
     parts = [(0.0, 0.04, 0.01), (0.02, 0.0, 0.01), (0.02, 0.04, 0.0)]
     ranks = tuple(
         RankTimes(rank=rank, forward_s=forward_s, backward_s=backward_s, update_s=update_s)
@@ -402,7 +402,7 @@ def test_two_lanes_hide_start_ups_behind_each_other() -> None:
     assert two < one
 
 
-def test_a_cluster_of_thousands_is_looked_at_once_and_not_for_every_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_thousands_of_ranks_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
     count = wire.uplinks
 
@@ -420,7 +420,7 @@ def test_a_cluster_of_thousands_is_looked_at_once_and_not_for_every_tensor(monke
 @pytest.mark.parametrize(
     "text", ["ddp", "dense", "bf16", "dense,lanes=4", "fp16,bucket_mb=5", "dense,lanes=2,bucket_mb=0.5"]
 )
-def test_a_plan_is_described_as_it_is_written(text: str) -> None:
+def test_a_schedule_is_described_as_it_was_written(text: str) -> None:
     assert Schedule.parse(load_profile("cnn-cpu"), text).describe() == text
 
 
@@ -431,7 +431,7 @@ def test_a_plan_is_described_as_it_is_written(text: str) -> None:
         ("", "no exchange is called ''"),
         ("dense,lanes=99", "lanes is 99: there may be 1 to 16"),
         ("dense,lanes=0", "lanes is 0: there may be 1 to 16"),
-        ("dense,lanes=1.5", "lanes is a whole number"),
+        ("dense,lanes=1.5", "lanes must be a whole number"),
         (f"dense,lanes={'9' * 400}", "write it like"),
         ("ddp,lanes=2", "plain DDP has one lane; for several, name an exchange: dense,lanes=4"),
         ("dense,bucket_mb=0", "bucket_mb is 0: a bucket needs a positive size, in MB"),
@@ -443,6 +443,6 @@ def test_a_plan_is_described_as_it_is_written(text: str) -> None:
         ("dense,", "write it like"),
     ],
 )
-def test_a_plan_that_cannot_be_says_why(text: str, says: str) -> None:
+def test_an_impossible_schedule_is_refused_with_a_reason(text: str, says: str) -> None:
     with pytest.raises(UsageError, match=re.escape(says)):
         Schedule.parse(load_profile("cnn-cpu"), text)

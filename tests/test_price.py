@@ -1,4 +1,4 @@
-"""What collectives of groups cost on a network, what a whole exchange does, and what pipelined chunks gain."""
+"""The cost of groups' collectives on a network, the time of a whole exchange, and the gain of pipelined chunks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RATE = 1e6
 def layered(
     host_of_rank: tuple[int, ...] = (0, 0, 1, 1), *, mbit: float = 1000.0, local_mbit: float = 8000.0
 ) -> Network:
-    """Start-ups of a millisecond among all, half of that among hosts, a tenth inside."""
+    """Return a network with start-ups of 1 ms among all ranks, 0.5 ms among hosts and 0.1 ms inside hosts."""
     ranks, hosts = len(host_of_rank), max(host_of_rank) + 1
     fullest = max(host_of_rank.count(host) for host in set(host_of_rank))
     return Network(
@@ -47,7 +47,7 @@ def layered(
     )
 
 
-# --- who meets whom on a network --------------------------------------------------------------------------------
+# --- the topology of a network ----------------------------------------------------------------------------------
 
 
 def test_a_networks_topology_has_its_hosts_its_racks_and_its_backend() -> None:
@@ -77,7 +77,7 @@ def test_a_topology_among_a_level_knows_the_same_links() -> None:
 
 
 def test_shards_that_cross_side_by_side_add_up_on_their_hosts_uplink() -> None:
-    """Two all-reduces of a half each, of ranks on the same hosts: as much as one of the whole."""
+    """Two all-reduces of one half each, among ranks on the same hosts, load a link like one of the whole."""
     network = layered()
     _, hosts = topology_of(network).levels
     assert len(hosts.groups) == 2
@@ -107,7 +107,7 @@ def test_groups_of_hosts_in_one_rack_leave_its_trunk_alone() -> None:
     _, hosts, racks = topology_of(network).levels
     assert hosts.groups == ((0, 1), (2, 3))
     assert network.loads("all_reduce", NUMEL, 4, hosts) == {"host": 4 * NUMEL}
-    # Both groups of racks pass both trunks; each host's link carries one of them.
+    # Both groups across racks use both trunks; each host's link carries one of them.
     assert network.loads("all_reduce", NUMEL, 4, racks) == {"host": 4 * NUMEL, "rack": 2 * 4 * NUMEL}
 
 
@@ -136,7 +136,7 @@ def test_a_level_of_everyone_loads_what_the_world_does(kind: str, hosts: tuple[i
 @given(hosts=st.integers(2, 5), per_host=st.integers(1, 4), kind=st.sampled_from(["all_reduce", "all_gather"]))
 @law
 def test_shards_across_hosts_load_what_one_rank_per_host_would(hosts: int, per_host: int, kind: str) -> None:
-    """However many share the work."""
+    """This holds for every number of ranks per host."""
     network = assumed_network(hosts, per_host, 10**9, "gloo")
     level = topology_of(network).levels[1]
     elements = 120 * per_host * hosts
@@ -184,7 +184,7 @@ def test_groups_that_were_not_measured_inside_cost_what_those_between_hosts_do()
     assert without.collective("broadcast", local).startup_s == pytest.approx(5e-4)
 
 
-# --- what an exchange takes -------------------------------------------------------------------------------------
+# --- time of an exchange ----------------------------------------------------------------------------------------
 
 WAYS = tuple(
     Hierarchical(shape=shape, within=within, across=across)
@@ -227,7 +227,7 @@ def test_a_collective_of_all_ranks_costs_what_it_takes_alone(kind: str) -> None:
     assert pricing(network)(Cost((phase,))) == pytest.approx(solo_s(network, kind, NUMEL, 4), rel=1e-6)
 
 
-def test_nothing_costs_nothing() -> None:
+def test_an_empty_exchange_takes_no_time() -> None:
     assert pricing(layered())(Cost(())) == 0.0
 
 
@@ -260,7 +260,7 @@ def test_with_start_ups_ever_more_chunks_cost_more_in_the_end(name: str, exchang
 @pytest.mark.parametrize("exchange", WAYS)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_but_for_start_ups_the_formula_is_near_the_simulation(name: str, exchange: Hierarchical, chunks: int) -> None:
-    """Chunks that share a link leave it idle here and there: neither is ever far from the other."""
+    """Chunks that share a link leave it idle at times, so the two differ, but never by much."""
     network = NETWORKS[name].without(startups=True)
     cost = in_chunks(exchange, chunks).cost(NUMEL, torch.float32, topology_of(network))
     bucket = Bucket("0", 0.0, 0, tuple(flow(network, phase) for phase in cost.phases), cost.chunks)
@@ -292,8 +292,9 @@ def test_no_price_is_below_what_the_busiest_link_needs(name: str, exchange: Hier
         assert pricing(network)(cost) >= max(busy.values()) * (1 - 1e-9)
 
 
-def test_by_hand() -> None:
-    """Two hosts of two at 1 gbit: a reduce and a broadcast inside, 2(m−1)/m of everything across, three start-ups."""
+def test_a_hierarchical_exchange_costs_what_a_calculation_by_hand_gives() -> None:
+    """Two hosts of two ranks at 1 Gbit/s: a reduce and a broadcast inside, 2(m−1)/m of all bytes across, and three
+    start-ups."""
     network = layered()
     cost = Hierarchical(shape="leader", chunks=1).cost(NUMEL, torch.float32, topology_of(network))
     nbytes = 4 * NUMEL
@@ -324,7 +325,7 @@ def run(parts: list[Collective], chunks: int, in_flight: int = 1) -> Timeline:
 
 
 def spans_by_stage(timeline: Timeline, stages: int, chunks: int) -> list[list[Span]]:
-    """Of each stage, its chunks' spans as they started. Stages are told apart by their kinds."""
+    """Return the spans of each stage's chunks, sorted by start. Stages differ in their kinds."""
     found = [[span for span in timeline.spans if span.what == str(place)] for place in range(stages)]
     assert all(len(spans) == chunks for spans in found)
     return [sorted(spans, key=lambda span: span.start_s) for spans in found]
@@ -370,7 +371,7 @@ def test_a_stage_does_as_many_chunks_at_a_time_as_it_may_and_each_chunk_takes_it
             assert late.start_s >= early.end_s - 1e-9
     for before, after in itertools.pairwise(by_stage):
         for place in range(chunks):
-            # So many have ended the stage before when so many have started the next.
+            # A chunk starts a stage only after it has ended the previous one.
             ended = sorted(span.end_s for span in before)[place]
             assert after[place].start_s >= ended - 1e-9
     assert timeline.end_s["0"] == max((span.end_s for span in timeline.spans), default=0.0)
@@ -378,13 +379,13 @@ def test_a_stage_does_as_many_chunks_at_a_time_as_it_may_and_each_chunk_takes_it
 
 @pytest.mark.parametrize(("in_flight", "end_s"), [(1, 1.0 + 3 * 1.0 + 1.0), (2, 1.0 + 1.0 + 1.0 + 1.0), (4, 3.0)])
 def test_start_ups_of_chunks_overlap_as_far_as_chunks_may(in_flight: int, end_s: float) -> None:
-    """Three chunks of three stages of a second each: a staircase; with more at a time, a steeper one."""
+    """Three chunks of three stages of 1 s each form a pipeline; with more chunks in flight, a shorter one."""
     parts = [stage(serial_s=1.0)] * 3
     assert run(parts, 3, in_flight).end_s["0"] == pytest.approx(end_s)
 
 
 def test_different_links_are_busy_at_the_same_time() -> None:
-    """Inside and across take a second each per chunk: ten chunks take eleven."""
+    """Each chunk takes 1 s inside and 1 s across, so ten chunks take 11 s."""
     parts = [stage(local=3 * RATE), stage(host=RATE)]
     assert run(parts, 10).end_s["0"] == pytest.approx(11.0)
     assert 10 * run(parts, 1).end_s["0"] == pytest.approx(20.0)

@@ -1,4 +1,4 @@
-"""A profile says when each gradient is ready; one that contradicts itself cannot exist."""
+"""Profile files: loading, saving, validation and scaling; and measured profiles."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ RICH = msgspec.structs.replace(
         work={"dense": Work(fixed_s=0.0, s_per_byte=0.0), "bf16": Work(fixed_s=1e-5, s_per_byte=5e-10)},
     ),
 )
-"""With everything that a profile may leave out."""
+"""A profile with all optional fields."""
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def edited(path: Path, place: str, **changes: Any) -> Path:
-    """The good profile's file, with keys changed at the top or in one gradient."""
+    """Write the valid profile with keys changed at the top level or in one gradient."""
     tree = msgspec.to_builtins(PROFILE)
     target = tree if place == "" else tree["gradients"][int(place)]
     target.update(changes)
@@ -97,7 +97,7 @@ OPTIONAL = ("buffers", "ranks", "spread", "jitter_s", "overheads")
 
 
 def places(tree: Any, so_far: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """The way to every value in a tree of JSON, inner nodes included."""
+    """Yield the path to every value of a JSON tree, including inner nodes."""
     branches = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     found = [so_far] if so_far else []
     return found + [place for key, branch in branches for place in places(branch, (*so_far, key))]
@@ -108,7 +108,7 @@ PLACES = places({key: RICH_TREE[key] for key in OPTIONAL})
 
 
 def edited_rich(path: Path, place: tuple[str | int, ...], value: Any) -> Path:
-    """The file with every field, with one value changed, however deep."""
+    """Write the profile with all fields, with one value changed at any depth."""
     tree = json.loads(json.dumps(RICH_TREE))
     target = tree
     for key in place[:-1]:
@@ -151,9 +151,9 @@ def test_gradient_bytes_counts_every_gradient() -> None:
     [
         ("3", {"bytes": 8}, r"gradients\[3\]\.bytes: is 8, but float32 of shape \[\] takes 4"),
         ("1", {"name": "head.weight"}, r"gradients\[1\]\.name: head\.weight appears twice"),
-        ("1", {"name": "head..bias"}, r"gradients\[1\]\.name: 'head\.\.bias' is not a parameter's name"),
+        ("1", {"name": "head..bias"}, r"gradients\[1\]\.name: 'head\.\.bias' is not a valid parameter name"),
         ("2", {"ready_s": 0.0}, r"gradients\[2\]\.ready_s: is 0\.0, but 0\.001 for the one before"),
-        ("0", {"ready_s": -0.1}, r"gradients\[0\]\.ready_s: must be seconds from 0 up"),
+        ("0", {"ready_s": -0.1}, r"gradients\[0\]\.ready_s: must be at least 0 seconds"),
         ("3", {"ready_s": 0.009}, r"gradients\[3\]\.ready_s: is 0\.009, after backward_s"),
         ("3", {"ready_s": math.nan}, r"gradients\[3\]\.ready_s: must be a finite number, not nan"),
         ("0", {"dtype": "int32"}, r"gradients\[0\]\.dtype: int32 is unknown"),
@@ -161,7 +161,7 @@ def test_gradient_bytes_counts_every_gradient() -> None:
         ("0", {"shape": "10x8"}, r"gradients\[0\]\.shape: expected array, got str"),
         ("", {"gradients": []}, r"gradients: is empty"),
         ("", {"forward_s": math.inf}, r"forward_s: must be a finite number"),
-        ("", {"update_s": -1.0}, r"update_s: must be seconds from 0 up"),
+        ("", {"update_s": -1.0}, r"update_s: must be at least 0 seconds"),
         ("", {"steps": 0}, r"steps: must be at least 1"),
         ("", {"batch": 0}, r"batch: must be at least 1"),
         ("", {"device": "abacus"}, r"device: must be cpu or cuda"),
@@ -178,17 +178,21 @@ def test_contradictions_name_the_field(path: Path, place: str, changes: dict[str
     [
         (("buffers", 0, "dtype"), "quaternion", r"buffers\[0\]\.dtype: quaternion is unknown"),
         (("buffers", 1, "dtype"), "float32", r"buffers\[1\]\.dtype: float32 appears twice"),
-        (("buffers", 1, "bytes"), 12, r"buffers\[1\]\.bytes: 12 is no number of int64 elements"),
-        (("buffers", 1, "bytes"), -8, r"buffers\[1\]\.bytes: -8 is no number"),
-        (("ranks", 0, "rank"), -1, r"ranks\[0\]\.rank: must be 0 or more"),
+        (("buffers", 1, "bytes"), 12, r"buffers\[1\]\.bytes: 12 is not a whole number of int64 elements"),
+        (("buffers", 1, "bytes"), -8, r"buffers\[1\]\.bytes: -8 is not a whole number"),
+        (("ranks", 0, "rank"), -1, r"ranks\[0\]\.rank: must be at least 0"),
         (("ranks", 1, "rank"), 0, r"ranks\[1\]\.rank: 0 appears twice"),
-        (("ranks", 1, "backward_s"), -1.0, r"ranks\[1\]\.backward_s: must be seconds from 0 up"),
+        (("ranks", 1, "backward_s"), -1.0, r"ranks\[1\]\.backward_s: must be at least 0 seconds"),
         (("spread", "low_s"), 1.0, r"spread\.high_s: is 0\.012, below low_s"),
         (("spread", "high_s"), math.inf, r"spread\.high_s: must be a finite number"),
         (("jitter_s",), math.nan, r"jitter_s: must be a finite number"),
-        (("jitter_s",), -1e-9, r"jitter_s: must be seconds from 0 up"),
-        (("overheads", "hook_s"), -1.0, r"overheads\.hook_s: must be seconds from 0 up"),
-        (("overheads", "work", "bf16", "s_per_byte"), -1.0, r"overheads\.work\.bf16\.s_per_byte: must be seconds"),
+        (("jitter_s",), -1e-9, r"jitter_s: must be at least 0 seconds"),
+        (("overheads", "hook_s"), -1.0, r"overheads\.hook_s: must be at least 0 seconds"),
+        (
+            ("overheads", "work", "bf16", "s_per_byte"),
+            -1.0,
+            r"overheads\.work\.bf16\.s_per_byte: must be at least 0 seconds",
+        ),
         (("overheads", "work", "bf16", "slope"), 1.0, r"overheads\.work\[\.\.\.\]\.slope: is not a known key"),
         (("ranks", 0, "host"), "a", r"ranks\[0\]\.host: is not a known key"),
     ],
@@ -299,7 +303,7 @@ def test_scaling_sizes_shrinks_both_sides_of_a_matrix_and_scaling_time_keeps_the
 
 @pytest.mark.parametrize("factor", [0.0, -1.0, math.nan, math.inf])
 def test_impossible_factors_are_refused(factor: float) -> None:
-    with pytest.raises(ValueError, match="time: must be a positive factor"):
+    with pytest.raises(ValueError, match="time: must be a finite factor greater than 0"):
         PROFILE.scaled(time=factor)
 
 

@@ -1,4 +1,4 @@
-"""The search is never beaten by what it could have tried, never lossy unasked, and leaves alone what it cannot help."""
+"""The search: no other layout is faster, lossy exchanges need permission, and plain DDP is kept if nothing helps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from syncline.exchange import Dense, Exchange, Hierarchical, OkTopk
 from syncline.plan import fusion
 from syncline.plan import search as module
 from syncline.plan.make import make_plan
-from syncline.plan.search import _PER_BUCKET, LEAST_GAIN, Found, check_allowed, named, options, search
+from syncline.plan.search import _PER_BUCKET, LEAST_GAIN, SearchResult, check_allowed, named, options, search
 from syncline.predict import Schedule, ddp_buckets, predict
 from syncline.predict.schedule import MIB
 from syncline.records.bucket_caps import caps_of, filled
@@ -44,7 +44,7 @@ numbers_of_elements = st.integers(1, 100) | st.integers(1, 20_000) | st.integers
 
 @st.composite
 def models(draw: st.DrawFn, largest: int, *types: str) -> Profile:
-    """Of up to so many gradients; of float32 unless told."""
+    """Generate profiles with up to `largest` gradients, float32 by default."""
     made = made_up.profile(
         draw(st.lists(numbers_of_elements, min_size=1, max_size=largest)),
         forward_s=draw(st.floats(0.001, 0.1)),
@@ -91,7 +91,7 @@ def clusters(draw: st.DrawFn, *host_of_rank: tuple[int, ...]) -> Network:
 
 
 def layouts(count: int) -> list[Layout]:
-    """All ways to cut so many gradients."""
+    """Return all layouts of `count` gradients."""
     found = []
     for cuts in itertools.product([False, True], repeat=count - 1):
         places = [0, *(place + 1 for place, cut in enumerate(cuts) if cut), count]
@@ -100,27 +100,27 @@ def layouts(count: int) -> list[Layout]:
 
 
 def places_in(plan: Plan) -> Layout:
-    """The planned buckets, as places in the profile."""
+    """Return the plan's buckets as indices into the profile's gradients."""
     place_of = {gradient.name: place for place, gradient in enumerate(plan.gradients)}
     return tuple(tuple(place_of[name] for name in bucket.parameters) for bucket in plan.buckets)
 
 
 def as_schedule(plan: Plan) -> Schedule:
-    """What a plan that was read from a file does."""
+    """Return the schedule of a plan, as if it had been read from a file."""
     each = tuple((str(index), exchange) for index, exchange in enumerate(plan.exchanges))
     return Schedule("read", places_in(plan), lanes=plan.lanes, each=each)
 
 
-def is_not_beaten(found: Found, other_s: float, buckets: int) -> bool:
-    """By something else, if each of its buckets costs what the search takes them to cost."""
+def is_not_beaten(found: SearchResult, other_s: float, buckets: int) -> bool:
+    """Return whether the result is as fast as another schedule, apart from the penalty per bucket."""
     slack = 1 + 1e-9
-    if found.nothing:  # and then it may be plain DDP's own, whatever it has of buckets
+    if found.nothing:  # plain DDP is kept, with any number of buckets
         return found.best.iteration_s <= other_s * (1 + _PER_BUCKET * buckets) * slack
     mine = found.best.iteration_s * (1 + _PER_BUCKET * len(found.best.schedule.buckets))
     return mine <= other_s * (1 + _PER_BUCKET * buckets) * slack
 
 
-# --- never beaten ---------------------------------------------------------------------------------------------------
+# --- optimality -----------------------------------------------------------------------------------------------------
 
 
 @given(profile=models(6), network=clusters(*FLAT), paced=st.booleans())
@@ -167,13 +167,13 @@ def test_constant_sizes_of_models_larger_than_them_are_not_faster() -> None:
 
 @given(profile=models(4), network=clusters(*FLAT), allow=sets)
 @law
-def test_to_allow_more_is_never_slower(profile: Profile, network: Network, allow: tuple[str, ...]) -> None:
+def test_allowing_more_is_never_slower(profile: Profile, network: Network, allow: tuple[str, ...]) -> None:
     less, more = search(profile, network), search(profile, network, allow)
     assert is_not_beaten(more, less.best.iteration_s, len(less.best.schedule.buckets))
 
 
 def test_of_equally_fast_layouts_the_one_with_fewest_buckets_is_taken() -> None:
-    """The second half of the gradients is ready at once, and costs as much in one bucket as in five."""
+    """The second half of the gradients is ready at the same time, and takes as long in one bucket as in five."""
     even = made_up.profile([200_000] * 10)
     late = tuple(
         msgspec.structs.replace(one, ready_s=0.0 if place < 5 else 0.04) for place, one in enumerate(even.gradients)
@@ -184,7 +184,7 @@ def test_of_equally_fast_layouts_the_one_with_fewest_buckets_is_taken() -> None:
 
 
 def test_the_search_goes_on_from_where_the_usual_layouts_end() -> None:
-    """Several lanes share what is left of the links, which no planner for one lane knows."""
+    """Several lanes share the links, which planners for one lane do not consider."""
     profile = made_up.profile([1_000 * (place % 7 + 1) ** 2 for place in range(30)], backward_s=0.06)
     network = made_up.network(mbit=500.0, startup_s=2e-3)
     found = search(profile, network)
@@ -194,7 +194,7 @@ def test_the_search_goes_on_from_where_the_usual_layouts_end() -> None:
     assert found.best.iteration_s < 0.95 * min(predict(profile, network, one).iteration_s for one in usual)
 
 
-# --- what a plan says -----------------------------------------------------------------------------------------------
+# --- contents of a plan ---------------------------------------------------------------------------------------------
 
 
 @given(profile=models(12), network=clusters(), allow=sets)
@@ -222,7 +222,7 @@ def test_of_several_types_a_bucket_holds_one_and_ddp_would_make_the_same_buckets
     for gradient in profile.gradients:
         totals[gradient.dtype] += gradient.bytes
     if len(set(totals.values())) < len(totals):
-        return  # which type has most is not said then
+        return  # it is not defined then which dtype has most bytes
     plan = make_plan(profile, network, allow)
     if plan.nothing:
         return
@@ -252,10 +252,12 @@ def test_types_that_take_turns_are_still_fused_by_type() -> None:
 
 @given(profile=models(5), network=clusters(), allow=sets)
 @law
-def test_what_a_plan_says_it_takes_is_what_it_is_predicted_to_take(
+def test_the_times_in_a_plan_are_those_of_its_prediction(
     profile: Profile, network: Network, allow: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    profile = msgspec.structs.replace(profile, overheads=None)  # they belong to names, and a plan has exchanges
+    profile = msgspec.structs.replace(
+        profile, overheads=None
+    )  # overheads are found by name, but a plan stores exchanges
     path = tmp_path_factory.mktemp("plan") / "plan.json"
     make_plan(profile, network, allow).save(path)
     plan, plain = Plan.load(path), predict(profile, network, Schedule.of(profile))
@@ -285,12 +287,12 @@ def test_to_do_nothing_is_the_first_alternative_and_is_chosen_where_little_is_ga
     assert plan.nothing or f"{plan.iteration_s * 1e3:.1f}" in plan.reason
 
 
-# --- nothing to gain ------------------------------------------------------------------------------------------------
+# --- keeping plain DDP ----------------------------------------------------------------------------------------------
 
 
 @given(profile=models(8, "float32", "bfloat16"), allow=sets)
 @law
-def test_one_rank_alone_is_left_alone(profile: Profile, allow: tuple[str, ...]) -> None:
+def test_with_one_rank_plain_ddp_is_kept(profile: Profile, allow: tuple[str, ...]) -> None:
     plan = make_plan(profile, made_up.network().with_hosts(1), allow)
     assert (plan.nothing, plan.lanes, plan.caps) == (True, 1, ())
     assert plan.iteration_s == plan.plain_s == pytest.approx(profile.step_s)
@@ -305,15 +307,15 @@ def test_one_rank_alone_is_left_alone(profile: Profile, allow: tuple[str, ...]) 
     ],
     ids=["one gradient", "links that cost nothing", "computation that hides everything"],
 )
-def test_where_nothing_helps_plain_ddp_is_left_alone(profile: Profile, network: Network) -> None:
+def test_plain_ddp_is_kept_if_nothing_helps(profile: Profile, network: Network) -> None:
     plan = make_plan(profile, network)
     assert plan.nothing
     assert plan.iteration_s == plan.plain_s == plan.alternatives[0].iteration_s
     assert all(one.iteration_s > (1 - LEAST_GAIN) * plan.plain_s for one in plan.alternatives)
 
 
-def test_plain_ddp_is_what_the_model_has_and_not_what_models_usually_have() -> None:
-    """With buckets that are as good as any, a plan that would help others does not help."""
+def test_plain_ddp_is_predicted_with_the_models_own_caps() -> None:
+    """If DDP's own buckets are good already, a plan does not help."""
     profile, network = made_up.profile(), made_up.network()
     plan = make_plan(profile, network)
     assert not plan.nothing
@@ -325,11 +327,11 @@ def test_plain_ddp_is_what_the_model_has_and_not_what_models_usually_have() -> N
     assert tuned.plain_s == predict(profile, network, Schedule("own", places_in(plan))).iteration_s
 
 
-# --- what is allowed ------------------------------------------------------------------------------------------------
+# --- lossy exchanges ------------------------------------------------------------------------------------------------
 
 
 def lossy_in(exchange: Exchange) -> str:
-    """The permission that it needs."""
+    """Return the entry of `allow` that an exchange needs."""
     crossing = exchange.across if isinstance(exchange, Hierarchical) else exchange
     if isinstance(crossing, Dense):
         return {"fp32": "", "bf16": "bf16", "fp16": "fp16"}[crossing.wire]
@@ -339,7 +341,7 @@ def lossy_in(exchange: Exchange) -> str:
 
 @given(profile=models(5), network=clusters(), allow=sets)
 @law
-def test_nothing_is_lossy_that_was_not_allowed(profile: Profile, network: Network, allow: tuple[str, ...]) -> None:
+def test_lossy_exchanges_are_used_only_if_allowed(profile: Profile, network: Network, allow: tuple[str, ...]) -> None:
     plan = make_plan(profile, network, allow)
     assert {lossy_in(exchange) for exchange in plan.exchanges} <= {"", *allow}
     lossless = make_plan(profile, network)
@@ -355,13 +357,13 @@ def test_what_is_allowed_is_used_where_links_are_slow(kind: str, hosts: tuple[in
     without, plan = make_plan(profile, network), make_plan(profile, network, (kind,))
     assert {lossy_in(exchange) for exchange in plan.exchanges} == {kind}
     assert not plan.lossless and without.lossless
-    share = {"bf16": 0.8, "fp16": 0.9, "sparse": 0.2}[kind]  # between hosts alone there is no fp16
+    share = {"bf16": 0.8, "fp16": 0.9, "sparse": 0.2}[kind]  # there is no hierarchical exchange with fp16
     assert plan.iteration_s < share * without.iteration_s
     assert any(not one.lossless for one in plan.alternatives)
 
 
 def test_what_is_allowed_is_not_used_where_links_are_fast() -> None:
-    """Two collectives and a cast cost more than the bytes that they save."""
+    """Two collectives and a cast take longer than the bytes that they save."""
     work = {"bf16": Work(fixed_s=1e-3, s_per_byte=1e-8)}
     overheads = Overheads(copy_in_s_per_byte=0.0, copy_out_s_per_byte=0.0, hook_s=0.0, work=work)
     profile = msgspec.structs.replace(made_up.profile([1_000_000] * 10), overheads=overheads)
@@ -384,14 +386,16 @@ def test_hierarchies_are_offered_only_where_hosts_have_several_ranks(hosts: tupl
 
 
 def test_hosts_of_several_ranks_on_slow_links_are_summed_inside_first() -> None:
-    """Ranks that are dealt over hosts: a ring would send everything over every uplink twice."""
+    """Ranks are numbered round-robin over hosts, so a flat ring would use every uplink twice."""
     hosts = (0, 1, 0, 1, 0, 1, 0, 1)
     profile, network = made_up.profile([2_000_000] * 4), made_up.network(hosts, mbit=200.0, startup_s=1e-4)
     plan = make_plan(profile, network)
     assert plan.lossless
     climbing = [exchange for exchange in plan.exchanges if isinstance(exchange, Hierarchical)]
     assert len(climbing) == len(plan.buckets) > 0
-    assert all(exchange.shape != "auto" for exchange in climbing)  # chosen by these links, once
+    assert all(
+        exchange.shape != "auto" for exchange in climbing
+    )  # the plan stores the shape that it chose for these links
     assert any(exchange.chunks is not None and exchange.chunks > 1 for exchange in climbing)
     assert predict(profile, network, as_schedule(plan)).iteration_s == pytest.approx(plan.iteration_s, rel=1e-9)
 
@@ -411,11 +415,11 @@ def test_what_may_be_allowed_is_checked_and_put_in_order() -> None:
 
 
 def test_published_planners_have_their_lanes_and_fuse_as_they_do() -> None:
-    profile = made_up.profile([1000] * 10, backward_s=0.04)  # one is ready every 4 ms
+    profile = made_up.profile([1000] * 10, backward_s=0.04)  # a gradient is ready every 4 ms
     apart = tuple((place,) for place in range(10))
     for startup_s, mgwfbp, asc in (
         (1e-4, apart, apart),
-        (5e-3, (tuple(range(10)),), None),  # worth a wait, but only for those who wait
+        (5e-3, (tuple(range(10)),), None),  # waiting is worth it for mgwfbp; asc never waits
         (0.1, (tuple(range(10)),), ((0,), tuple(range(1, 10)))),
     ):
         network = made_up.network(mbit=10_000.0, startup_s=startup_s)
@@ -438,7 +442,7 @@ def test_buckets_are_closed_when_they_reach_their_cap_and_not_before(profile: Pr
     for dtype in {one.dtype for one in profile.gradients}:
         mine = [places for places in buckets if profile.gradients[places[0]].dtype == dtype]
         of_it = [place for place, one in enumerate(profile.gradients) if one.dtype == dtype]
-        assert [place for places in mine for place in places] == of_it  # in order, and of no other type
+        assert [place for places in mine for place in places] == of_it  # in order, and of one dtype
         for number, places in enumerate(mine):
             sizes = [profile.gradients[place].bytes for place in places]
             cap = caps[min(number, len(caps) - 1)]
@@ -464,14 +468,14 @@ def test_of_several_types_caps_are_those_of_the_type_with_most_bytes() -> None:
 
 
 def test_ddps_own_caps_begin_anew_with_each_type() -> None:
-    half = MIB // 8  # floats in half a MB
+    half = MIB // 8  # elements in half a MiB
     even = made_up.profile([half] * 8).gradients
     mixed = [*even[:4], *(of_type(one, "float64") for one in even[4:])]
     assert ddp_buckets(mixed) == ((0, 1), (4,), (2, 3), (5, 6, 7))
     assert ddp_buckets(mixed, 1.0) == ((0, 1), (2, 3), (4,), (5,), (6,), (7,))
 
 
-# --- the same each time, and soon -----------------------------------------------------------------------------------
+# --- determinism and effort -----------------------------------------------------------------------------------------
 
 
 @given(profile=models(14, "float32", "bfloat16"), network=clusters(), allow=sets)
@@ -479,12 +483,12 @@ def test_ddps_own_caps_begin_anew_with_each_type() -> None:
 def test_the_same_model_and_links_give_the_same_plan(
     profile: Profile, network: Network, allow: tuple[str, ...]
 ) -> None:
-    again = msgspec.json.decode(msgspec.json.encode(network), type=Network)  # with nothing remembered
+    again = msgspec.json.decode(msgspec.json.encode(network), type=Network)  # without cached values
     assert make_plan(profile, network, allow) == make_plan(profile, again, tuple(reversed(allow)))
 
 
 def test_another_process_makes_the_same_plan(tmp_path: Path) -> None:
-    """Whose strings have other hashes."""
+    """Another process has other string hashes."""
     profile, network = made_up.profile([7_000, 90_000] * 8), made_up.network((0, 0, 1, 1), mbit=100.0, in_flight=2)
     profile.save(tmp_path / "profile.json")
     network.save(tmp_path / "network.json")

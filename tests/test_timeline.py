@@ -1,4 +1,4 @@
-"""The simulation of collectives on lanes and links keeps the laws that links keep."""
+"""The simulated timeline: links keep their rates, lanes keep their order, and shares are fair."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOST = {"host": Capacity(RATE)}
 
 
 def flow(load: float = 0.0, serial_s: float = 0.0, spread_s: float = 0.0, **loads: float) -> Collective:
-    """Over the host's link, unless links are named."""
+    """Return a collective over the host's link, or over the named links."""
     return Collective("all_reduce", "world", serial_s, spread_s, loads or {"host": load})
 
 
@@ -28,7 +28,7 @@ def bucket(name: object, *stages: Work | Collective, ready_s: float = 0.0, lane:
 
 
 def ends(timeline: Timeline) -> list[float]:
-    """By bucket, in the order of their names."""
+    """Return the end of each bucket, sorted by name."""
     return [timeline.end_s[name] for name in sorted(timeline.end_s, key=int)]
 
 
@@ -49,7 +49,7 @@ capacities = st.builds(Capacity, st.floats(1e4, 1e9), st.one_of(st.just(0.0), st
 
 @st.composite
 def queues(draw: st.DrawFn, lanes: int = 4, most: int = 8) -> list[Bucket]:
-    """Ready one after the other, as a step hands them over."""
+    """Generate buckets that become ready one after the other, as in a step."""
     made = draw(
         st.lists(st.tuples(seconds, st.integers(0, lanes - 1), st.lists(flows | works, max_size=3)), max_size=most)
     )
@@ -68,7 +68,7 @@ def test_one_collective_alone_takes_the_longer_of_its_two_lines(
     found = simulate([bucket(0, flow(load, serial_s, spread_s))], {"host": capacity}).end_s["0"]
     start_line = serial_s + spread_s
     link_line = serial_s + (load - capacity.burst_bytes) / capacity.bytes_per_s
-    wire_line = serial_s + load / (PEAK * capacity.bytes_per_s)  # a burst is fast, but not infinitely
+    wire_line = serial_s + load / (PEAK * capacity.bytes_per_s)  # a burst has a finite speed
     assert found == pytest.approx(max(start_line, link_line, wire_line), rel=1e-6, abs=1e-9)
 
 
@@ -157,20 +157,20 @@ def test_equal_flows_share_a_link_equally(streams: int, load: float) -> None:
 
 
 def test_a_flow_that_comes_later_shares_what_is_left_of_the_first() -> None:
-    """The first has sent half of its bytes when the second comes; they share until the first is done."""
+    """The first flow has sent half of its bytes when the second starts; they share the link until the first ends."""
     found = simulate([bucket(0, flow(RATE)), bucket(1, flow(RATE), ready_s=0.5, lane=1)], HOST)
     assert ends(found) == pytest.approx([1.5, 2.0])
 
 
 def test_what_a_capped_flow_leaves_goes_to_the_other() -> None:
-    """One may use a quarter of the link; the other gets three quarters, and all of it afterwards."""
+    """One flow can use a quarter of the link; the other gets three quarters, and all of it afterwards."""
     slow, quick = flow(RATE, spread_s=4.0), flow(3.3 * RATE)
     found = simulate([bucket(0, slow), bucket(1, quick, lane=1)], HOST)
     assert ends(found) == pytest.approx([4.0, 4.3])
 
 
 def test_flows_that_meet_on_one_link_only_share_that_one() -> None:
-    """Both cross the trunk, one of them a full host's link too: what it cannot use there, the other gets."""
+    """Both flows cross the trunk. One is limited by its host's link, and the other gets the rest of the trunk."""
     links = {"host": Capacity(RATE), "rack": Capacity(4 * RATE)}
     both, trunk = flow(host=RATE, rack=RATE), flow(rack=3 * RATE)
     found = simulate([bucket(0, both), bucket(1, trunk, lane=1)], links)
@@ -188,8 +188,8 @@ def test_a_link_regains_its_credit_while_it_rests() -> None:
 
 
 @pytest.mark.parametrize("longer", [1.0, 1.5])
-def test_flows_that_crowd_a_link_get_less_out_of_it_together(longer: float) -> None:
-    """Two at once take longer than one after the other; the rest of the larger one, alone, does not."""
+def test_crowded_flows_use_a_link_less_efficiently(longer: float) -> None:
+    """Two concurrent flows are slower than one after the other; the rest of the larger one runs alone at full speed."""
     two = [bucket(0, flow(RATE)), bucket(1, flow(2 * RATE), lane=1)]
     found = simulate(two, HOST, crowding=lambda streams: longer if streams == 2 else 1.0)
     assert ends(found) == pytest.approx([2 * longer, 2 * longer + 1])
@@ -208,7 +208,7 @@ def test_work_slows_no_start_up_down() -> None:
 
 
 @pytest.mark.parametrize(("in_flight", "expected"), [(1, [1, 2, 3, 4]), (2, [1, 1, 2, 2]), (3, [1, 1, 1, 2])])
-def test_as_many_are_in_flight_as_may_be(in_flight: int, expected: list[float]) -> None:
+def test_a_lane_runs_as_many_buckets_as_allowed(in_flight: int, expected: list[float]) -> None:
     four = [bucket(name, flow(serial_s=1.0)) for name in range(4)]
     assert ends(simulate(four, HOST, in_flight)) == pytest.approx(expected)
 
@@ -231,12 +231,12 @@ def test_nothing_to_do_takes_no_time() -> None:
     assert simulate([bucket(0, Work(0.0), ready_s=1.0)], {}).end_s == {"0": 1.0}
 
 
-def test_a_link_that_is_not_there_holds_nothing_up() -> None:
+def test_an_unknown_link_delays_nothing() -> None:
     assert simulate([bucket(0, flow(1e9, serial_s=0.5))], {}).end_s["0"] == pytest.approx(0.5)
 
 
 class CountedSlowdown:
-    """Asked for once per event."""
+    """A slowdown that counts its calls, one per event."""
 
     def __init__(self, most: int) -> None:
         self.left = most
@@ -263,10 +263,10 @@ extreme_links = st.builds(Capacity, extreme_rates, extreme_sizes)
     in_flight=st.integers(1, 4),
 )
 @settings(max_examples=200, deadline=None)
-def test_extreme_sizes_rates_and_times_come_to_an_end(
+def test_the_simulation_ends_for_extreme_sizes_rates_and_times(
     host: Capacity, rack: Capacity, parts: list[tuple[float, float, float, float, float, int]], in_flight: int
 ) -> None:
-    """A few events for each bucket: its start, its end, its start-up's end, and a link's credit that runs out."""
+    """Each bucket has a few events: its start, the end of its start-up, its end, and the end of a link's credit."""
     buckets = [
         bucket(name, flow(serial_s=serial_s, spread_s=spread_s, host=load, rack=trunk), Work(work_s), lane=lane)
         for name, (load, trunk, serial_s, spread_s, work_s, lane) in enumerate(parts)

@@ -1,7 +1,4 @@
-"""The errors that Syncline raises on purpose, and its warnings.
-
-Each message says what was wrong, where, and what to do.
-"""
+"""The errors that Syncline raises, and its warnings. Each message says what was wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -11,22 +8,22 @@ import warnings
 
 
 class SynclineError(RuntimeError):
-    """Anything that Syncline reports itself, as opposed to a defect in it."""
+    """The base class of all errors that Syncline raises."""
 
 
 class UsageError(SynclineError, ValueError):
-    """The caller asked for something that cannot be done as asked; commands exit with 2."""
+    """A call or command has arguments that are not valid. Commands exit with status 2."""
 
 
 class MismatchError(SynclineError):
-    """The ranks of a job do not agree on something they all must agree on."""
+    """The ranks of a job differ in something that must be the same on all of them."""
 
 
 class ExchangeError(SynclineError):
-    """A gradient exchange failed; the step was not applied and the exchange's state is unusable.
+    """A gradient exchange failed. The step was not applied, and the state of the exchange is unusable.
 
-    Of the backward in which it happens, DDP makes a plain RuntimeError that quotes it: catch that, and find this one in
-    `handle.error`. Whatever is called after that raises it as it is.
+    If the failure happens in backward, DDP converts this error to a plain RuntimeError that quotes it, and
+    `handle.error` has the original. Later calls raise this error directly.
     """
 
 
@@ -36,17 +33,19 @@ class ClusterError(SynclineError):
 
 _WRAPPED = re.compile(r"^Got the following error when running the callback: (RuntimeError: )?")
 _SOURCE = re.compile(r"\[/[^\]\s]+\.\w+:\d+\] ")
-"""Where in gloo or torch it was raised, on the machine that built them."""
+"""Source files of gloo or torch, with the paths of the machine that built them."""
 
 
 def first_line(error: BaseException) -> str:
-    """What it says, as far as one line goes; its type where it says nothing. Without what C++ adds: the callback
-    that it went through, a file that nobody has, a word of comfort."""
+    """Return the first line of an error's message, or its type if the message is empty.
+
+    Parts that C++ code adds are removed: the name of a callback, paths of source files, and general advice.
+    """
     line = str(error).splitlines()[0] if str(error) else type(error).__name__
     return _SOURCE.sub("", _WRAPPED.sub("", line)).partition(". This is typically caused by")[0]
 
 
 def tell(text: str) -> None:
-    """A warning; where those are errors, it may not stop this rank alone in the middle of a step."""
+    """Issue a warning. It does not raise if warnings are errors, because that would stop a step on one rank only."""
     with contextlib.suppress(Warning):
         warnings.warn(text, stacklevel=3)

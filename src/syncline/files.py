@@ -1,15 +1,13 @@
-"""Strict JSON files, and the one error that says what is wrong with them.
+"""Read and write JSON files, strictly.
 
-Every file Syncline reads may have been edited by hand, cut short by a full disk, or written by a newer
-release. A file that is silently half understood gives a wrong plan, so reading is strict: unknown, repeated
-or missing keys, wrong types, NaN and unknown versions are all errors, and each is one line that names the
-file and the field.
+A file may have been edited by hand, cut short by a full disk, or written by a newer release. Reading it only in part
+could give a wrong plan. So unknown, repeated and missing keys, wrong types, NaN and unknown versions are errors, and
+each error is one line that names the file and the field.
 
-A file's shape is a `msgspec.Struct` with `frozen=True, forbid_unknown_fields=True`. Two conventions make
-its errors good:
+The structure of a file is a `msgspec.Struct` with `frozen=True, forbid_unknown_fields=True`, and two conventions:
 
-- a field `schema: int = N` states the version this release reads and writes; in a file it is required;
-- rules that types cannot say go into `__post_init__`, which raises `ValueError("field: what is wrong")`.
+- A field `schema: int = N` is the version that this release reads and writes. It is required in a file.
+- `__post_init__` checks what types cannot express, and raises `ValueError("field: what is wrong")`.
 """
 
 from __future__ import annotations
@@ -31,20 +29,20 @@ from syncline.errors import UsageError
 T = TypeVar("T", bound=msgspec.Struct)
 
 _MOST_BYTES = 256 << 20
-"""Of a file: a record of a long run has a few. What never ends, like a device, need not fill the memory first."""
+"""Largest file that is read, because reading a device such as /dev/zero would never end. Records have a few MiB."""
 _TOO_LARGE = 1 << 63
 _LONGEST = 300
-"""Characters of what is quoted from a file."""
+"""Largest number of characters that an error quotes from a file."""
 _MODE = 0o644
-"""Of a new file, less what the umask takes away."""
+"""Permissions of a new file, before the umask."""
 
 
 class FileError(UsageError):
-    """A file that cannot be used, in one line for the person at the keyboard: file, field, what to do."""
+    """A file cannot be read, written or used. The message is one line: the file, the field, and what to do."""
 
 
 class _FieldError(ValueError):
-    """What is wrong with a field; the file's name comes later. An empty field means the file as a whole."""
+    """A field is not valid. An empty field stands for the whole file; `FileError` adds the file's name."""
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}" if field else problem)
@@ -82,7 +80,7 @@ def _text_of(path: str | os.PathLike[str]) -> str:
 
 
 def write_json(path: str | os.PathLike[str], obj: msgspec.Struct | dict[str, Any]) -> None:
-    """Write `obj` so that `read_json` gives it back. NaN and infinity, unknown to JSON, are refused."""
+    """Write `obj` so that `read_json` returns it. Raises `FileError` for NaN and infinity, which JSON does not have."""
     try:
         tree = msgspec.to_builtins(obj)
         _check_values(tree)
@@ -98,15 +96,15 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 
 def write_bytes(path: str | os.PathLike[str], data: bytes, *, through_links: bool = True) -> None:
-    """Replace the file at `path` in one step: readers see the old file or the new one, never a half.
+    """Replace the file at `path` atomically: readers see the old file or the new one, never a part.
 
-    Only its owner may write to it, whatever the umask; who may read it, the umask says, and what was private stays so.
-    Where `path` is a link, what it points to is replaced; or the link itself, not `through_links`: for names that
-    others could guess, in folders where they could put a link.
+    Only the owner can write to the new file. Others can read it if the umask allows it and they could read the old one.
+    If `path` is a symbolic link, its target is replaced. With `through_links=False`, the link itself is replaced: use
+    that for guessable names in folders where other users could create a link.
     """
     try:
         if through_links and Path(path).exists() and not Path(path).is_file():
-            # A pipe or /dev/stdout: to put a file in its place would break it for everyone.
+            # A pipe or /dev/stdout must be written to, not replaced.
             Path(path).write_bytes(data)
             return
         target = Path(path).resolve() if through_links else Path(path)
@@ -125,49 +123,53 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, *, through_links: boo
 
 def _mode_for(target: Path) -> int:
     try:
-        found = target.lstat().st_mode
+        mode = target.lstat().st_mode
     except FileNotFoundError:
         return _MODE
-    return _MODE & found if stat.S_ISREG(found) else _MODE
+    return _MODE & mode if stat.S_ISREG(mode) else _MODE
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON parsers keep the last of two equal keys; in an edited file that hides a mistake."""
-    found: dict[str, Any] = {}
+    """Build a dict, and raise for repeated keys, of which JSON parsers silently keep the last."""
+    result: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in result:
             raise _FieldError(key, "appears more than once; keep one")
-        found[key] = value
-    return found
+        result[key] = value
+    return result
 
 
 def _check_values(tree: object) -> None:
-    if (found := _wrong_in(tree)) is not None:
-        raise _FieldError(*found)
+    if (invalid := _invalid_value(tree)) is not None:
+        raise _FieldError(*invalid)
 
 
-def _wrong_in(tree: object) -> tuple[str, str] | None:
-    """Where something is that JSON can say and no field may be, and what; the field's name is put together on the way
-    back, because there is hardly ever one."""
+def _invalid_value(tree: object) -> tuple[str, str] | None:
+    """Return the field and the problem of the first value that JSON can hold but no field may have.
+
+    The field's name is built while the recursion returns, because almost all files have no such value.
+    """
     if isinstance(tree, dict):
         for key, value in tree.items():
-            if (found := _wrong_in(key) or _wrong_in(value)) is not None:
-                where, what = found
-                return f"{one_line(str(key))}{'.' if where and where[0] != '[' else ''}{where}", what
+            if (invalid := _invalid_value(key) or _invalid_value(value)) is not None:
+                return _inside(one_line(str(key)), *invalid)
     elif isinstance(tree, list | tuple):
         for index, value in enumerate(tree):
-            if (found := _wrong_in(value)) is not None:
-                where, what = found
-                return f"[{index}]{'.' if where and where[0] != '[' else ''}{where}", what
+            if (invalid := _invalid_value(value)) is not None:
+                return _inside(f"[{index}]", *invalid)
     elif isinstance(tree, str):
         if not tree.isascii() and any("\ud800" <= char <= "\udfff" for char in tree):
-            return "", "holds half a character; write it again"
+            return "", "has an unpaired surrogate, which is not valid text; write it again"
     elif isinstance(tree, float):
         if not math.isfinite(tree):
             return "", f"must be a finite number, not {tree}"
     elif isinstance(tree, int) and not -_TOO_LARGE <= tree < _TOO_LARGE:
-        return "", "number out of range: nothing is counted in so many digits"
+        return "", "number out of range: it needs more than 64 bits"
     return None
+
+
+def _inside(outer: str, field: str, problem: str) -> tuple[str, str]:
+    return f"{outer}{'.' if field and field[0] != '[' else ''}{field}", problem
 
 
 _MARKS = {
@@ -177,31 +179,31 @@ _MARKS = {
     "rows": "a result",
     "models": "a run's record",
 }
-"""The key by which each kind of file is known."""
+"""A key that identifies each kind of file."""
 
 
 def _check_kind(tree: object, type: type[T]) -> None:
-    """A file in another's place is more likely than one with so many wrong keys."""
+    """Raise if this is another kind of file, which explains more than a list of wrong keys."""
     if isinstance(tree, dict):
         for mark, kind in _MARKS.items():
             if mark in tree and mark not in type.__struct_fields__:
-                raise _FieldError("", f"is {kind}, and something else was asked for here: were two files swapped?")
+                raise _FieldError("", f"is {kind}, but another kind of file is needed here; were two files swapped?")
 
 
 def _check_schema(tree: object, type: type[T]) -> None:
-    """The version comes first: a newer file may differ in every other field, and only this explains it."""
+    """Check the version before other fields, because a newer file may differ in all of them."""
     known = _schema_of(type)
     if known is None or not isinstance(tree, dict):
         return
     if "schema" not in tree:
         raise _FieldError("schema", f"is missing; this release writes {known}")
-    found = tree["schema"]
-    if not isinstance(found, int) or isinstance(found, bool):
+    schema = tree["schema"]
+    if not isinstance(schema, int) or isinstance(schema, bool):
         raise _FieldError("schema", f"must be the whole number {known}")
-    if found > known:
-        raise _FieldError("schema", f"is {found}, and this release reads up to {known}; upgrade syncline")
-    if found != known:
-        raise _FieldError("schema", f"is {found}, and this release reads {known}; write the file again")
+    if schema > known:
+        raise _FieldError("schema", f"is {schema}, and this release reads up to {known}; upgrade syncline")
+    if schema != known:
+        raise _FieldError("schema", f"is {schema}, and this release reads {known}; write the file again")
 
 
 @functools.cache
@@ -217,20 +219,20 @@ def _convert(tree: object, type: type[T]) -> T:
 
 
 def _explained(error: msgspec.ValidationError) -> _FieldError:
-    """msgspec says "what - at `$.where`"; put the field first, and say what to do."""
+    """Convert msgspec's "problem - at `$.field`" to an error that begins with the field and says what to do."""
     text, _, where = str(error).partition(" - at `$")
     field = where.rstrip("`").lstrip(".")
     inner = f"{field}." if field else ""
-    if isinstance(error.__cause__, ValueError):  # raised by a __post_init__, whose message begins with its own field
+    if isinstance(error.__cause__, ValueError):  # from a __post_init__, whose message begins with the field
         return _FieldError("", inner + str(error.__cause__))
-    if found := re.fullmatch(r"Object contains unknown field `(.*)`", text, re.DOTALL):
-        return _FieldError(inner + found[1], "is not a known key; remove it or correct its spelling")
-    if found := re.fullmatch(r"Object missing required field `(.*)`", text):
-        return _FieldError(inner + found[1], "is missing")
+    if match := re.fullmatch(r"Object contains unknown field `(.*)`", text, re.DOTALL):
+        return _FieldError(inner + match[1], "is not a known key; remove it or correct its spelling")
+    if match := re.fullmatch(r"Object missing required field `(.*)`", text):
+        return _FieldError(inner + match[1], "is missing")
     return _FieldError(field, text[:1].lower() + text[1:].replace("`", ""))
 
 
 def one_line(text: str) -> str:
-    """Keys and values come from the file, line breaks included; the error stays one line, and not endless."""
+    """Return a text from a file as one line of limited length, for an error message."""
     line = "".join(char if char.isprintable() else " " for char in text[:_LONGEST])
     return line if len(text) <= _LONGEST else line[: _LONGEST - 3] + "..."

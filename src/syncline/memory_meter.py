@@ -1,8 +1,8 @@
-"""How much memory tensors take: now, and at most since somebody last asked.
+"""Measure how much memory tensors use, now and at the peak.
 
-On CUDA the allocator knows. On the CPU nobody does, so every operation's results are followed from when they are made
-until their memory is freed, in the thread that asked and in those that ask to be followed too (`followed`). What an
-operation needs only while it runs is not seen there.
+On CUDA, the allocator counts. On the CPU, a dispatch mode tracks the results of every operation until their memory is
+freed, in the thread that called `metered` and in threads that use `followed`. Temporary memory inside an operation is
+not counted there.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ class Meter(Protocol):
     def now(self) -> int: ...
 
     def peak(self) -> int:
-        """The most since `restart`."""
+        """Return the largest number of bytes since `restart`."""
 
     def restart(self) -> None: ...
 
 
 @contextlib.contextmanager
 def metered(device: torch.device, known: Iterable[Tensor] = ()) -> Iterator[Meter]:
-    """A meter for what happens inside. `known`: tensors that are there already and count."""
+    """Yield a meter that counts inside the block. `known` are existing tensors that count, too."""
     if device.type == "cuda":
         meter = _Allocator(device)
         meter.restart()
         yield meter
         return
-    followed_ones = _Followed()
+    tracker = _Tracker()
     for tensor in known:
-        followed_ones.note(tensor)
-    _followers.append(followed_ones)
+        tracker.note(tensor)
+    _trackers.append(tracker)
     try:
-        with _Follow(followed_ones):
-            yield followed_ones
+        with _TrackResults(tracker):
+            yield tracker
     finally:
-        _followers.remove(followed_ones)
+        _trackers.remove(tracker)
 
 
 def followed() -> contextlib.AbstractContextManager[Any]:
-    """For a thread that works for others: what it makes counts, where somebody counts."""
-    return _Follow(_followers[-1]) if _followers else contextlib.nullcontext()
+    """Return a context in which a worker thread's tensors count for the current meter, if there is one."""
+    return _TrackResults(_trackers[-1]) if _trackers else contextlib.nullcontext()
 
 
 class _Allocator:
@@ -69,9 +69,11 @@ class _Allocator:
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-class _Followed:
+class _Tracker:
+    """Counts the memory of CPU tensors."""
+
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # memory may be freed while it is counted, in the same thread
+        self._lock = threading.RLock()  # re-entrant, because garbage collection may call _freed inside note
         self._bytes: dict[int, int] = {}
         self._watches: dict[int, Any] = {}
         self._now = self._peak = 0
@@ -85,7 +87,7 @@ class _Followed:
             if key in self._bytes:
                 return
             size = storage.nbytes()
-            # torch keeps a storage's Python object as long as the storage: it goes when the memory does.
+            # torch keeps the storage's Python object alive as long as the storage, so it ends with the memory.
             self._watches[key] = weakref.ref(storage, functools.partial(self._freed, key))
             self._bytes[key] = size
             self._now += size
@@ -107,17 +109,17 @@ class _Followed:
             self._peak = self._now
 
 
-class _Follow(TorchDispatchMode):
-    def __init__(self, noting: _Followed) -> None:
+class _TrackResults(TorchDispatchMode):
+    def __init__(self, tracker: _Tracker) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._noting = noting
+        self._tracker = tracker
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self._noting.note(leaf)
+                self._tracker.note(leaf)
         return result
 
 
-_followers: list[_Followed] = []
+_trackers: list[_Tracker] = []

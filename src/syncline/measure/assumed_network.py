@@ -1,4 +1,4 @@
-"""Networks that nobody has measured."""
+"""Networks built from typical figures, for clusters that have not been probed."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ASSUMED_RATE_BPS = 10_000_000_000
 
 
 def assumed_network(hosts: int, per_host: int, rate_bps: int, backend: str = "nccl") -> Network:
-    """Hosts of equal size, numbered one after the other, with links nobody measured."""
+    """Return a network of equal hosts, whose ranks are numbered host by host."""
     return assumed_links([host for host in range(hosts) for _ in range(per_host)], rate_bps, backend)
 
 
 def assumed_links(host_of_rank: Sequence[int], rate_bps: int = ASSUMED_RATE_BPS, backend: str = "nccl") -> Network:
-    """Links nobody measured: Ethernet at its rate, and the rest as on an ordinary cluster of this kind."""
+    """Return a network with Ethernet links of the given rate, and typical start-ups for the backend."""
     hosts, ranks = max(host_of_rank) + 1, len(host_of_rank)
     fullest = max(collections.Counter(host_of_rank).values())
     goodput = rate_bps / 8 * ETHERNET_EFFICIENCY

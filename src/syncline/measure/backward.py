@@ -1,8 +1,8 @@
-"""Measures when each gradient of a model becomes ready, from steps that are made for it.
+"""Measure when each gradient of a model becomes ready, by running steps for that purpose.
 
-Every parameter gets a hook that marks the moment its gradient is complete. The model is measured without
-communication; what DDP adds on top is measured in `overhead.py`. Where there are several ranks, all compute at the
-same time: on a shared host they share its cores and its memory's bandwidth, as they do in training.
+Every parameter gets a hook that marks when its gradient is complete. The model is measured without communication;
+`overhead.py` measures what DDP adds. All ranks compute at the same time, because ranks on one host share its cores and
+memory bandwidth in training, too.
 """
 
 from __future__ import annotations
@@ -46,26 +46,48 @@ def measure_backward(
     group: dist.ProcessGroup | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Profile:
-    """Run `warmup + steps` training steps of `model` and return the medians of the measured ones.
+    """Run `warmup + steps` training steps of `model` and return a profile with the medians of the measured steps.
 
-    `step(model)` runs one forward and returns the loss; it must not call `backward`. Backward is called
-    here, because only so is its start known: offsets count from that call. Of a DDP model the module inside
-    is measured, without its exchange; of a compiled one the compiled code.
+    All ranks of the process group call this function together and get the same profile: medians over the ranks, and
+    the times of each rank. The steps do not communicate. For a DDP model, the module inside is measured; for a
+    compiled model, the compiled code. A parameter without a gradient counts as ready at 0, which is when DDP marks
+    unused parameters.
 
-    With a process group (default: the model's, if it is a DDP model, else the default one where there is one) all its
-    ranks call this together and get the same profile: medians over the ranks, and each rank's own. They do not
-    communicate while they are measured.
+    Afterwards all gradients are `None`, and buffers such as BatchNorm's averages have their old values. With an
+    `optimizer`, the steps do train the model: parameters, buffers and optimizer state change. For a DDP model they are
+    restored, because the replicas would differ otherwise.
 
-    A parameter that gets no gradient counts as ready at 0, which is when DDP marks unused parameters.
-    Gradients are `None` afterwards and buffers (BatchNorm's averages) are put back. With an `optimizer` the
-    steps are real ones: `update_s` is measured, and parameters, buffers and optimizer state move on. Only those of a
-    DDP model are put back then, because its replicas would differ.
+    Args:
+        model: The model, on one device. It may be wrapped in DDP or compiled.
+        step: A function that runs one forward pass and returns the loss. It must not call `backward`, because ready
+            times are counted from that call.
+        steps: Number of measured steps.
+        warmup: Number of steps before them.
+        optimizer: If given, its `step()` is measured, too.
+        model_name: The name in the profile. The default is the name of the model's class.
+        batch: Examples per rank and step, stored in the profile.
+        group: The ranks that are measured at the same time. The default is the group of a DDP model, else the default
+            process group if there is one.
+        on_progress: Called after each step with the number of finished steps and of all steps.
+
+    Returns:
+        The profile, the same on all ranks.
+
+    Raises:
+        UsageError: The model or the step cannot be measured.
+        MismatchError: The ranks have different models, or another rank failed.
+
+    Example:
+        >>> profile = syncline.measure_backward(net, lambda net: loss_function(net(inputs), targets))
+        >>> profile.save("profile.json")
     """
     if steps < 1 or warmup < 0:
         raise UsageError(f"steps must be at least 1 and warmup at least 0, not {steps} and {warmup}")
     subject = Subject.of(model)
     if subject.compiled_with_ddp and getattr(subject.ddp, "static_graph", False):
-        raise UsageError("a compiled DDP model with static_graph cannot run without communication: measure the module")
+        raise UsageError(
+            "a compiled DDP model with static_graph=True cannot run without communication: pass its module instead"
+        )
     if group is None:
         group = subject.ddp.process_group if subject.ddp is not None else _default_group()
     how = describe_method(subject.device, f"medians of {steps} steps after {warmup} to warm up", optimizer)
@@ -73,9 +95,9 @@ def measure_backward(
         if subject.device.type == "cuda":
             around.enter_context(torch.cuda.device(subject.device))
         if optimizer is None:
-            around.enter_context(_buffers_kept(subject.model))
+            around.enter_context(_restore_tensors(list(subject.model.buffers())))
         elif subject.ddp is not None:
-            around.enter_context(_training_kept(subject.model, optimizer))
+            around.enter_context(_restore_training(subject.model, optimizer))
         if subject.compiled_with_ddp and subject.ddp is not None:
             around.enter_context(subject.ddp.no_sync())
         clock = clock_for(subject.device)
@@ -98,7 +120,7 @@ def measure_backward(
             return b""
 
         def measure() -> Measured:
-            times = [one.read(clock) for one in take(steps)]
+            times = [marks.read(clock) for marks in take(steps)]
             return summarise(subject, times, model_name=model_name, how=how, batch=batch)
 
         together(group, warm_up)
@@ -109,12 +131,12 @@ def measure_backward(
 def _timed(
     clock: Clock[Any], subject: Subject, step: Step, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[Callable[[], StepMarks[Any]]]:
-    """A function that makes one step and marks its moments."""
+    """Yield a function that runs one step and returns its marks."""
     ready: dict[str, Any] = {}
 
     def marker(name: str) -> Callable[[Tensor], None]:
         def mark(_: Tensor) -> None:
-            # Checkpointing may complete a gradient in parts: the last one counts, for the order as well.
+            # With activation checkpointing this may be called more than once per step: the last call counts.
             ready.pop(name, None)
             ready[name] = clock.mark()
 
@@ -122,7 +144,7 @@ def _timed(
 
     def run() -> StepMarks[Any]:
         nonlocal ready
-        _drop_gradients(subject)
+        _clear_gradients(subject)
         ready = {}
         start = clock.mark()
         loss = checked_loss(step(subject.model))
@@ -145,28 +167,22 @@ def _timed(
     finally:
         for hook in hooks:
             hook.remove()
-        _drop_gradients(subject)
+        _clear_gradients(subject)
 
 
 def _default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
-def _drop_gradients(subject: Subject) -> None:
+def _clear_gradients(subject: Subject) -> None:
     for p in subject.parameters.values():
         p.grad = None
 
 
 @contextlib.contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    with _tensors_kept(list(model.buffers())):
-        yield
-
-
-@contextlib.contextmanager
-def _training_kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def _restore_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     state = copy.deepcopy(optimizer.state_dict())
-    with _tensors_kept([*model.parameters(), *model.buffers()]):
+    with _restore_tensors([*model.parameters(), *model.buffers()]):
         try:
             yield
         finally:
@@ -174,7 +190,7 @@ def _training_kept(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterat
 
 
 @contextlib.contextmanager
-def _tensors_kept(tensors: list[Tensor]) -> Iterator[None]:
+def _restore_tensors(tensors: list[Tensor]) -> Iterator[None]:
     before = [(tensor, tensor.detach().clone()) for tensor in tensors]
     try:
         yield

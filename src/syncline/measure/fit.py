@@ -1,9 +1,9 @@
-"""Fits of what a collective costs: robust, never negative, in two pieces where one line does not fit.
+"""Robust fits of a collective's time over its bytes: one line, or up to three lines that meet.
 
-Every size counts with its *relative* error, or the largest would decide alone, and the more the better its repetitions
-agree: tiny messages scatter on busy processors, large ones hardly do. Sizes that stick out count less with each pass
-(Huber's weights), because on a shared machine some always do. Slopes and intercepts below zero have no meaning, so they
-cannot come out.
+- Errors are *relative*; with absolute errors, the largest sizes alone would decide.
+- A size has more weight if its repetitions agree. Tiny messages scatter on busy processors; large ones hardly do.
+- Outliers lose weight with each pass (Huber's weights), because a shared machine always has some.
+- Slopes and the first intercept are never negative (non-negative least squares).
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Samples = Mapping[int, Sequence[float]]
-"""By bytes: the seconds that each repetition took."""
+"""Bytes → the seconds of each repetition."""
 
 CONFIDENCE = 0.9
 _PASSES = 6
 _HUBER = 1.345
 _BETTER = 0.6
-"""A second piece must leave less than this share of the squared error, or it describes noise."""
+"""Another line is accepted only if the squared error falls below this share; otherwise it would describe noise."""
 _RESAMPLES = 200
 _PRECISION = 0.02
-"""The relative error that every median has at least, however well its repetitions agree."""
+"""Lower limit for the relative error of a median, however well its repetitions agree."""
 _UNKNOWN_PRECISION = 0.05
-"""Of a size that was measured once."""
+"""Relative error of a size that was measured once."""
 _LAST_SWITCH_BYTES = 4e6
-"""Protocols switch for small messages. Where bytes get cheaper later, sizes before were disturbed."""
+"""Protocols switch at small sizes only. If the slope falls beyond this size, smaller sizes were disturbed."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds from so many bytes on."""
+    """The time of sizes from `from_bytes` on."""
 
     from_bytes: float
     intercept_s: float
@@ -45,11 +45,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Lines:
-    """Seconds over bytes: one line, or up to three that meet where the next begins."""
+    """Time over bytes: one to three lines, each of which ends where the next begins."""
 
     pieces: tuple[Line, ...]
     residual: float
-    """Root mean square of relative errors."""
+    """Root mean square of the relative errors."""
 
     @property
     def intercept_s(self) -> float:
@@ -69,7 +69,7 @@ class Lines:
 
     @property
     def breakpoint(self) -> float | None:
-        """Where the last piece begins, if there are several."""
+        """Bytes at which the last line begins; None if there is only one."""
         return self.pieces[-1].from_bytes if len(self.pieces) > 1 else None
 
     def seconds(self, nbytes: float) -> float:
@@ -92,27 +92,30 @@ class Fit:
 
 
 def fit(samples: Samples, *, bursts: bool = False, switches: bool = True) -> Fit:
-    """Of medians, with intervals from repetitions drawn again and again.
+    """Fit lines to the medians, with confidence intervals from bootstrap resampling of the repetitions.
 
-    `bursts`: the links are known to let some bytes pass at once, so that two lines are more likely than one.
-    `switches`: protocols may change with the size, so that bytes may get cheaper and three lines are possible.
+    Args:
+        samples: Seconds of each repetition, by bytes.
+        bursts: Whether the links are known to have a burst, which makes two lines more likely than one.
+        switches: Whether the protocol may change with the size: a later line may then have a smaller slope, and there
+            may be three lines.
     """
     sizes = np.array(sorted(samples), dtype=float)
     medians = np.array([statistics.median(samples[int(size)]) for size in sizes])
     precision = np.array([_precision(samples[int(size)]) for size in sizes])
     lines = fit_lines(sizes, medians, precision, better=1.0 if bursts else _BETTER, switches=switches)
     breaks = tuple(piece.from_bytes for piece in lines.pieces[1:])
-    draw = np.random.default_rng(0)
-    starts, slopes = [], []
+    rng = np.random.default_rng(0)
+    intercepts, slopes = [], []
     repeats = [np.asarray(samples[int(size)], dtype=float) for size in sizes]
     for _ in range(_RESAMPLES):
-        again = np.array([np.median(draw.choice(times, len(times))) for times in repeats])
-        one, _ = _fitted(sizes, again, precision, breaks)
-        starts.append(one.intercept_s)
-        slopes.append(one.late_s_per_byte)
+        resampled = np.array([np.median(rng.choice(times, len(times))) for times in repeats])
+        refitted, _ = _fit_at(sizes, resampled, precision, breaks)
+        intercepts.append(refitted.intercept_s)
+        slopes.append(refitted.late_s_per_byte)
     return Fit(
         lines,
-        _interval(lines.intercept_s, starts, lines.residual),
+        _interval(lines.intercept_s, intercepts, lines.residual),
         _interval(lines.late_s_per_byte, slopes, lines.residual / len(sizes) ** 0.5),
     )
 
@@ -124,68 +127,68 @@ def fit_lines(
     better: float = _BETTER,
     switches: bool = True,
 ) -> Lines:
-    """As few lines as will do: a second must leave less than `better` of the squared error, a third less than `_BETTER`
-    of what two leave, and each needs sizes enough.
+    """Fit as few lines as possible.
 
-    `precision` is relative, of each size.
+    A second line is accepted if it reduces the squared error below the share `better`, a third line below the share
+    `_BETTER` of that of two lines. Each line needs two sizes. `precision` is the relative error of each size.
     """
     precision = np.full_like(sizes, _PRECISION) if precision is None else precision
-    places = _between(sizes)
-    best, misfit = _fitted(sizes, seconds, precision, ())
-    good_enough = len(sizes) if better < 1 else 1e-6  # it fits as well as the sizes repeat
+    positions = _possible_breaks(sizes)
+    best, misfit = _fit_at(sizes, seconds, precision, ())
+    good_enough = len(sizes) if better < 1 else 1e-6  # the fit is as precise as the measurements
     for pieces, enough, share in ((2, good_enough, better), (3, len(sizes), _BETTER)):
         if len(sizes) < 2 * pieces + 1 or misfit <= enough or (pieces == 3 and not switches):
             break
-        coarse = [breaks for breaks in itertools.combinations(places, pieces - 1) if _populated(sizes, breaks)]
-        tried = [(*_fitted(sizes, seconds, precision, breaks), breaks) for breaks in coarse]
-        tried = [found for found in tried if _plausible(found[0], switches)]
+        coarse = [breaks for breaks in itertools.combinations(positions, pieces - 1) if _populated(sizes, breaks)]
+        tried = [(*_fit_at(sizes, seconds, precision, breaks), breaks) for breaks in coarse]
+        tried = [fitted for fitted in tried if _plausible(fitted[0], switches)]
         if not tried:
             continue
-        candidate, least = _refined(sizes, seconds, precision, min(tried, key=lambda found: found[1])[2])
-        if least < share * misfit and _plausible(candidate, switches):  # if not, three may still do what two cannot
+        candidate, least = _refine(sizes, seconds, precision, min(tried, key=lambda fitted: fitted[1])[2])
+        if least < share * misfit and _plausible(candidate, switches):  # if not, three lines may still be better
             best, misfit = candidate, least
     return best
 
 
-def _refined(sizes: Floats, seconds: Floats, precision: Floats, breaks: tuple[float, ...]) -> tuple[Lines, float]:
-    """The same pieces, which now may meet anywhere near."""
-    best = _fitted(sizes, seconds, precision, breaks)
+def _refine(sizes: Floats, seconds: Floats, precision: Floats, breaks: tuple[float, ...]) -> tuple[Lines, float]:
+    """Move the breaks a little in either direction, and return the best fit."""
+    best = _fit_at(sizes, seconds, precision, breaks)
     for reach in (1.3, 1.08):
-        for place in range(len(breaks)):
+        for index in range(len(breaks)):
             for factor in (reach**-1, reach**-0.5, reach**0.5, reach):
-                moved = (*breaks[:place], breaks[place] * factor, *breaks[place + 1 :])
+                moved = (*breaks[:index], breaks[index] * factor, *breaks[index + 1 :])
                 if sorted(moved) == list(moved) and _populated(sizes, moved):
-                    found = _fitted(sizes, seconds, precision, moved)
-                    if found[1] < best[1]:
-                        best = found
+                    fitted = _fit_at(sizes, seconds, precision, moved)
+                    if fitted[1] < best[1]:
+                        best = fitted
             breaks = tuple(piece.from_bytes for piece in best[0].pieces[1:])
     return best
 
 
 def _plausible(lines: Lines, switches: bool) -> bool:
-    """Whether bytes get cheaper only where a protocol may switch."""
+    """Return whether the slope falls only where a protocol may switch."""
     return all(
         after.s_per_byte >= before.s_per_byte or (switches and after.from_bytes <= _LAST_SWITCH_BYTES)
         for before, after in itertools.pairwise(lines.pieces)
     )
 
 
-def _between(sizes: Floats) -> list[float]:
-    """Where lines may meet: at sizes and halfway, as they are spaced in powers."""
+def _possible_breaks(sizes: Floats) -> list[float]:
+    """Return the bytes at which lines may meet: the measured sizes, and the geometric means of neighbours."""
     inner = sizes[1:-1]
     halves = [float((left * right) ** 0.5) for left, right in itertools.pairwise(inner)]
     return sorted([*map(float, inner[:-1]), *halves])
 
 
 def _populated(sizes: Floats, breaks: tuple[float, ...]) -> bool:
-    """Whether every piece has two sizes to lie on."""
+    """Return whether every line has at least two sizes."""
     counts = np.bincount(np.searchsorted(np.array(breaks), sizes, side="right"), minlength=len(breaks) + 1)
     return bool(counts.min() >= 2)
 
 
-def _fitted(sizes: Floats, seconds: Floats, precision: Floats, breaks: tuple[float, ...]) -> tuple[Lines, float]:
-    """The lines, and the sum of squared errors, each in units of its size's precision."""
-    from scipy.optimize import nnls  # here, because commands that do not fit need not wait for its import
+def _fit_at(sizes: Floats, seconds: Floats, precision: Floats, breaks: tuple[float, ...]) -> tuple[Lines, float]:
+    """Return the lines for these breaks, and the sum of squared errors in units of each size's precision."""
+    from scipy.optimize import nnls  # imported here, because the import slows down commands that do not fit
 
     edges = (0.0, *breaks, np.inf)
     columns = [np.ones_like(sizes)]
@@ -211,7 +214,7 @@ def _fitted(sizes: Floats, seconds: Floats, precision: Floats, breaks: tuple[flo
 
 
 def _precision(times: Sequence[float]) -> float:
-    """About the relative error of these repetitions' median."""
+    """Estimate the relative error of the median of these repetitions."""
     if len(times) < 2:
         return _UNKNOWN_PRECISION
     low, median, high = np.quantile(times, [0.25, 0.5, 0.75])

@@ -1,4 +1,4 @@
-"""Hooks on a module that is somebody else's: gone when it is copied, pickled or compiled."""
+"""Hooks on a user's module that disappear when the module is copied, pickled or compiled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Unseen:
-    """Calls a function, from one module only: what is made from that module does without."""
+    """A hook that calls a function; copies of the hooked module get a hook that does nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = torch.compiler.disable(call)
@@ -21,8 +21,9 @@ class Unseen:
         return _instead, ()
 
 
+# Pickled modules refer to these two functions by name.
 def nothing(*_: object) -> None:
-    """What copies of a hooked module call."""
+    """Do nothing: the hook of copied modules."""
 
 
 def _instead() -> Callable[..., None]:

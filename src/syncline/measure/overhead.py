@@ -1,21 +1,21 @@
-"""Measures what DDP and the exchanges add to a step on this machine, apart from any network.
+"""Measure what DDP and the exchanges add to a step on this machine, without any network.
 
-DDP wraps a toy model, in a process group of this rank alone, whose backward hands out gradients that lie ready: nothing
-is computed and nothing is sent, so what a step takes longer than without DDP is DDP's own. A callback in the autograd
-engine, which runs when the last gradient is there and before DDP looks at its finished buckets, divides that in two:
+DDP wraps a toy model in a process group of one rank. The backward of the toy model returns prepared gradients: it
+computes and sends nothing, so the difference to a step without DDP is DDP's overhead. A callback in the autograd
+engine runs after the last gradient and before DDP finishes its buckets. It divides the overhead in two:
 
-- before it, on the thread that runs backward: the copies into buckets, which grow with their bytes, and handing a
-  bucket over, which many small buckets do more often than one;
-- after it: the copies out of the buckets, which wait for the exchange in training.
+- before it, on the thread that runs backward: copies into buckets, which grow with the bytes, and hooks, which grow
+  with the number of buckets;
+- after it: copies out of buckets, which wait for the exchange in training.
 
-All variants take turns in the same rounds, and each number is the median over rounds of a difference within one: what
-disturbs a round disturbs all that is compared.
+All variants take turns in the same rounds, and each figure is the median over rounds of a difference within one round,
+so that a disturbance affects both sides of the difference.
 
-An exchange's own computation is what it takes over a `SilentComm`, whose collectives do nothing.
+An exchange's own computation is measured with a `SilentComm`, whose collectives do nothing.
 
-On CUDA copies and work are times on the device's stream, measured while the host is ahead of it, as it is where the
-device is the limit: starting a copy takes the host longer than most copies take the device. `hook_s` is the host's own
-time, and delays a step only where the host is the limit.
+On CUDA, copies and work are times on the device's stream, measured while the host is ahead of the device: the host
+needs longer to start a copy than the device needs for most copies. `hook_s` is host time, which delays a step only if
+the host is the bottleneck.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from syncline.records.profile import Overheads, Work
 
 _PARAMETERS = 16
 _TINY = 16
-# Large enough that a copy takes longer than its start: on CUDA the start alone is some microseconds.
+# Large enough that a copy takes longer than starting it, which takes some microseconds on CUDA.
 _LARGE = {"cpu": 1 << 17, "cuda": 1 << 22}
 _ROUNDS = 15
 _BUCKET_BYTES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 20, 1 << 23, 1 << 26)}
-_HEAD_START_CYCLES = 20_000_000  # 10 to 20 ms: longer than the host needs for what is measured
+_HEAD_START_CYCLES = 20_000_000  # 10 to 20 ms: longer than the host needs to start the measured work
 _ONE_BUCKET_MB, _MANY_BUCKETS_MB = 1e5, 1e-6
 
 
@@ -60,36 +60,39 @@ def measure_overheads(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Overheads:
-    """What DDP's copies and hooks and the exchanges' own work take on `device`; about a second on a CPU.
+    """Measure DDP's copies and hooks, and the exchanges' own work. It takes about a second on a CPU.
 
-    `exchanges` by name (default: `EXCHANGES`) work as the first rank of `topology`, or of so many ranks. Alone on each
-    rank, or with a process group on all its ranks together, at the same time: then all get the medians over the ranks.
+    Args:
+        device: `cpu` or `cuda`.
+        exchanges: The exchanges to measure, by name. The default is `EXCHANGES`.
+        topology: The topology, or number of ranks, in which exchanges act as the first rank.
+        group: If given, all its ranks measure at the same time and get the medians over the ranks.
     """
     if isinstance(topology, int) and topology < 1:
-        raise UsageError(f"there must be at least 1 rank, not {topology}")
-    place = Topology.flat(topology) if isinstance(topology, int) else topology
+        raise UsageError(f"topology must have at least 1 rank, not {topology}")
+    ranks = Topology.flat(topology) if isinstance(topology, int) else topology
     device = torch.device(device)
     if device.type not in _LARGE:
-        raise UsageError(f"can measure on cpu and cuda, not on {device.type}")
+        raise UsageError(f"device must be cpu or cuda, not {device.type}")
 
     def measure() -> bytes:
         copies = _measure_ddp(device)
         makers = EXCHANGES if exchanges is None else exchanges
-        work = {name: _measure_work(make(), place, device) for name, make in makers.items()}
+        work = {name: _measure_work(make(), ranks, device) for name, make in makers.items()}
         return msgspec.json.encode(Overheads(**copies, work=work))
 
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        together(group, lambda: b"")  # start together, or the first would measure an idle machine
+        together(group, lambda: b"")  # a barrier: otherwise the first rank would measure an idle machine
         answers = together(group, measure)
     return _medians([msgspec.json.decode(answer, type=Overheads) for answer in answers])
 
 
 @dataclass(frozen=True)
 class SilentComm:
-    """Collectives that return at once and send nothing, among ranks that are not there.
+    """Collectives that return at once and send nothing, for one rank of an imaginary topology.
 
-    With `echo` they fill their outputs with what this rank gives: once, so that an exchange does not compute with
-    whatever lay in its memory, which may be slow numbers.
+    With `echo`, they fill their outputs with this rank's input. One such run initializes an exchange's memory:
+    arbitrary memory may hold denormal numbers, which are slow to compute with.
     """
 
     topology: Topology
@@ -101,7 +104,7 @@ class SilentComm:
         return self.topology.ranks
 
     def level(self, name: str) -> Comm | None:
-        """As the first rank, which leads everywhere."""
+        """Return the group of rank 0, which belongs to a group on every level; None if it is alone in it."""
         level = next(level for level in (self.topology.whole, *self.topology.levels) if level.name == name)
         return dataclasses.replace(self, topology=self.topology.among(level)) if len(level.groups[0]) > 1 else None
 
@@ -130,25 +133,25 @@ class SilentWork:
         pass
 
 
-def _measure_work(exchange: Exchange, place: Topology, device: torch.device) -> Work:
+def _measure_work(exchange: Exchange, topology: Topology, device: torch.device) -> Work:
     clock = clock_for(device)
-    # As many for each rank, so that what one would send of its part is what any other could send of its own.
-    ranks = place.ranks
+    # Sizes that divide evenly by the ranks, so that all ranks would send equal parts.
+    ranks = topology.ranks
     sizes = tuple(4 * ranks << max(0, round(math.log2(size / 4 / ranks))) for size in _BUCKET_BYTES[device.type])
-    return _line(sizes, [_work_s(clock, exchange, place, size // 4, device) for size in sizes])
+    return _line(sizes, [_work_s(clock, exchange, topology, size // 4, device) for size in sizes])
 
 
-def _work_s(clock: Clock[Any], exchange: Exchange, place: Topology, numel: int, device: torch.device) -> float:
+def _work_s(clock: Clock[Any], exchange: Exchange, topology: Topology, numel: int, device: torch.device) -> float:
     layout = Layout.flat(numel, device=device)
-    # Large ones everywhere, as in gradients: what an exchange selects must not all lie in one place.
+    # Random, because the entries that a sparse exchange selects must be spread over the bucket, as in gradients.
     start = torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(device)
     flat = start.clone()
-    echoing, silent = SilentComm(place, echo=True), SilentComm(place)
+    echoing, silent = SilentComm(topology, echo=True), SilentComm(topology)
     state = exchange.prepare(layout, echoing)
     exchange.run(flat, state, echoing)
     marks = []
     for _ in range(_ROUNDS):
-        flat.copy_(start)  # sums that are summed again would leave the numbers' range
+        flat.copy_(start)  # repeated sums would overflow
         _let_host_run_ahead(device)
         before = clock.mark()
         work = exchange.run(flat, state, silent)
@@ -160,13 +163,13 @@ def _work_s(clock: Clock[Any], exchange: Exchange, place: Topology, numel: int, 
 
 
 def _line(sizes: tuple[int, ...], seconds: list[float]) -> Work:
-    """The line nearest in relative terms, or small buckets would not count; neither of its parts is below 0."""
+    """Fit a line with relative errors, so that small buckets count, and without negative coefficients."""
     weights = 1 / np.maximum(seconds, 1e-9)
     slope, intercept = np.polyfit(sizes, seconds, 1, w=weights)
     if intercept < 0:
         squares = np.square(weights) * sizes
         slope, intercept = float(squares @ np.asarray(seconds)) / float(squares @ np.asarray(sizes)), 0.0
-    if slope * sizes[-1] < 1e-9:  # less than any clock shows, or below 0
+    if slope * sizes[-1] < 1e-9:  # below the resolution of any clock, or negative
         slope, intercept = 0.0, statistics.median(seconds)
     return Work(fixed_s=_rounded(intercept), s_per_byte=_rounded(slope))
 
@@ -186,7 +189,7 @@ def _measure_ddp(device: torch.device) -> dict[str, float]:
             "large": _Toy(large, device),
             "large in one bucket": wrapped(large, _ONE_BUCKET_MB),
         }
-        for _ in range(3):  # DDP rebuilds its buckets after the first
+        for _ in range(3):  # DDP rebuilds its buckets after the first step
             for model in variants.values():
                 _backward(clock, model, device)
         marks = [{name: _backward(clock, model, device) for name, model in variants.items()} for _ in range(_ROUNDS)]
@@ -203,18 +206,19 @@ def _measure_ddp(device: torch.device) -> dict[str, float]:
     return {
         "copy_in_s_per_byte": _typical(
             (
-                during(one, "large in one bucket")
-                - during(one, "large")
-                - (during(one, "tiny in one bucket") - during(one, "tiny"))
+                during(round_, "large in one bucket")
+                - during(round_, "large")
+                - (during(round_, "tiny in one bucket") - during(round_, "tiny"))
             )
             / nbytes
-            for one in marks
+            for round_ in marks
         ),
         "copy_out_s_per_byte": _typical(
-            (after(one, "large in one bucket") - after(one, "tiny in one bucket")) / nbytes for one in marks
+            (after(round_, "large in one bucket") - after(round_, "tiny in one bucket")) / nbytes for round_ in marks
         ),
         "hook_s": _typical(
-            (one["tiny in many buckets"].host_s - one["tiny in one bucket"].host_s) / (_PARAMETERS - 1) for one in marks
+            (round_["tiny in many buckets"].host_s - round_["tiny in one bucket"].host_s) / (_PARAMETERS - 1)
+            for round_ in marks
         ),
     }
 
@@ -223,10 +227,10 @@ def _measure_ddp(device: torch.device) -> dict[str, float]:
 class _Marks:
     start: Any
     ready: Any
-    """When the last gradient was there, and before DDP finishes its buckets."""
+    """After the last gradient, and before DDP finishes its buckets."""
     end: Any
     host_s: float
-    """From start to ready by the host's clock."""
+    """From start to ready, by the host's clock."""
 
 
 def _backward(clock: Clock[Any], model: nn.Module, device: torch.device) -> _Marks:
@@ -247,14 +251,14 @@ def _backward(clock: Clock[Any], model: nn.Module, device: torch.device) -> _Mar
 
 
 def _let_host_run_ahead(device: torch.device) -> None:
-    wait = getattr(torch.cuda, "_sleep", None)  # private: without it, starts are part of what is measured
+    wait = getattr(torch.cuda, "_sleep", None)  # private API; without it, kernel launches are measured, too
     if device.type == "cuda" and wait is not None:
         torch.cuda.synchronize()
         wait(_HEAD_START_CYCLES)
 
 
 class _Toy(nn.Module):
-    """Parameters whose gradients lie ready: backward only hands them out, one by one."""
+    """A model whose backward returns prepared gradients, one by one."""
 
     def __init__(self, numel: int, device: torch.device) -> None:
         super().__init__()
@@ -264,11 +268,11 @@ class _Toy(nn.Module):
     def forward(self, on_ready: Callable[[], None]) -> Tensor:
         x = torch.zeros((), device=self._gradient.device, requires_grad=True)
         for parameter in self.weights:
-            x = _HandOut.apply(x, parameter, self._gradient)  # type: ignore[no-untyped-call]
+            x = _ReturnGradient.apply(x, parameter, self._gradient)  # type: ignore[no-untyped-call]
         return _CallWhenReady.apply(x, on_ready)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _HandOut(torch.autograd.Function):
+class _ReturnGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
         ctx.gradient = gradient
@@ -281,7 +285,7 @@ class _HandOut(torch.autograd.Function):
 
 
 class _CallWhenReady(torch.autograd.Function):
-    """First in backward, so its callback comes before DDP's: they run in the order they were queued."""
+    """Queues a callback before DDP does, because it runs first in backward; callbacks run in that order."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, on_ready: Callable[[], None]) -> Tensor:
@@ -298,7 +302,7 @@ class _CallWhenReady(torch.autograd.Function):
 
 @contextlib.contextmanager
 def group_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """A process group of this rank alone; the others need not know."""
+    """Yield a process group of this rank alone. The other ranks need not call this function."""
     if dist.is_initialized():
         group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
         try:
@@ -309,27 +313,25 @@ def group_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
     backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
     try:
-        whole = dist.group.WORLD
-        assert whole is not None  # noqa: S101 - it was made a moment ago
-        yield whole
+        world = dist.group.WORLD
+        assert world is not None  # noqa: S101 - created above
+        yield world
     finally:
         dist.destroy_process_group()
 
 
-def _medians(everyone: list[Overheads]) -> Overheads:
-    def over_ranks(value: Callable[[Overheads], float]) -> float:
-        return statistics.median(map(value, everyone))
-
+def _medians(ranks: list[Overheads]) -> Overheads:
+    median = statistics.median
     return Overheads(
-        copy_in_s_per_byte=over_ranks(lambda one: one.copy_in_s_per_byte),
-        copy_out_s_per_byte=over_ranks(lambda one: one.copy_out_s_per_byte),
-        hook_s=over_ranks(lambda one: one.hook_s),
+        copy_in_s_per_byte=median(rank.copy_in_s_per_byte for rank in ranks),
+        copy_out_s_per_byte=median(rank.copy_out_s_per_byte for rank in ranks),
+        hook_s=median(rank.hook_s for rank in ranks),
         work={
             name: Work(
-                fixed_s=over_ranks(lambda one: one.work[name].fixed_s),  # noqa: B023 - called right away
-                s_per_byte=over_ranks(lambda one: one.work[name].s_per_byte),  # noqa: B023
+                fixed_s=median(rank.work[name].fixed_s for rank in ranks),
+                s_per_byte=median(rank.work[name].s_per_byte for rank in ranks),
             )
-            for name in everyone[0].work
+            for name in ranks[0].work
         },
     )
 
@@ -339,5 +341,5 @@ def _typical(values: Iterator[float]) -> float:
 
 
 def _rounded(value: float) -> float:
-    """To four digits, which is more than it repeats to."""
+    """Round to four digits, which is more than measurements repeat to."""
     return float(f"{value:.4g}")

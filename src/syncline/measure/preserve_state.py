@@ -1,4 +1,4 @@
-"""Steps that are taken to measure something must leave no trace."""
+"""Restore a model's state after steps that only measure."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 @contextlib.contextmanager
 def as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Puts back what steps change: gradients, buffers and random numbers. Parameters are not theirs to change."""
+    """Restore gradients, buffers and random number generators on exit. Parameters are not saved."""
     gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in module.parameters()]
-    held = [
+    buffers = [
         (part, name, buffer, buffer.detach().clone())
         for part in module.modules()
         for name, buffer in part._buffers.items()
@@ -27,18 +27,18 @@ def as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
             yield
         finally:
             with torch.no_grad():
-                for part, name, buffer, value in held:
+                for part, name, buffer, value in buffers:
                     buffer.copy_(value)
-                    part._buffers[name] = buffer  # forward may have put another in its place
-                for parameter, gradient, was in gradients:
-                    if gradient is not None and was is not None:
-                        gradient.copy_(was)
+                    part._buffers[name] = buffer  # forward may have replaced it with another tensor
+                for parameter, gradient, saved in gradients:
+                    if gradient is not None and saved is not None:
+                        gradient.copy_(saved)
                     parameter.grad = gradient
 
 
 @contextlib.contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """Afterwards, those that would have come next come next."""
+    """Restore the state of all random number generators on exit."""
     states: list[tuple[Callable[[Any], None], Any]] = [
         (torch.set_rng_state, torch.get_rng_state()),
         (random.setstate, random.getstate()),
@@ -49,14 +49,14 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
-        for put, state in states:
-            put(state)
+        for restore, state in states:
+            restore(state)
 
 
 class Weights:
-    """A copy of a model's weights in the host's memory, to tell whether steps have changed one, and to put it back.
+    """A copy of a model's weights in host memory, to detect and undo changes.
 
-    A tensor's version would not tell: writes through `.data` do not count there.
+    Tensor versions cannot detect every change: writes through `.data` do not increment them.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -64,10 +64,9 @@ class Weights:
         self._copies = {name: parameter.detach().to("cpu", copy=True) for name, parameter in parameters.items()}
 
     def changed(self) -> str | None:
-        """Return the name of the first parameter that has other bits than its copy, if any has."""
+        """Return the name of the first parameter whose bits differ from its copy, or None."""
         for name, parameter in self._parameters.items():
-            now, copy = (_bytes(tensor) for tensor in (parameter.detach().cpu(), self._copies[name]))
-            if not torch.equal(now, copy):
+            if not torch.equal(_bytes(parameter.detach().cpu()), _bytes(self._copies[name])):
                 return name
         return None
 
@@ -78,5 +77,5 @@ class Weights:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """NaNs are not equal to themselves, but their bits are."""
+    """Return the tensor's bytes, because NaN values do not equal themselves but their bytes do."""
     return tensor.contiguous().view(-1).view(torch.uint8)

@@ -1,8 +1,8 @@
-"""What measuring a model's steps takes, whoever runs them: the parts of the model, clocks, and medians.
+"""Common parts of everything that times a model's steps: the model's parts, clocks, and medians over steps and ranks.
 
-A step is a handful of marks that a clock can read later. On CUDA a mark is an event on the stream that does the work:
-waiting for the device at each parameter would stretch the very gaps that communication is to hide in, and waiting
-between steps would keep the host from running ahead as it does in training.
+A step is a set of marks that a clock converts to seconds later. On CUDA a mark is an event on the computing stream:
+waiting for the device at each parameter would stretch the gaps that communication is to hide in, and waiting between
+steps would keep the host from running ahead as it does in training.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Mark = TypeVar("Mark")
 
 @dataclass(frozen=True)
 class Subject:
-    """A model taken apart: what its gradients and buffers are called, and what is wrapped around it."""
+    """A model to measure, without its wrappers."""
 
     model: nn.Module
-    """Without DDP, but compiled where it was compiled: what computes a step without communication."""
+    """The module that computes a step without communication: without DDP, but compiled if the user compiled it."""
     name: str
     ddp: DDP | None
     parameters: dict[str, nn.Parameter]
-    """Those that get a gradient which DDP exchanges, by their names without wrappers."""
+    """Parameters whose gradients DDP exchanges, by their names without wrappers."""
     buffers: tuple[Buffers, ...]
     device: torch.device
 
@@ -72,28 +72,28 @@ class Subject:
 
     @property
     def compiled_with_ddp(self) -> bool:
-        """`torch.compile(DDP(net))`: DDP cannot be taken out of it."""
+        """Whether the model is `torch.compile(DDP(net))`, from which DDP cannot be removed."""
         return self.ddp is not None and self.model is not self.ddp.module
 
     def refuse_silent(self, silent: Sequence[str]) -> None:
-        """Raises where parameters got a gradient and their hooks said nothing: a 0 for them would be a lie."""
+        """Raise if hooks of parameters with a gradient did not fire, because their ready times are unknown."""
         if silent:
             more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
             raise UsageError(
-                f"{silent[0]}{more} got a gradient, but its hook did not fire, as under compiled autograd: when it is "
-                "ready cannot be measured; turn compiled autograd off while measuring"
+                f"{silent[0]}{more} got a gradient, but its hook did not fire, so its ready time cannot be measured; "
+                "turn compiled autograd off while measuring"
             )
 
 
 def checked_loss(loss: object) -> Tensor:
-    """What a step that must not run backward has returned."""
+    """Return the value of a user's step function, after checking that it is a tensor."""
     if not isinstance(loss, Tensor):
-        raise UsageError("step must return the loss as a tensor, and not run backward: that is done for it here")
+        raise UsageError("step must return the loss as a tensor, and must not call backward: Syncline calls it")
     return loss
 
 
 class Clock(Protocol[Mark]):
-    """Marks moments now and tells the seconds between them later."""
+    """Marks times now, and returns the seconds between them later."""
 
     def mark(self) -> Mark: ...
     def seconds(self, start: Mark, end: Mark) -> float: ...
@@ -118,7 +118,7 @@ class CudaClock:
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))  # which need not be the current device's
+        event.record(torch.cuda.current_stream(self._device))  # the model's device may not be the current one
         return event
 
     def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
@@ -134,16 +134,16 @@ def clock_for(device: torch.device) -> Clock[Any]:
 
 @dataclass
 class StepMarks(Generic[Mark]):
-    """The moments of one step, as the clock marked them."""
+    """The marks of one step."""
 
     start: Mark
     backward_start: Mark
     backward_end: Mark
     ready: dict[str, Mark]
     update: tuple[Mark, Mark] | None = None
-    """Start and end of the optimizer's step, where it is watched."""
+    """Start and end of the optimizer's step, if it is measured."""
     earlier: list[tuple[Mark, Mark]] = field(default_factory=list)
-    """Start and end of passes that only accumulated gradients: nothing was exchanged behind them."""
+    """Start and end of earlier passes that only accumulated gradients, without an exchange."""
 
     def read(self, clock: Clock[Mark]) -> StepTimes:
         return StepTimes(
@@ -157,7 +157,7 @@ class StepMarks(Generic[Mark]):
 
 @dataclass(frozen=True)
 class StepTimes:
-    """The moments of one step in seconds; `ready_s` counts from the start of backward."""
+    """The times of one step. `ready_s` counts from the start of backward."""
 
     forward_s: float
     backward_s: float
@@ -170,7 +170,7 @@ class StepTimes:
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """What one rank found, and what the others need of it to see who waits for whom."""
+    """The profile of one rank, and the times of its steps, from which the jitter between ranks is computed."""
 
     profile: Profile
     step_s: list[float]
@@ -179,16 +179,16 @@ class Measured(msgspec.Struct, frozen=True):
 def summarise(
     subject: Subject, times: Sequence[StepTimes], *, model_name: str | None, how: str, batch: int | None
 ) -> Measured:
-    """The medians of one rank's steps."""
-    backward_s = _median_s([one.backward_s for one in times])
-    step_s = [one.step_s for one in times]
+    """Return a profile with the medians of one rank's steps."""
+    backward_s = _median_s([step.backward_s for step in times])
+    step_s = [step.step_s for step in times]
     return Measured(
         Profile(
             model=model_name or subject.name,
             gradients=_in_ready_order(subject.parameters, times, backward_s),
-            forward_s=_median_s([one.forward_s for one in times]),
+            forward_s=_median_s([step.forward_s for step in times]),
             backward_s=backward_s,
-            update_s=_median_s([one.update_s for one in times]),
+            update_s=_median_s([step.update_s for step in times]),
             device=subject.device.type,
             where=describe_hardware(subject.device),
             how=how,
@@ -202,33 +202,36 @@ def summarise(
 
 
 def together(group: dist.ProcessGroup | None, work: Callable[[], bytes]) -> list[bytes]:
-    """Collective. What `work` returns on each rank; one that fails tells the others, which would wait for it."""
+    """Run `work` on all ranks and return the result of each rank. Collective.
+
+    If `work` fails on one rank, all ranks raise; otherwise the others would wait for it.
+    """
     if group is None:
         return [work()]
     failure: Exception | None = None
     try:
-        told = b"+" + work()
-    except Exception as error:  # noqa: BLE001 - raised again, once the others know
+        answer = b"+" + work()
+    except Exception as error:  # noqa: BLE001 - raised below, after the other ranks were informed
         failure = error
-        told = f"-{type(error).__name__}: {error}".splitlines()[0].encode()
-    answers = gather_bytes(group, told)
+        answer = f"-{type(error).__name__}: {error}".splitlines()[0].encode()
+    answers = gather_bytes(group, answer)
     if failure is not None:
         raise failure
     for rank, answer in enumerate(answers):
         if not answer.startswith(b"+"):
-            raise MismatchError(f"rank {rank} could not be measured: {answer[1:].decode()}")
+            raise MismatchError(f"the measurement failed on rank {rank}: {answer[1:].decode()}")
     return [answer[1:] for answer in answers]
 
 
-def merge(everyone: Sequence[Measured]) -> Profile:
-    """One profile of ranks that were measured at the same time: medians over them, and what each took."""
-    profiles = [one.profile for one in everyone]
+def merge(measured: Sequence[Measured]) -> Profile:
+    """Merge the profiles of ranks that were measured at the same time: medians over ranks, and the times of each."""
+    profiles = [rank.profile for rank in measured]
     if len(profiles) == 1:
         return profiles[0]
     for rank, profile in enumerate(profiles):
-        _refuse_other_model(profiles[0], rank, profile)
-    steps = min(len(one.step_s) for one in everyone)
-    rounds = list(zip(*(one.step_s[-steps:] for one in everyone), strict=True))
+        _check_same_model(profiles[0], rank, profile)
+    steps = min(len(rank.step_s) for rank in measured)
+    rounds = list(zip(*(rank.step_s[-steps:] for rank in measured), strict=True))
     backward_s = _median_s([profile.backward_s for profile in profiles])
     ready_s = [{gradient.name: gradient.ready_s for gradient in profile.gradients} for profile in profiles]
     gradients = [
@@ -237,7 +240,7 @@ def merge(everyone: Sequence[Measured]) -> Profile:
         )
         for gradient in profiles[0].gradients
     ]
-    by_pace = sorted(everyone, key=lambda one: statistics.median(one.step_s))
+    by_pace = sorted(measured, key=lambda rank: statistics.median(rank.step_s))
     return msgspec.structs.replace(
         profiles[0],
         gradients=tuple(sorted(gradients, key=lambda gradient: gradient.ready_s)),  # stable: ties as on rank 0
@@ -248,8 +251,8 @@ def merge(everyone: Sequence[Measured]) -> Profile:
         how=f"{profiles[0].how}, {len(profiles)} ranks at the same time",
         steps=steps,
         ranks=tuple(
-            RankTimes(rank=rank, forward_s=one.forward_s, backward_s=one.backward_s, update_s=one.update_s)
-            for rank, one in enumerate(profiles)
+            RankTimes(rank=rank, forward_s=own.forward_s, backward_s=own.backward_s, update_s=own.update_s)
+            for rank, own in enumerate(profiles)
         ),
         spread=by_pace[(len(by_pace) - 1) // 2].profile.spread,
         jitter_s=_median_s([max(times) - statistics.median(times) for times in rounds]),
@@ -257,13 +260,13 @@ def merge(everyone: Sequence[Measured]) -> Profile:
 
 
 def merge_over(group: dist.ProcessGroup | None, measure: Callable[[], Measured]) -> Profile:
-    """Collective. The same profile on all ranks."""
+    """Run `measure` on all ranks and return the merged profile, the same on all ranks. Collective."""
     answers = together(group, lambda: msgspec.json.encode(measure()))
     return merge([msgspec.json.decode(answer, type=Measured) for answer in answers])
 
 
 def describe_hardware(device: torch.device) -> str:
-    """The processor that did the work, in words; no host names, since profiles are shared."""
+    """Return the name of the processor or GPU. It contains no host name, because profiles are shared."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
@@ -289,11 +292,11 @@ def _by_type(buffers: Sequence[Tensor]) -> tuple[Buffers, ...]:
 def _in_ready_order(
     parameters: dict[str, nn.Parameter], times: Sequence[StepTimes], backward_s: float
 ) -> tuple[Gradient, ...]:
-    """Medians per parameter, sorted; parameters with equal medians keep the order of the last step."""
-    arrival = {name: place for place, name in enumerate(times[-1].ready_s)}
+    """Return gradients sorted by their median ready time; equal ones keep the order of the last step."""
+    arrival = {name: index for index, name in enumerate(times[-1].ready_s)}
     ready_s = {
-        # A parameter that is used in slow steps only has a later median than backward itself.
-        name: min(_median_s([one.ready_s[name] for one in times if name in one.ready_s] or [0.0]), backward_s)
+        # The median of a parameter that only slow steps use may be later than the median end of backward.
+        name: min(_median_s([step.ready_s[name] for step in times if name in step.ready_s] or [0.0]), backward_s)
         for name in parameters
     }
     order = sorted(parameters, key=lambda name: (ready_s[name], arrival.get(name, -1)))
@@ -310,7 +313,7 @@ def _in_ready_order(
 
 
 def _median_s(values: Sequence[float]) -> float:
-    """To the nanosecond, finer than any clock here; CUDA events of two streams may differ by less than 0."""
+    """Return the median, rounded to nanoseconds. The time between CUDA events of two streams may be negative."""
     return max(0.0, round(statistics.median(values), 9))
 
 
@@ -326,14 +329,14 @@ def _only_device(parameters: dict[str, nn.Parameter]) -> torch.device:
     if not devices:
         raise UsageError("the model has no parameter that requires a gradient")
     if len(devices) > 1:
-        raise UsageError(f"the model must sit on one device, not on {', '.join(sorted(map(str, devices)))}")
+        raise UsageError(f"the model must be on one device, not on {', '.join(sorted(map(str, devices)))}")
     device = devices.pop()
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"can measure on cpu and cuda, not on {device.type}")
+        raise UsageError(f"the model must be on cpu or cuda, not on {device.type}")
     return device
 
 
-def _refuse_other_model(first: Profile, rank: int, other: Profile) -> None:
+def _check_same_model(first: Profile, rank: int, other: Profile) -> None:
     mine, theirs = (
         {gradient.name: f"{list(gradient.shape)} {gradient.dtype}" for gradient in profile.gradients}
         for profile in (first, other)

@@ -1,4 +1,4 @@
-"""Who sits where: hosts from what ranks say of themselves, racks from what links carry."""
+"""Find the topology: hosts from an identity that each rank reports, racks from the measured rates."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 import numpy as np
 
 _SLOWER = 1.3
-"""Hosts whose traffic is slower than this between groups than inside them are in different racks."""
+"""Groups of hosts count as racks if the links between them are slower than those inside by this factor."""
 
 
 def host_identity() -> str:
-    """The same for the ranks of one host and for no others: the kernel's boot, and the network namespace in it, since
-    containers and emulated hosts share the former and may share a name."""
+    """Return a text that is the same for all ranks of one host, and different on other hosts.
+
+    It consists of the kernel's boot ID and the network namespace: containers and emulated hosts on one machine share
+    the boot ID, and may share a host name.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/net")
     try:
@@ -25,14 +28,14 @@ def host_identity() -> str:
 
 
 def number(identities: Sequence[str]) -> tuple[int, ...]:
-    """Identities as numbers, in the order of their first appearance."""
+    """Number the identities in the order of their first appearance."""
     seen: dict[str, int] = {}
     return tuple(seen.setdefault(identity, len(seen)) for identity in identities)
 
 
 def racks(matrix_bytes_per_s: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """Groups of hosts that reach each other faster than the rest; all in one where there are no such groups."""
-    # Here, because half a second of importing is more than commands that do not probe should pay.
+    """Return the rack of each host: hosts in a rack reach each other faster than others. Without such groups, all 0."""
+    # Imported here, because it takes half a second and only probing needs it.
     from scipy.cluster.hierarchy import fcluster, linkage
     from scipy.spatial.distance import squareform
 

@@ -1,1 +1,1 @@
-"""Which gradients travel together, when, and through which exchange: searched against the prediction."""
+"""Find the best plan: which gradients form a bucket, and which lane and exchange each bucket uses."""

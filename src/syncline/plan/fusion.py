@@ -1,21 +1,21 @@
-"""Which gradients to fuse into buckets, if buckets travel one after the other.
+"""Planners that fuse gradients into buckets, which are exchanged one after the other.
 
-A planner gets when each gradient is ready, how large it is, and what a bucket of some bytes takes, and returns buckets:
-how many gradients each has, in the order in which they are ready. The published ones are here to be compared with:
+A planner gets the ready time and size of each gradient, and the time of a bucket as a function of its bytes. It returns
+the number of gradients in each bucket, in ready order. The published planners serve as comparisons:
 
-- `wfbp`: none are fused. Wait-free back-propagation.
-- `mgwfbp`: MG-WFBP's greedy (INFOCOM 2019). From the first gradient on: one waits for the next if that is ready before
-  the first could have arrived, and if either the first is still queued by then, or waiting takes less than a start-up.
-- `asc`: ASC-WFBP's (INFOCOM 2021): the same without waiting; what is left runs on two lanes.
-- `constant`: buckets that are closed when they reach a size.
-- `cycles`: what is ready at each tick of a clock travels together, up to a size, and the clock stands still meanwhile:
-  Horovod's tensor fusion.
+- `wfbp`: wait-free back-propagation, one gradient per bucket.
+- `mgwfbp`: the greedy algorithm of MG-WFBP (INFOCOM 2019). A bucket takes in the next gradient if that is ready before
+  the bucket could have arrived, and if the bucket is still queued then or would wait less than a start-up.
+- `asc`: ASC-WFBP (INFOCOM 2021), which is the same without waiting. Its buckets run on two lanes.
+- `constant`: buckets are closed when they reach a size.
+- `cycles`: Horovod's tensor fusion. At each tick of a clock, all ready gradients form a bucket, up to a size. The clock
+  stops during an exchange.
 
-`optimal` is the exact optimum for one lane: with f(j) the earliest time by which the first j gradients can be there,
+`optimal` is the exact optimum for one lane. If f(j) is the earliest time at which the first j gradients have arrived,
 
     f(j) = min over i < j of  max(f(i), ready(j)) + cost(bytes of i+1 … j)
 
-because to have arrived earlier never hurts what comes after. O(L²), vectorised over i.
+because an earlier arrival never delays later buckets. It takes O(L²) operations, vectorised over i.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Sizes = tuple[int, ...]
-"""How many gradients each bucket has, in the order in which they are ready."""
+"""Number of gradients in each bucket, in ready order."""
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What there is to fuse, in the order in which it is ready."""
+    """The gradients of a step, in ready order."""
 
     ready_s: Floats
     bytes: Floats
     cost_s: Callable[[Floats], Floats]
-    """What buckets of so many bytes take."""
+    """Returns the time of buckets of the given bytes."""
 
     @property
     def count(self) -> int:
@@ -47,17 +47,17 @@ class Gradients:
 
     @property
     def startup_s(self) -> float:
-        """What a bucket takes however little it holds."""
+        """Time of an empty bucket."""
         return float(self.cost_s(np.zeros(1))[0])
 
 
 def line(startup_s: float, s_per_byte: float) -> Callable[[Floats], Floats]:
-    """The cost that the published planners assume."""
+    """Return the linear cost function that the published planners assume."""
     return lambda nbytes: startup_s + s_per_byte * nbytes
 
 
 def arrival_s(gradients: Gradients, sizes: Sequence[int]) -> float:
-    """When the last bucket has arrived, if they travel one after the other."""
+    """Return when the last bucket has arrived, if buckets are exchanged one after the other."""
     end_s = 0.0
     for bucket_s, ready_s in zip(*_buckets(gradients, sizes), strict=True):
         end_s = max(end_s, float(ready_s)) + float(bucket_s)
@@ -65,14 +65,14 @@ def arrival_s(gradients: Gradients, sizes: Sequence[int]) -> float:
 
 
 def optimal(gradients: Gradients) -> Sizes:
-    """The buckets with which the last gradient arrives first."""
+    """Return the buckets with which the last gradient arrives earliest."""
     count = gradients.count
     ready_s = np.maximum.accumulate(gradients.ready_s)
     ends = np.concatenate([[0.0], np.cumsum(gradients.bytes)])
     arrived_s = np.zeros(count + 1)
     cut = np.zeros(count + 1, np.int64)
     for j in range(1, count + 1):
-        # What arrived before the gradients of this bucket were ready is all the same: fewest buckets, then.
+        # argmin takes the first of equal times, and so the fewest buckets.
         times_s = np.maximum(arrived_s[:j], ready_s[j - 1]) + gradients.cost_s(ends[j] - ends[:j])
         cut[j] = int(np.argmin(times_s))
         arrived_s[j] = times_s[cut[j]]
@@ -96,13 +96,13 @@ def asc(gradients: Gradients) -> Sizes:
 
 
 def constant(gradients: Gradients, bucket_bytes: float) -> Sizes:
-    sizes, filled, held = [], 0.0, 0
+    sizes, filled, count = [], 0.0, 0
     for nbytes in gradients.bytes:
-        filled, held = filled + float(nbytes), held + 1
+        filled, count = filled + float(nbytes), count + 1
         if filled >= bucket_bytes:
-            sizes.append(held)
-            filled, held = 0.0, 0
-    return tuple([*sizes, held] if held else sizes)
+            sizes.append(count)
+            filled, count = 0.0, 0
+    return tuple([*sizes, count] if count else sizes)
 
 
 def cycles(gradients: Gradients, cycle_s: float, buffer_bytes: float) -> Sizes:
@@ -111,41 +111,40 @@ def cycles(gradients: Gradients, cycle_s: float, buffer_bytes: float) -> Sizes:
     while first < gradients.count:
         # The first tick at which something is ready.
         now_s += max(1.0, math.ceil((float(gradients.ready_s[first]) - now_s) / cycle_s)) * cycle_s
-        last, held = first, 0.0
+        last, filled = first, 0.0
         while last < gradients.count and float(gradients.ready_s[last]) <= now_s + 1e-12:
-            held += float(gradients.bytes[last])
-            if last > first and held > buffer_bytes:
+            filled += float(gradients.bytes[last])
+            if last > first and filled > buffer_bytes:
                 break
             last += 1
         last = max(last, first + 1)
-        taken = gradients.bytes[first:last].sum(keepdims=True)
-        now_s += max(0.0, float(gradients.cost_s(taken)[0]) - cycle_s)
+        bucket_bytes = gradients.bytes[first:last].sum(keepdims=True)
+        now_s += max(0.0, float(gradients.cost_s(bucket_bytes)[0]) - cycle_s)
         sizes.append(last - first)
         first = last
     return tuple(sizes)
 
 
 def _greedy(gradients: Gradients, patience_s: float) -> Sizes:
-    """A bucket takes the next gradient in if that is ready before the bucket could have arrived, and either the bucket
-    is still queued by then, or would wait less than `patience_s` for it."""
+    """Fuse as `mgwfbp` does, if a bucket waits less than `patience_s` for the next gradient."""
     sizes: list[int] = []
     free_s, first = 0.0, 0
     for last in range(gradients.count):
         ready_s = float(gradients.ready_s[last])
-        took_s = float(gradients.cost_s(gradients.bytes[first : last + 1].sum(keepdims=True))[0])
+        bucket_s = float(gradients.cost_s(gradients.bytes[first : last + 1].sum(keepdims=True))[0])
         start_s = max(free_s, ready_s)
         if last + 1 < gradients.count:
             next_s = float(gradients.ready_s[last + 1])
             queued, waits_s = start_s > next_s, next_s - start_s
-            if next_s < start_s + took_s and (queued or waits_s < patience_s):
+            if next_s < start_s + bucket_s and (queued or waits_s < patience_s):
                 continue
         sizes.append(last + 1 - first)
-        free_s, first = start_s + took_s, last + 1
+        free_s, first = start_s + bucket_s, last + 1
     return tuple(sizes)
 
 
 def _buckets(gradients: Gradients, sizes: Sequence[int]) -> tuple[Floats, Floats]:
-    """What each bucket takes, and when it is ready."""
+    """Return the time of each bucket, and when it is ready."""
     ends = np.cumsum(sizes)
     if list(ends[-1:]) != [gradients.count] or min(sizes, default=0) < 1:
         raise ValueError(f"buckets of {list(sizes)} do not hold {gradients.count} gradients")

@@ -1,4 +1,4 @@
-"""From what was found to a plan: buckets by name, each exchange as it was chosen, and the reason in a sentence."""
+"""Turn the result of a search into a plan: buckets with parameter names, exchanges with settings, and the reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from syncline.exchange import Hierarchical, settings
-from syncline.plan.search import Found, search
+from syncline.plan.search import SearchResult, search
 from syncline.predict import Losses, Prediction, Schedule
 from syncline.predict.diagnosis import CAUSES, lost_to
 from syncline.predict.exchange_time import topology_of
@@ -14,6 +14,7 @@ from syncline.predict.schedule import DDP_CAPS
 from syncline.records.network import Network
 from syncline.records.plan import Alternative, Plan, PlannedBucket, PlannedGradient, Where
 from syncline.records.profile import Profile
+from syncline.units import milliseconds_text
 
 
 def make_plan(
@@ -24,21 +25,41 @@ def make_plan(
     paced: bool = False,
     caps: Sequence[int] = DDP_CAPS,
 ) -> Plan:
-    """The best schedule that is allowed, as a plan for this model on this cluster. See `search`."""
-    found = search(profile, network, allow, paced=paced, caps=caps)
-    nothing = Alternative(name="do nothing: plain DDP", iteration_s=found.plain.iteration_s, lossless=True)
+    """Find the best plan for a model on a cluster.
+
+    Args:
+        profile: The model.
+        network: The cluster.
+        allow: Lossy exchanges that may be used: `bf16`, `fp16`, `sparse`. By default the plan is lossless.
+        paced: Whether gradients are ready at fixed times, as in a replayed profile.
+        caps: Bytes at which plain DDP closes its buckets; the last one repeats.
+
+    Returns:
+        The plan. Its `nothing` is true if plain DDP is best.
+
+    Raises:
+        UsageError: `allow` has an unknown name.
+
+    Example:
+        >>> profile, network = syncline.Profile.load("profile.json"), syncline.Network.load("network.json")
+        >>> plan = syncline.make_plan(profile, network, allow=("bf16",))
+        >>> plan.save("plan.json")
+    """
+    result = search(profile, network, allow, paced=paced, caps=caps)
+    nothing = Alternative(name="do nothing: plain DDP", iteration_s=result.plain.iteration_s, lossless=True)
     others = [
-        Alternative(name=one.name, iteration_s=one.seconds, lossless=one.schedule.lossless) for one in found.candidates
+        Alternative(name=candidate.name, iteration_s=candidate.seconds, lossless=candidate.schedule.lossless)
+        for candidate in result.candidates
     ]
-    chosen = found.plain if found.nothing else found.best
+    chosen = result.plain if result.nothing else result.best
     return plan_for(
         profile,
         network,
         chosen,
-        plain_s=found.plain.iteration_s,
-        reason="There is only one rank, which has nothing to exchange." if network.ranks == 1 else _reason(found),
+        plain_s=result.plain.iteration_s,
+        reason="There is only one rank, which has nothing to exchange." if network.ranks == 1 else _reason(result),
         alternatives=(nothing, *others),
-        nothing=found.nothing,
+        nothing=result.nothing,
     )
 
 
@@ -52,9 +73,9 @@ def plan_for(
     alternatives: tuple[Alternative, ...] = (),
     nothing: bool = False,
 ) -> Plan:
-    """A schedule, of which the prediction is given, as a plan."""
+    """Return a plan with the schedule of the given prediction."""
     ends = chosen.timeline.end_s.values()
-    first_s = max(profile.gradients[place].ready_s for place in chosen.schedule.buckets[0])
+    first_s = max(profile.gradients[index].ready_s for index in chosen.schedule.buckets[0])
     return Plan(
         model=profile.model,
         gradients=tuple(PlannedGradient(name=g.name, shape=g.shape, dtype=g.dtype) for g in profile.gradients),
@@ -82,11 +103,11 @@ def _planned(profile: Profile, network: Network, schedule: Schedule) -> tuple[Pl
             way = exchange.way(numel, dtype, topology)
             if not way.shapes:
                 exchange = exchange.across
-            elif len(set(way.shapes)) == 1:  # chosen once, by these links: whoever applies it need not know them
+            elif len(set(way.shapes)) == 1:  # stored in the plan, because applying it must not depend on link rates
                 exchange = dataclasses.replace(exchange, shape=way.shapes[0], chunks=way.chunks)
         buckets.append(
             PlannedBucket(
-                parameters=tuple(profile.gradients[place].name for place in schedule.buckets[index]),
+                parameters=tuple(profile.gradients[gradient].name for gradient in schedule.buckets[index]),
                 lane=index % schedule.lanes,
                 exchange=settings(exchange),
             )
@@ -94,34 +115,31 @@ def _planned(profile: Profile, network: Network, schedule: Schedule) -> tuple[Pl
     return tuple(buckets)
 
 
-def _reason(found: Found) -> str:
-    plain, best = found.plain, found.best
-    if found.nothing:
+def _reason(result: SearchResult) -> str:
+    plain, best = result.plain, result.best
+    if result.nothing:
         gain = 1 - best.iteration_s / plain.iteration_s if plain.iteration_s else 0.0
         if gain <= 0:
-            predicted = f"predicted at {plain.iteration_s * 1e3:.1f} ms per step"
+            predicted = f"predicted at {milliseconds_text(plain.iteration_s)} per step"
             return f"Nothing that is allowed is faster than plain DDP, {predicted}."
         return (
-            f"Plain DDP is predicted to take {plain.iteration_s * 1e3:.1f} ms per step, of which the best that is "
-            f"allowed saves {gain:.1%}: not worth a change."
+            f"Plain DDP is predicted to take {milliseconds_text(plain.iteration_s)} per step, of which the best that "
+            f"is allowed saves {gain:.1%}: not worth a change."
         )
     names = " and ".join(best.schedule.exchanges)
     count, before = len(best.schedule.buckets), len(plain.schedule.buckets)
+    buckets = "One bucket" if count == 1 else f"{count} buckets"
     lanes = f" on {best.schedule.lanes} lanes" if best.schedule.lanes > 1 else ""
-    saved = _saved(plain.losses, best.losses)
+    saved = _largest_saving(plain.losses, best.losses)
     return (
-        f"{_buckets(count)}{lanes} through {names}, instead of DDP's {before}: "
-        f"predicted {plain.iteration_s * 1e3:.1f} → {best.iteration_s * 1e3:.1f} ms per step"
+        f"{buckets}{lanes} through {names}, instead of DDP's {before}: "
+        f"predicted {plain.iteration_s * 1e3:.1f} → {milliseconds_text(best.iteration_s)} per step"
         f"{f', mostly less lost to {saved}' if saved else ''}."
     )
 
 
-def _buckets(count: int) -> str:
-    return "One bucket" if count == 1 else f"{count} buckets"
-
-
-def _saved(before: Losses, after: Losses) -> str:
-    """The cause of which less is lost."""
+def _largest_saving(before: Losses, after: Losses) -> str:
+    """Return the cause whose loss shrinks most, in words; empty if none shrinks."""
     left = lost_to(after)
     saved = {name: seconds - left.get(name, 0.0) for name, seconds in lost_to(before).items()}
     most = max(saved, key=lambda name: saved[name], default="")

@@ -1,8 +1,7 @@
-"""What to train with under a memory budget: the batch, what is kept of it, and what a sample then takes.
+"""Compare methods of training under a memory budget: DDP and `Layerwise`, with several exchanges.
 
-Methods are compared at the batch that suits each best. Plain DDP keeps everything, and its gradients twice over: in its
-buckets, and nowhere else if they are views of those, which is what is assumed. Layer by layer, gradients are freed as
-they are exchanged.
+Each method is compared at its best batch. DDP is assumed to keep all activations, and to store each gradient once: in
+its buckets, of which the gradients are views. `Layerwise` frees gradients when they have been exchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import msgspec
 
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, default_lanes
-from syncline.plan.search import ALLOWED
+from syncline.plan.search import check_allowed
 from syncline.predict import Schedule, predict
 from syncline.predict.memory import (
     BACKLOG_BUCKETS,
@@ -33,30 +32,30 @@ from syncline.records.profile import Profile
 
 _WORD = 4
 _AS_FAST = 0.99
-"""Less is no difference."""
+"""Plain DDP is listed first unless another method is faster by more than this factor."""
 
 
 class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to train, at its best batch within the budget."""
+    """One method of training, at its best batch within the budget."""
 
     name: str
     lossless: bool
     batch: int
-    """0: not even one sample fits."""
+    """0 if not even one sample fits."""
     peak_bytes: float = 0.0
     states_bytes: float = 0.0
     step_s: float = 0.0
-    """With the exchange."""
+    """Time of a step with its exchange."""
     ways: tuple[tuple[str, str], ...] = ()
-    """By block."""
+    """Names of blocks, and what happens to their activations."""
     residual: str = "device"
     by_layer: bool = False
-    """With `Layerwise`; with DDP if not."""
+    """True for `Layerwise`, false for DDP."""
     exchange: str = ""
-    """Nothing for DDP as it is."""
+    """The exchange as Python code; empty for plain DDP."""
     about: str = ""
     least_bytes: float = 0.0
-    """The smallest budget with which one sample would fit."""
+    """The smallest budget with which one sample fits."""
 
     @property
     def sample_s(self) -> float:
@@ -64,30 +63,39 @@ class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What `syncline plan --memory-budget` answers."""
+    """The result of `syncline plan --memory-budget`."""
 
     schema: int = 1
     model: str
     budget_bytes: int
     ranks: int
     unit: str
-    """What is counted: a sample, or a batch of which the profile does not say how many it has."""
+    """What `batch` counts: `sample`, or `batch` if the profile does not say how many samples a batch has."""
     rows: tuple[MemoryRow, ...]
-    """The least time per sample first; what does not fit last. DDP as it is before what is as fast."""
+    """Sorted by time per sample; methods that do not fit are last. Plain DDP comes before equally fast methods."""
 
 
 def plan_memory(profile: Profile, network: Network, budget_bytes: int, allow: Sequence[str] = ()) -> MemoryPlan:
+    """Compare methods of training within a memory budget per rank.
+
+    Args:
+        profile: The model, with activations.
+        network: The cluster.
+        budget_bytes: The memory budget of each rank.
+        allow: Lossy exchanges to include: `bf16`, `sparse`.
+
+    Raises:
+        UsageError: The profile has no activations, or `allow` has an unknown name.
+    """
     if profile.activations is None:
-        raise UsageError("the profile says nothing of memory: make one with syncline profile --memory")
-    unknown = [name for name in allow if name not in ALLOWED]
-    if unknown:
-        raise UsageError(f"allow {unknown[0]!r} is unknown: it is one of {', '.join(ALLOWED)}")
-    found = profile.activations
+        raise UsageError("the profile has no memory measurements: make one with syncline profile --memory")
+    check_allowed(allow)
+    activations = profile.activations
     methods = ["dense", *(["bf16"] if "bf16" in allow else []), *(["oktopk"] if "sparse" in allow else [])]
-    rows = [_row(f"layerwise, {name}", profile, network, found, name, budget_bytes) for name in methods]
-    rows.append(_row("plain DDP", profile, network, found, "ddp", budget_bytes))
+    rows = [_row(f"layerwise, {name}", profile, network, activations, name, budget_bytes) for name in methods]
+    rows.append(_row("plain DDP", profile, network, activations, "ddp", budget_bytes))
     if "sparse" in allow:
-        rows.append(_row("DDP, oktopk", profile, network, found, "oktopk", budget_bytes))
+        rows.append(_row("DDP, oktopk", profile, network, activations, "oktopk", budget_bytes))
     rows.sort(key=lambda row: row.sample_s * (1.0 if row.exchange else _AS_FAST) if row.batch else math.inf)
     return MemoryPlan(
         model=profile.model,
@@ -99,15 +107,16 @@ def plan_memory(profile: Profile, network: Network, budget_bytes: int, allow: Se
 
 
 def _row(
-    name: str, profile: Profile, network: Network, found: Activations, method: str, budget_bytes: int
+    name: str, profile: Profile, network: Network, activations: Activations, method: str, budget_bytes: int
 ) -> MemoryRow:
     by_layer = name.startswith("layerwise")
-    exchange = EXCHANGES["dense" if method == "ddp" else method]()
+    exchange_name = "dense" if method == "ddp" else method
+    exchange = EXCHANGES[exchange_name]()
     lanes = layerwise_lanes(network.backend) if by_layer else default_lanes(exchange, network.backend)
     caps = (bucket_bytes(profile.gradient_bytes),) if by_layer else DDP_CAPS
-    schedule = Schedule(name, filled(profile.gradients, caps), exchange, "dense" if method == "ddp" else method, lanes)
-    training = _training(found, keeps=exchange.keeps, lanes=lanes, by_layer=by_layer)
-    considered = found if by_layer else msgspec.structs.replace(found, to_host_bps=0.0)
+    schedule = Schedule(name, filled(profile.gradients, caps), exchange, exchange_name, lanes)
+    training = _training(activations, keeps=exchange.keeps, lanes=lanes, by_layer=by_layer)
+    considered = activations if by_layer else msgspec.structs.replace(activations, to_host_bps=0.0)
     choice = best_batch(
         considered,
         training,
@@ -125,7 +134,7 @@ def _row(
         peak_bytes=choice.peak_bytes,
         states_bytes=choice.states.bytes,
         step_s=_iteration_s(profile, network, schedule, choice),
-        ways=tuple((block.name, way) for block, way in zip(found.blocks, choice.ways, strict=True)),
+        ways=tuple((block.name, way) for block, way in zip(activations.blocks, choice.ways, strict=True)),
         residual=choice.residual,
         by_layer=by_layer,
         exchange="" if method == "ddp" else repr(exchange),
@@ -141,17 +150,17 @@ def _iteration_s(profile: Profile, network: Network, schedule: Schedule, choice:
     return predict(scaled, network, schedule).iteration_s
 
 
-def _training(found: Activations, *, keeps: bool, lanes: int, by_layer: bool) -> Training:
-    gradients = found.elements * _WORD
+def _training(activations: Activations, *, keeps: bool, lanes: int, by_layer: bool) -> Training:
+    gradients = activations.elements * _WORD
     residual = gradients if keeps else 0
     bucket = min(bucket_bytes(gradients), gradients)
     return Training(
-        parameter_bytes=found.parameter_bytes,
-        buffer_bytes=found.buffer_bytes,
-        optimizer_bytes=int(found.optimizer_bytes * found.elements),
+        parameter_bytes=activations.parameter_bytes,
+        buffer_bytes=activations.buffer_bytes,
+        optimizer_bytes=int(activations.optimizer_bytes * activations.elements),
         residual_bytes=residual,
-        # A bucket's own copy, both of its residual, and sums of the entries that arrive.
+        # A copy of the bucket; with a residual, also two copies of it and the sums of received entries.
         workspace_bytes=lanes * bucket * (4 if keeps else 1) if by_layer else 0,
         gradient_bytes=0 if by_layer else gradients,
-        waiting_bytes=min(gradients, BACKLOG_BUCKETS * bucket + found.largest_bytes) if by_layer else 0,
+        waiting_bytes=min(gradients, BACKLOG_BUCKETS * bucket + activations.largest_bytes) if by_layer else 0,
     )

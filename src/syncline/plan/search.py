@@ -1,12 +1,12 @@
-"""The best schedule that is allowed: cuts, lanes and exchanges, searched against the simulator.
+"""Search the best schedule: which gradients form a bucket, the number of lanes, and the exchange of each bucket.
 
-Where to begin is the exact optimum for one lane (`fusion.optimal`), with what a bucket takes through each exchange that
-is allowed, and through the cheapest of them; beside it the layouts that everyone uses: DDP's own, constant sizes, no
-fusion, the published greedies. All are asked of the simulator, which knows lanes, shared links and what an exchange
-computes. From the best few, cuts are moved, taken out and put in, lanes added, and exchanges swapped bucket by bucket,
-as long as that helps. Models of few gradients are tried out completely.
+The search starts from the exact optimum for one lane (`fusion.optimal`), for each allowed exchange and for the cheapest
+exchange at each size, and from common layouts: DDP's own, constant sizes, no fusion, the published greedy algorithms.
+All are simulated, with lanes, shared links and the exchanges' own work. From the best few, the search moves, removes
+and adds boundaries between buckets, changes the number of lanes, and swaps exchanges, as long as that helps. For models
+with few gradients, all layouts are simulated.
 
-It is deterministic: its effort is counted in simulations, not in seconds.
+The search is deterministic: its effort is counted in simulated collectives, not in seconds.
 """
 
 from __future__ import annotations
@@ -36,40 +36,40 @@ ALLOWED = {
     "fp16": ("fp16",),
     "sparse": ("oktopk", "hierarchical+oktopk"),
 }
-"""What may be allowed beside what is lossless, and the exchanges that this adds."""
+"""Names for `allow`, and the lossy exchanges that each adds to the lossless ones."""
 LEAST_GAIN = 0.02
-"""Of a step: for less, plain DDP is left alone."""
+"""Smallest share of a step that a plan must save; otherwise plain DDP is kept."""
 _CONSTANT = (0.04, 0.2, 1.0, 4.0)
-"""Of the size that DDP has: 1, 5, 25 and 100 MB by default."""
+"""Bucket sizes to try, as multiples of DDP's: 1, 5, 25 and 100 MB by default."""
 _LANES = (1, 2, 4)
 _EFFORT = 9_000
-"""Collectives that are simulated to get better, about."""
+"""Approximate number of collectives that are simulated to improve the starting points."""
 _LARGEST = 600
-"""Collectives of a step, of schedules that are looked at at all; or as many as there are gradients, if more."""
+"""Schedules with more collectives per step than this, and than gradients, are not simulated."""
 _PER_BUCKET = 1e-4
-"""Of a step: what a bucket must save to be one more. No figure of any model, but what is equally fast in one should
-rather be few buckets: each is a hook, a copy and a collective more that something can happen to."""
+"""Share of a step that another bucket must save. Of equally fast schedules, the one with fewer buckets is better,
+because every bucket adds a hook, a copy and a collective."""
 _FEW = 8
-"""Gradients of which all layouts are tried."""
+"""Up to this number of gradients, all layouts are simulated."""
 _STARTS = 3
-"""Layouts from which is searched on."""
+"""Number of layouts that are improved."""
 
 _SEARCHED = "searched"
 
 Buckets = tuple[tuple[int, ...], ...]
-"""Places in the profile's list of gradients."""
+"""Indices into the profile's gradients."""
 
 _PUBLISHED: dict[str, tuple[Callable[[fusion.Gradients], fusion.Sizes], int]] = {
     "wfbp": (fusion.wfbp, 1),
     "mgwfbp": (fusion.mgwfbp, 1),
     "asc": (fusion.asc, 2),
 }
-"""Planners, and the lanes that they are for."""
+"""Published planners, and their number of lanes."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A schedule and what it is predicted to take."""
+    """A schedule and its predicted time."""
 
     name: str
     schedule: Schedule
@@ -77,21 +77,23 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
+    """The result of a search."""
+
     plain: Prediction
     best: Prediction
-    """Of all that is allowed; plain DDP's own where nothing is better."""
+    """The best allowed schedule; `plain` if none is faster."""
     candidates: tuple[Candidate, ...]
-    """The best of each kind, in the order of their times."""
+    """The best schedule of each kind, sorted by time."""
 
     @property
     def nothing(self) -> bool:
-        """Whether plain DDP is left alone."""
+        """Whether plain DDP is kept, because nothing saves enough."""
         return self.best.iteration_s >= (1 - LEAST_GAIN) * self.plain.iteration_s
 
 
 def check_allowed(allow: Sequence[str]) -> tuple[str, ...]:
-    """In a fixed order, each once."""
+    """Return the names in a fixed order, each once. Raises `UsageError` for an unknown name."""
     if isinstance(allow, str):
         raise UsageError(f"allow={allow!r}: pass a tuple of names, like ({allow!r},)")
     for name in allow:
@@ -101,7 +103,7 @@ def check_allowed(allow: Sequence[str]) -> tuple[str, ...]:
 
 
 def options(network: Network, allow: Sequence[str] = ()) -> dict[str, Exchange]:
-    """The exchanges to choose from on this network, by name: what is lossless first."""
+    """Return the exchanges to choose from on this network, by name, lossless ones first."""
     names = ["dense", "hierarchical", *(name for kind in check_allowed(allow) for name in ALLOWED[kind])]
     leveled = network.hosts > 1 and network.ranks > network.hosts
     return {name: EXCHANGES[name]() for name in names if leveled or not name.startswith("hierarchical")}
@@ -114,17 +116,17 @@ def search(
     *,
     paced: bool = False,
     caps: Sequence[int] = DDP_CAPS,
-) -> Found:
-    """`paced`: see `predict`. `caps`: bytes at which plain DDP closes its buckets."""
+) -> SearchResult:
+    """Search the best schedule. `make_plan` describes the arguments."""
     return _Search(profile, network, options(network, allow), paced, caps).run()
 
 
 def named(profile: Profile, network: Network, name: str) -> Schedule:
-    """`wfbp`, `mgwfbp` or `asc`, as published, with the measured cost of an all-reduce for their line."""
+    """Return the schedule of a published planner: `wfbp`, `mgwfbp` or `asc`."""
     planner, lanes = _PUBLISHED[name]
-    made = _Search(profile, network, {"dense": Dense()}, False, DDP_CAPS)
-    sizes = planner(made.gradients(made.line()))
-    return dataclasses.replace(made.schedule(sizes, ["dense"], lanes), name=name)
+    dense = _Search(profile, network, {"dense": Dense()}, False, DDP_CAPS)
+    sizes = planner(dense.gradients(dense.line()))
+    return dataclasses.replace(dense.schedule(sizes, ["dense"], lanes), name=name)
 
 
 class _Search:
@@ -138,29 +140,27 @@ class _Search:
         self._counted: dict[tuple[str, int, torch.dtype], int] = {}
         self._effort = 0
         self._kinds: dict[str, Candidate] = {}
-        self._dtype = _commonest(profile)
+        self._dtype = _main_dtype(profile)
         kinds = {gradient.dtype for gradient in profile.gradients}
         self._uneven = len(kinds) > 1 or not all(gradient.bytes for gradient in profile.gradients)
         total = max(1, profile.gradient_bytes)
         self._grid = np.unique(np.concatenate([[0.0], np.geomspace(min(256.0, total), total, 48)]))
 
-    # --- what is asked ------------------------------------------------------------------------------------------
-
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         plain = self._predict(Schedule("ddp", self._own))
         starts = [self._try("DDP's buckets", self._own, [name], 1) for name in self._exchanges]
-        starts += self._usual()
+        starts += self._common_layouts()
         starts += self._fused()
         if len(self._profile.gradients) <= _FEW:
-            starts += self._all()
-        ranked = sorted({self._key(one.schedule): one for one in starts}.values(), key=_rank)
-        best = min((self._improve(one) for one in ranked[:_STARTS]), key=_rank)
-        kinds = sorted(self._kinds.values(), key=lambda one: one.seconds)
+            starts += self._all_layouts()
+        ranked = sorted({self._key(start.schedule): start for start in starts}.values(), key=_rank)
+        best = min((self._improve(start) for start in ranked[:_STARTS]), key=_rank)
+        kinds = sorted(self._kinds.values(), key=lambda candidate: candidate.seconds)
         chosen = self._predict(best.schedule)
-        return Found(plain, chosen if chosen.iteration_s < plain.iteration_s else plain, tuple(kinds))
+        return SearchResult(plain, chosen if chosen.iteration_s < plain.iteration_s else plain, tuple(kinds))
 
-    def _usual(self) -> list[Candidate]:
-        """Layouts that everyone uses, through each exchange."""
+    def _common_layouts(self) -> list[Candidate]:
+        """Try constant sizes with each exchange, and the published planners."""
         gradients = self.gradients(self.line())
         total = self._profile.gradient_bytes
         caps = [
@@ -182,7 +182,7 @@ class _Search:
         return tried
 
     def _fused(self) -> list[Candidate]:
-        """The optimum for one lane, and what it would be if lanes hid part of the start-ups."""
+        """Try the optimum for one lane, also with cheaper start-ups, because more lanes hide a part of them."""
         tried = []
         sets = [[name] for name in self._exchanges]
         if len(self._exchanges) > 1:
@@ -197,7 +197,7 @@ class _Search:
                 tried.append(self._try("optimal fusion", buckets, self._cheapest(buckets, tables), lanes))
         return tried
 
-    def _all(self) -> list[Candidate]:
+    def _all_layouts(self) -> list[Candidate]:
         count = len(self._profile.gradients)
         layouts = [
             self._cut(tuple(len(list(group)) for _, group in itertools.groupby(itertools.accumulate((0, *cuts)))))
@@ -210,24 +210,23 @@ class _Search:
             for lanes in _LANES
         ]
 
-    # --- getting better -----------------------------------------------------------------------------------------
-
     def _improve(self, start: Candidate) -> Candidate:
+        """Follow improving moves until none is left, or the effort is spent."""
         best, limit = start, self._effort + _EFFORT // _STARTS
         improved = True
         while improved and self._effort < limit:
             improved = False
             for buckets, names, lanes in self._moves(best.schedule):
-                one = self._try(_SEARCHED, buckets, names, lanes)
-                if _rank(one) < _rank(best) * (1 - 1e-6):
-                    best, improved = one, True
+                neighbour = self._try(_SEARCHED, buckets, names, lanes)
+                if _rank(neighbour) < _rank(best) * (1 - 1e-6):
+                    best, improved = neighbour, True
                     break
                 if self._effort >= limit:
                     break
         return best
 
     def _moves(self, schedule: Schedule) -> Iterator[tuple[Buckets, list[str], int]]:
-        """Neighbours of a schedule; those that change what travels last come first."""
+        """Yield the neighbours of a schedule, first those that change the last buckets."""
         names = [schedule.exchange_of(index)[0] for index in range(len(schedule.buckets))]
         for lanes in _LANES:
             if lanes != schedule.lanes:
@@ -237,8 +236,8 @@ class _Search:
                 if name != names[index]:
                     yield schedule.buckets, [*names[:index], name, *names[index + 1 :]], schedule.lanes
         if self._uneven:
-            return  # where one cut moves others
-        sizes = [len(places) for places in schedule.buckets]
+            return  # moving one boundary would move others
+        sizes = [len(indices) for indices in schedule.buckets]
         for index in reversed(range(len(sizes))):
             for part in sorted({1, sizes[index] // 4, sizes[index] // 2, 3 * sizes[index] // 4, sizes[index] - 1}):
                 if 0 < part < sizes[index]:
@@ -252,15 +251,13 @@ class _Search:
                         pair = [sizes[index - 1] + shift, sizes[index] - shift]
                         yield self._cut([*sizes[: index - 1], *pair, *sizes[index + 1 :]]), names, schedule.lanes
 
-    # --- pieces -------------------------------------------------------------------------------------------------
-
     def gradients(self, cost_s: Callable[[fusion.Floats], fusion.Floats]) -> fusion.Gradients:
         ready_s = np.array([gradient.ready_s for gradient in self._profile.gradients])
         nbytes = np.array([float(gradient.bytes) for gradient in self._profile.gradients])
         return fusion.Gradients(ready_s, nbytes, cost_s)
 
     def line(self) -> Callable[[fusion.Floats], fusion.Floats]:
-        """What the published planners are told of an all-reduce: a start-up, and seconds per byte."""
+        """Return the cost of an all-reduce as the published planners assume it: start-up and seconds per byte."""
         table = self._table("dense")
         half = int(np.searchsorted(self._grid, self._grid[-1] / 2))
         span = self._grid[-1] - self._grid[half]
@@ -271,36 +268,35 @@ class _Search:
         return self._schedule(self._as_made(self._cut(sizes)), names, lanes)
 
     def _schedule(self, buckets: Buckets, names: Sequence[str], lanes: int) -> Schedule:
-        """Of one name for all buckets, or of one for each."""
-        given = list(names) * len(buckets) if len(names) == 1 else list(names)
-        given = (given + given[-1:] * len(buckets))[: len(buckets)]
-        each: tuple[tuple[str, Costed], ...] = tuple((name, self._exchanges[name]) for name in given)
-        return Schedule("plan", buckets, self._exchanges[given[0]], given[0], lanes, each=each)
+        """Return a schedule. `names` has the exchange of each bucket; the last one repeats."""
+        names = (list(names) + [names[-1]] * len(buckets))[: len(buckets)]
+        each: tuple[tuple[str, Costed], ...] = tuple((name, self._exchanges[name]) for name in names)
+        return Schedule("plan", buckets, self._exchanges[names[0]], names[0], lanes, each=each)
 
     def _cut(self, sizes: Sequence[int]) -> Buckets:
-        """Buckets of so many gradients each, or of as many of one type."""
+        """Return buckets of the given numbers of gradients, split further where dtypes are mixed."""
         ends = list(itertools.accumulate(sizes))
         buckets = tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
         if not self._uneven:
             return buckets
         return tuple(
             part
-            for places in buckets
-            for kind in dict.fromkeys(self._profile.gradients[place].dtype for place in places)
-            if (part := tuple(place for place in places if self._profile.gradients[place].dtype == kind))
+            for indices in buckets
+            for dtype in dict.fromkeys(self._profile.gradients[index].dtype for index in indices)
+            if (part := tuple(index for index in indices if self._profile.gradients[index].dtype == dtype))
         )
 
     def _as_made(self, buckets: Buckets) -> Buckets:
-        """What DDP makes of the caps of these buckets: with several types, and with empty gradients, others."""
+        """Return the buckets that DDP makes with the caps of these: others, if dtypes are mixed or gradients empty."""
         if not self._uneven:
             return buckets
         return filled(self._profile.gradients, caps_of(self._profile.gradients, buckets))
 
     def _table(self, name: str) -> fusion.Floats:
-        """What buckets of the grid's sizes take through an exchange, alone."""
+        """Return the times of single buckets of the grid's sizes with an exchange."""
         exchange, itemsize = self._exchanges[name], self._dtype.itemsize
         seconds = self._topology.seconds
-        assert seconds is not None  # noqa: S101 - a network's topology has them
+        assert seconds is not None  # noqa: S101 - set by topology_of
         overheads = self._profile.overheads
         work = overheads.work.get(name) if overheads is not None else None
         table = []
@@ -311,10 +307,12 @@ class _Search:
         return np.array(table)
 
     def _cheapest(self, buckets: Buckets, tables: dict[str, fusion.Floats]) -> list[str]:
-        sizes = [sum(self._profile.gradients[place].bytes for place in places) for places in buckets]
+        """Return the cheapest exchange for each bucket."""
+        sizes = [sum(self._profile.gradients[index].bytes for index in indices) for indices in buckets]
         return [min(tables, key=lambda name: float(np.interp(nbytes, self._grid, tables[name]))) for nbytes in sizes]
 
     def _try(self, name: str, buckets: Buckets, names: Sequence[str], lanes: int) -> Candidate:
+        """Simulate a schedule, unless that has been done, and remember it if it is the best of its kind."""
         schedule = self._schedule(self._as_made(buckets), names, lanes)
         key = self._key(schedule)
         if key not in self._known:
@@ -323,15 +321,17 @@ class _Search:
                 return Candidate(name, schedule, math.inf)
             self._effort += 10 + collectives + len(self._profile.gradients) // 50
             self._known[key] = self._predict(schedule).iteration_s
-        one = Candidate(name, schedule, self._known[key])
+        candidate = Candidate(name, schedule, self._known[key])
         if name != _SEARCHED:
-            self._note(one)
-        return one
+            self._note(candidate)
+        return candidate
 
     def _collectives(self, schedule: Schedule) -> int:
-        """That a step has."""
+        """Return the number of collectives per step."""
         contents = schedule.contents(self._profile)
-        return sum(self._phases(name, *held) for (name, _), held in zip(schedule.each, contents, strict=True))
+        return sum(
+            self._phases(name, numel, dtype) for (name, _), (numel, dtype) in zip(schedule.each, contents, strict=True)
+        )
 
     def _phases(self, name: str, numel: int, dtype: torch.dtype) -> int:
         key = (name, numel, dtype)
@@ -339,14 +339,14 @@ class _Search:
             self._counted[key] = len(self._exchanges[name].cost(numel, dtype, self._topology).phases)
         return self._counted[key]
 
-    def _note(self, one: Candidate) -> None:
-        """The best of each kind."""
-        names = list(dict.fromkeys(name for name, _ in one.schedule.each))
-        kind = f"{'buckets' if one.name.startswith('buckets of') else one.name} {' '.join(names)}"
-        if kind not in self._kinds or one.seconds < self._kinds[kind].seconds:
+    def _note(self, candidate: Candidate) -> None:
+        """Store the candidate if it is the best of its kind."""
+        names = list(dict.fromkeys(name for name, _ in candidate.schedule.each))
+        kind = f"{'buckets' if candidate.name.startswith('buckets of') else candidate.name} {' '.join(names)}"
+        if kind not in self._kinds or candidate.seconds < self._kinds[kind].seconds:
             through = names[0] if len(names) == 1 else f"{len(names)} exchanges"
-            lanes = f", {one.schedule.lanes} lanes" if one.schedule.lanes > 1 else ""
-            self._kinds[kind] = dataclasses.replace(one, name=f"{one.name}, {through}{lanes}")
+            lanes = f", {candidate.schedule.lanes} lanes" if candidate.schedule.lanes > 1 else ""
+            self._kinds[kind] = dataclasses.replace(candidate, name=f"{candidate.name}, {through}{lanes}")
 
     def _key(self, schedule: Schedule) -> tuple[object, ...]:
         return schedule.buckets, tuple(name for name, _ in schedule.each), schedule.lanes
@@ -355,15 +355,16 @@ class _Search:
         return predict(self._profile, self._network, schedule, paced=self._paced, topology=self._topology)
 
 
-def _rank(one: Candidate) -> float:
-    return one.seconds * (1 + _PER_BUCKET * len(one.schedule.buckets))
+def _rank(candidate: Candidate) -> float:
+    return candidate.seconds * (1 + _PER_BUCKET * len(candidate.schedule.buckets))
 
 
-def _commonest(profile: Profile) -> torch.dtype:
-    by_type: dict[str, int] = {}
+def _main_dtype(profile: Profile) -> torch.dtype:
+    """Return the dtype with most bytes."""
+    by_dtype: dict[str, int] = {}
     for gradient in profile.gradients:
-        by_type[gradient.dtype] = by_type.get(gradient.dtype, 0) + gradient.bytes
-    return real_dtype(max(by_type, key=lambda kind: by_type[kind]))
+        by_dtype[gradient.dtype] = by_dtype.get(gradient.dtype, 0) + gradient.bytes
+    return real_dtype(max(by_dtype, key=lambda dtype: by_dtype[dtype]))
 
 
 def _priced(grid: fusion.Floats, table: fusion.Floats, nbytes: fusion.Floats) -> fusion.Floats:

@@ -1,4 +1,4 @@
-"""What a collective, and a whole exchange, takes on a network's links: the network's two lines, for given bytes."""
+"""The time of one collective, and of a whole exchange, on a network. `records.network` defines the model."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from syncline.predict.timeline import Bucket, Capacity, Collective, simulate
 from syncline.records.network import Network
 
 _ROUNDS = 4
-"""Until a pace and what it does to itself agree."""
+"""Iterations until the pace of chunks and the slowdown that follows from it agree."""
 _MANY = 4
-"""Collectives at once, among which a start-up's waiting is hidden, and only its work is left."""
+"""Number of concurrent collectives that hide each other's latency, so that only the processors' time remains."""
 
 
 def topology_of(network: Network, tree: Tree | None = None) -> Topology:
-    """Who meets whom on this network, at the levels of `tree` or of its own hosts and racks, with what that takes."""
+    """Return the topology of a network, with a function for the time of an exchange.
+
+    Its levels are those of `tree`; by default, the network's hosts and racks.
+    """
     flat = Topology.flat(network.ranks, network.backend)
     return dataclasses.replace(flat, levels=(tree or network.tree).levels, seconds=pricing(network))
 
 
 def flow(network: Network, phase: Phase) -> Collective:
-    """See `records.network`."""
-    fitted, slower = network.collective(phase.kind, phase.level), _side_by_side(network, phase)
-    least_s = fitted.least_s(phase.sent_bytes) * slower
-    serial_s = min(fitted.serial_s * slower, least_s)
+    """Return what the simulation needs to know of one collective."""
+    fitted, slowdown = network.collective(phase.kind, phase.level), _concurrent_groups_slowdown(network, phase)
+    least_s = fitted.least_s(phase.sent_bytes) * slowdown
+    serial_s = min(fitted.serial_s * slowdown, least_s)
     loads = network.loads(phase.kind, phase.elements, phase.itemsize, phase.level)
     return Collective(
         kind=phase.kind,
@@ -38,9 +41,12 @@ def flow(network: Network, phase: Phase) -> Collective:
     )
 
 
-def _side_by_side(network: Network, phase: Phase) -> float:
-    """How much longer start-ups take than measured: groups that cross hosts side by side were measured one at a time,
-    and on one machine they share its processors."""
+def _concurrent_groups_slowdown(network: Network, phase: Phase) -> float:
+    """Return the factor by which start-ups take longer than measured.
+
+    Groups of one level that cross hosts run at the same time but were measured one at a time. If all hosts are emulated
+    on one machine, they share its processors.
+    """
     shared = network.one_machine and network.crosses(phase.level)
     return network.slowdown(len(phase.level.groups)) if shared else 1.0
 
@@ -50,7 +56,7 @@ def capacities(network: Network) -> Mapping[str, Capacity]:
 
 
 def solo_s(network: Network, kind: str, elements: int, itemsize: int) -> float:
-    """One collective alone, from a standing start."""
+    """Return the time of one collective alone, over links that were idle."""
     if network.ranks < 2:
         return 0.0
     phase = Phase.of(kind, elements, itemsize, Topology.flat(network.ranks, network.backend))
@@ -58,44 +64,46 @@ def solo_s(network: Network, kind: str, elements: int, itemsize: int) -> float:
     return timeline.end_s["alone"]
 
 
-@functools.lru_cache(maxsize=16)  # one object for one network, so that topologies of it are equal
+@functools.lru_cache(maxsize=16)  # one function per network, so that topologies of one network are equal
 def pricing(network: Network) -> Callable[[Cost], float]:
-    """Seconds that one bucket takes alone. A formula and no simulation, because those who choose by it ask for every
-    bucket and every way.
+    """Return a function for the time of one bucket alone.
 
-    Its first chunk takes its phases one after the other. The others come in at the pace of the slowest phase, or of the
-    busiest link; so many collectives are then under way at once, and slow each other down by what was measured. What
-    start-ups take of processors comes on top: it does not hide behind links that processors serve, too.
+    It is a formula and not a simulation, because planning evaluates it for every bucket and every path.
+
+    The phases of the first chunk run one after the other. Further chunks follow at the pace of the slowest phase, or of
+    the busiest link. Several collectives then run at once, and slow each other down by the measured factors. The
+    processors' part of start-ups is added, because processors also serve the links and so cannot hide it.
     """
     rates = {link.name: link.bytes_per_s for link in network.links}
-    work = network.slowdown(_MANY) / _MANY
-    known: dict[tuple[object, ...], _Taken] = {}
+    processor_share = network.slowdown(_MANY) / _MANY
+    known: dict[tuple[object, ...], _PhaseTime] = {}
 
-    def taken(phase: Phase) -> _Taken:
+    def alone(phase: Phase) -> _PhaseTime:
         key = (phase.kind, phase.level, phase.elements, phase.itemsize)
         if key not in known:
-            alone = flow(network, phase)
-            busy_s = {name: nbytes / rates[name] for name, nbytes in alone.load_bytes.items()}
-            startup_s = network.collective(phase.kind, phase.level).least_s(0) * _side_by_side(network, phase)
-            known[key] = _Taken(alone.serial_s, alone.spread_s, startup_s, busy_s)
+            transfer = flow(network, phase)
+            busy_s = {name: nbytes / rates[name] for name, nbytes in transfer.load_bytes.items()}
+            slowdown = _concurrent_groups_slowdown(network, phase)
+            startup_s = network.collective(phase.kind, phase.level).least_s(0) * slowdown
+            known[key] = _PhaseTime(transfer.serial_s, transfer.spread_s, startup_s, busy_s)
         return known[key]
 
-    def pace_s(phases: Sequence[_Taken]) -> float:
-        """From one chunk to the next. How many are under way and how slow that makes them follow from each other."""
+    def pace_s(phases: Sequence[_PhaseTime]) -> float:
+        """Return the time between chunks. It depends on the number of concurrent collectives, and vice versa."""
         links = {name for phase in phases for name in phase.busy_s}
         busiest_s = max((sum(phase.busy_s.get(name, 0.0) for phase in phases) for name in links), default=0.0)
-        found_s, at_once = 0.0, 1.0
+        chunk_s, concurrent = 0.0, 1.0
         for _ in range(_ROUNDS):
-            slower, crowding = network.slowdown(at_once), network.crowding(at_once)
-            times_s = [phase.seconds(slower, crowding) for phase in phases]
-            found_s = max(max(times_s, default=0.0) / network.in_flight, busiest_s * crowding)
-            at_once = max(1.0, sum(times_s) / found_s) if found_s else 1.0
-        return found_s + work * sum(phase.startup_s for phase in phases)
+            slowdown, crowding = network.slowdown(concurrent), network.crowding(concurrent)
+            times_s = [phase.seconds(slowdown, crowding) for phase in phases]
+            chunk_s = max(max(times_s, default=0.0) / network.in_flight, busiest_s * crowding)
+            concurrent = max(1.0, sum(times_s) / chunk_s) if chunk_s else 1.0
+        return chunk_s + processor_share * sum(phase.startup_s for phase in phases)
 
     def seconds(cost: Cost) -> float:
-        parts = [[taken(phase) for phase in part] for part in cost.parts]
+        parts = [[alone(phase) for phase in part] for part in cost.parts]
         total_s = sum(phase.seconds() for phase in parts[0]) if parts else 0.0
-        if len(parts) > 1:  # all but the last are of one size
+        if len(parts) > 1:  # all chunks but the last have the same size
             total_s += (len(parts) - 2) * pace_s(parts[0]) + pace_s(parts[-1])
         return total_s
 
@@ -103,15 +111,16 @@ def pricing(network: Network) -> Callable[[Cost], float]:
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """What a phase takes alone."""
+class _PhaseTime:
+    """The time of a phase alone."""
 
     serial_s: float
     spread_s: float
     startup_s: float
-    """Without any bytes."""
+    """Time without any bytes."""
     busy_s: Mapping[str, float]
-    """Of each link."""
+    """Time that it occupies each link."""
 
-    def seconds(self, slower: float = 1.0, crowding: float = 1.0) -> float:
-        return self.serial_s * slower + max(self.spread_s * slower, crowding * max(self.busy_s.values(), default=0.0))
+    def seconds(self, slowdown: float = 1.0, crowding: float = 1.0) -> float:
+        busiest_s = max(self.busy_s.values(), default=0.0)
+        return self.serial_s * slowdown + max(self.spread_s * slowdown, crowding * busiest_s)

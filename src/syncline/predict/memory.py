@@ -1,16 +1,16 @@
-"""What a training step takes of memory at most, and what to keep, recompute or move away so that it fits.
+"""Predict the peak memory of a training step, and choose which activations to keep, recompute or move to the host.
 
-A step is a forward and a backward over a row of blocks, with something before them (embeddings, a stem) and something
-behind (a head and the loss). What the forward of a block leaves for its backward is one of:
+A step is a forward and a backward over a sequence of blocks, with layers before them (embeddings, a stem) and behind
+them (a head and the loss). The activations of a block are one of:
 
-- kept: everything that autograd saves;
-- recomputed: only its input, and in backward its forward is run again;
-- offloaded: everything is saved in the host's memory, and fetched one block ahead of backward;
-- parked: recomputed, with its input in the host's memory.
+- kept: everything that autograd saves stays on the device;
+- recomputed: only the input stays, and backward runs the block's forward again;
+- offloaded: everything is saved in host memory, and fetched one block ahead of backward;
+- parked: recomputed, with the input in host memory.
 
-Memory is at its peak at one of few moments: in a block's forward, in the head, or in a block's backward, where what
-the blocks before it left is still there. The weights, the optimizer's state, what exchanges keep and work in, and
-gradients that wait for their exchange are there all the time.
+Memory use peaks in a block's forward, in the head, or in a block's backward, while the activations of earlier blocks
+are still held. Weights, optimizer state, residuals, workspaces of the exchanges, and gradients that wait for their
+exchange are added.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from syncline.predict.schedule import MIB
 from syncline.records.activations import KEEP, OFFLOAD, PARK, RECOMPUTE, WAYS, Activations, Block
 
 BUCKET_BYTES = 16 * MIB
-"""Small: each bucket is a part of what is alive at any time, and large enough to select from. In small models, less."""
+"""Upper limit of `Layerwise` buckets: small, because several are in memory at a time, but enough to select from."""
 _BUCKETS = 16
 BACKLOG_BUCKETS = 4
-"""So many wait for their exchange at most."""
+"""Largest number of buckets that wait for their exchange."""
 
 
 def bucket_bytes(gradient_bytes: int) -> int:
-    """What is exchanged together, layer by layer."""
+    """Return the size of the buckets that `Layerwise` exchanges."""
     return min(BUCKET_BYTES, max(MIB, gradient_bytes // _BUCKETS))
 
 
 def layerwise_lanes(backend: str) -> int:
-    """Gloo's collectives have gaps that another lane fills."""
+    """Return the number of lanes for `Layerwise`: with gloo, a second lane fills the gaps between collectives."""
     return 2 if backend == "gloo" else 1
 
 
 @dataclass(frozen=True)
 class States:
-    """What is there all the time, in bytes, each by its name."""
+    """Bytes that are in use all the time, by name."""
 
     device: dict[str, int]
     host: dict[str, int] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class States:
 
 @dataclass(frozen=True)
 class Choice:
-    """What becomes of each block, and what that comes to."""
+    """What happens to each block's activations, and the memory and time that follow."""
 
     batch: int
     ways: tuple[str, ...]
@@ -62,12 +62,12 @@ class Choice:
     peak_bytes: float
     states: States
     step_s: float
-    """Computation, with what is recomputed and waited for."""
+    """Computation of a step, including recomputation and waiting for transfers."""
     plain_s: float
-    """The same, if all were kept."""
+    """Computation of a step if all activations were kept."""
 
     def counted(self) -> dict[str, int]:
-        """How many blocks go each way."""
+        """Return the number of blocks that are kept, recomputed, offloaded and parked."""
         return {way: self.ways.count(way) for way in WAYS if way in self.ways}
 
     def describe(self) -> str:
@@ -78,45 +78,48 @@ class Choice:
 _DONE = {KEEP: "kept", RECOMPUTE: "recomputed", OFFLOAD: "offloaded", PARK: "parked"}
 
 
-def left_behind(block: Block, way: str, batch: float) -> float:
-    """Bytes on the device between a block's forward and its backward."""
+def held_bytes(block: Block, way: str, batch: float) -> float:
+    """Return the bytes on the device between a block's forward and its backward."""
     if way == KEEP:
         return block.held.at(batch)
     return block.input.at(batch) if way == RECOMPUTE else 0.0
 
 
 def peak_bytes(activations: Activations, ways: Sequence[str], batch: float, waiting_bytes: float = 0.0) -> float:
-    """Of forward and backward alone. `waiting_bytes`: gradients that are there once backward has made them."""
+    """Return the peak of forward and backward alone.
+
+    `waiting_bytes` is the most that gradients take that wait for their exchange.
+    """
     before = activations.before.at(batch)
     peak, held = before, before
     blocks = list(zip(activations.blocks, ways, strict=True))
-    for place, (block, way) in enumerate(blocks):
-        # What the last one saved is still on its way to the host.
-        leaving = _on_its_way(*blocks[place - 1], batch) if place else 0.0
+    for index, (block, way) in enumerate(blocks):
+        # The previous block's activations are still being copied to the host.
+        leaving = _in_transfer(*blocks[index - 1], batch) if index else 0.0
         peak = max(peak, held + leaving + block.forward_peak.at(batch))
-        held += left_behind(block, way, batch)
-    peak = max(peak, held + (_on_its_way(*blocks[-1], batch) if blocks else 0.0) + activations.behind_peak.at(batch))
-    for place in reversed(range(len(blocks))):
-        block, way = blocks[place]
-        held -= left_behind(block, way, batch)
-        coming = _on_its_way(*blocks[place - 1], batch) if place else 0.0
-        stays = block.input.at(batch) if way in (RECOMPUTE, PARK) else 0.0
-        # Backward has made the gradients of what comes behind: of about so much.
-        made = activations.parameter_bytes * (len(blocks) - 1 - place) / len(blocks)
-        here = held + coming + stays + block.backward_peak.at(batch)
-        peak = max(peak, min(waiting_bytes, made) + here)
+        held += held_bytes(block, way, batch)
+    peak = max(peak, held + (_in_transfer(*blocks[-1], batch) if blocks else 0.0) + activations.behind_peak.at(batch))
+    for index in reversed(range(len(blocks))):
+        block, way = blocks[index]
+        held -= held_bytes(block, way, batch)
+        coming = _in_transfer(*blocks[index - 1], batch) if index else 0.0
+        input_bytes = block.input.at(batch) if way in (RECOMPUTE, PARK) else 0.0
+        # An estimate of the gradients that backward has computed so far: those of the later blocks.
+        gradients = activations.parameter_bytes * (len(blocks) - 1 - index) / len(blocks)
+        in_use = held + coming + input_bytes + block.backward_peak.at(batch)
+        peak = max(peak, min(waiting_bytes, gradients) + in_use)
     return max(peak, min(waiting_bytes, activations.parameter_bytes) + activations.before_peak.at(batch))
 
 
-def _on_its_way(block: Block, way: str, batch: float) -> float:
-    """What of a block is on the device only because it is being moved."""
+def _in_transfer(block: Block, way: str, batch: float) -> float:
+    """Return the bytes of a block that are on the device only while they are copied to or from the host."""
     if way == OFFLOAD:
         return block.held.at(batch)
     return block.input.at(batch) if way == PARK else 0.0
 
 
 def step_s(activations: Activations, ways: Sequence[str], batch: float) -> float:
-    """Computation of a step. What is moved hides behind computation as far as there is some."""
+    """Return the time of a step without its exchange. Transfers to the host overlap with computation."""
     compute = activations.behind_s.at(batch)
     moved = 0.0
     for block, way in zip(activations.blocks, ways, strict=True):
@@ -124,26 +127,24 @@ def step_s(activations: Activations, ways: Sequence[str], batch: float) -> float
         if way in (RECOMPUTE, PARK):
             compute += block.forward_s.at(batch)
         if way in (OFFLOAD, PARK):
-            moved += 2 * _on_its_way(block, way, batch)
+            moved += 2 * _in_transfer(block, way, batch)
     return max(compute, moved / activations.to_host_bps if moved else 0.0)
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a training keeps beside activations: of which the sizes are known without a measurement."""
+    """Memory of a training without activations. These sizes are known without a measurement."""
 
     parameter_bytes: int
     buffer_bytes: int
     optimizer_bytes: int
-    """The optimizer's state."""
     residual_bytes: int
-    """What exchanges keep for later."""
     workspace_bytes: int
-    """What they work in."""
+    """Workspaces of the exchanges."""
     gradient_bytes: int = 0
-    """Gradients that are there all the time."""
+    """Gradients that are in memory all the time."""
     waiting_bytes: int = 0
-    """Gradients that are there in backward, until they are exchanged."""
+    """Gradients that wait for their exchange during backward."""
 
     def states(self, residual: str) -> States:
         device = {
@@ -166,28 +167,39 @@ def choose(
     residual: str | None = None,
     keep_all: bool = False,
 ) -> Choice | None:
-    """The fastest way to take a step of this batch within the budget; None where there is none.
+    """Choose what to do with each block's activations, so that a step of this batch fits and is fastest.
 
-    Starts with everything kept, and gives up, one after the other, what frees most for the time that it costs.
-    `residual`: where it must be; None for wherever it costs less. `keep_all`: nothing is given up.
+    The search starts with all activations kept. Then it gives up one block after the other: the one that frees most
+    memory for the time that it costs.
+
+    Args:
+        activations: The measured memory and time of each block.
+        training: The memory of everything else.
+        batch: The batch size.
+        budget_bytes: The memory budget.
+        residual: `device` or `host`; None for whichever takes less time.
+        keep_all: Whether all activations must be kept.
+
+    Returns:
+        The choice, or None if nothing fits.
     """
-    found: list[Choice] = []
+    choices: list[Choice] = []
     plain_s = step_s(activations, [KEEP] * len(activations.blocks), batch)
-    for place in ("device",) if keep_all else _places(activations, training, residual):
-        states = training.states(place)
+    for location in ("device",) if keep_all else _residual_locations(activations, training, residual):
+        states = training.states(location)
         find = _all_kept if keep_all else _cheapest_ways
         ways = find(activations, batch, budget_bytes - states.bytes, training.waiting_bytes)
         if ways is None:
             continue
         peak = states.bytes + peak_bytes(activations, ways, batch, training.waiting_bytes)
         seconds = step_s(activations, ways, batch)
-        if place == "host" and activations.to_host_bps:  # there and back, every step, beside the computation
+        if location == "host" and activations.to_host_bps:  # copied in both directions during the computation
             seconds = max(seconds, 2 * training.residual_bytes / activations.to_host_bps)
-        found.append(Choice(batch, tuple(ways), place, peak, states, seconds, plain_s))
-    return min(found, key=lambda choice: choice.step_s, default=None)
+        choices.append(Choice(batch, tuple(ways), location, peak, states, seconds, plain_s))
+    return min(choices, key=lambda choice: choice.step_s, default=None)
 
 
-def _places(activations: Activations, training: Training, residual: str | None) -> tuple[str, ...]:
+def _residual_locations(activations: Activations, training: Training, residual: str | None) -> tuple[str, ...]:
     if residual is not None:
         return (residual,)
     return ("device", "host") if training.residual_bytes and activations.to_host_bps else ("device",)
@@ -199,58 +211,59 @@ def _all_kept(activations: Activations, batch: int, room: float, waiting_bytes: 
 
 
 def _cheapest_ways(activations: Activations, batch: int, room: float, waiting_bytes: float) -> list[str] | None:
-    """By giving up one block after the other; or all alike, where that ends in a corner."""
+    """Give up one block after the other until the step fits; or treat all blocks alike, if that is faster."""
 
     def fits(ways: Sequence[str]) -> bool:
         return peak_bytes(activations, ways, batch, waiting_bytes) <= room
 
-    alike = [ways for ways in _all_alike(activations) if fits(ways)]
-    if not alike:
+    uniform = [ways for ways in _uniform_ways(activations) if fits(ways)]
+    if not uniform:
         return None
     ways: list[str] | None = [KEEP] * len(activations.blocks)
     while ways is not None and not fits(ways):
-        ways = _next_given_up(activations, ways, batch)
-    return min([*alike, *([] if ways is None else [ways])], key=lambda ways: step_s(activations, ways, batch))
+        ways = _give_up_one_more(activations, ways, batch)
+    return min([*uniform, *([] if ways is None else [ways])], key=lambda ways: step_s(activations, ways, batch))
 
 
-def _all_alike(activations: Activations) -> list[list[str]]:
-    return [[way] * len(activations.blocks) for way in (KEEP, *_given_up(activations))]
+def _uniform_ways(activations: Activations) -> list[list[str]]:
+    return [[way] * len(activations.blocks) for way in (KEEP, *_alternatives(activations))]
 
 
-def _next_given_up(activations: Activations, ways: Sequence[str], batch: int) -> list[str] | None:
-    """With one block more given up: the one that frees most for the time that it costs."""
+def _give_up_one_more(activations: Activations, ways: Sequence[str], batch: int) -> list[str] | None:
+    """Give up one more block: the one that frees most memory for the time that it costs."""
     best: tuple[float, float, list[str]] | None = None
     before_s = step_s(activations, ways, batch)
-    for place, block in enumerate(activations.blocks):
-        for way in _given_up(activations):
-            freed = left_behind(block, ways[place], batch) - left_behind(block, way, batch)
+    for index, block in enumerate(activations.blocks):
+        for way in _alternatives(activations):
+            freed = held_bytes(block, ways[index], batch) - held_bytes(block, way, batch)
             if freed <= 0:
                 continue
-            other = [*ways[:place], way, *ways[place + 1 :]]
+            other = [*ways[:index], way, *ways[index + 1 :]]
             rank = (freed / (max(0.0, step_s(activations, other, batch) - before_s) + 1e-9), freed)
             if best is None or rank > best[:2]:
                 best = (*rank, other)
     return None if best is None else best[2]
 
 
-def _given_up(activations: Activations) -> tuple[str, ...]:
+def _alternatives(activations: Activations) -> tuple[str, ...]:
+    """Return what can be done with a block's activations instead of keeping them."""
     return (RECOMPUTE, OFFLOAD, PARK) if activations.to_host_bps else (RECOMPUTE,)
 
 
 def smallest_budget(
     activations: Activations, training: Training, batch: int, *, residual: str | None = None, keep_all: bool = False
 ) -> float:
-    """Under which nothing fits."""
+    """Return the smallest memory budget with which a step of this batch fits."""
     lowest = math.inf
-    for place in ("device",) if keep_all else _places(activations, training, residual):
-        states = training.states(place)
-        for ways in [[KEEP] * len(activations.blocks)] if keep_all else _all_alike(activations):
+    for location in ("device",) if keep_all else _residual_locations(activations, training, residual):
+        states = training.states(location)
+        for ways in [[KEEP] * len(activations.blocks)] if keep_all else _uniform_ways(activations):
             lowest = min(lowest, states.bytes + peak_bytes(activations, ways, batch, training.waiting_bytes))
     return lowest
 
 
 def largest_batch(activations: Activations, training: Training, budget_bytes: float, *, keep_all: bool = False) -> int:
-    """That fits in whatever way; 0 where not even one sample does."""
+    """Return the largest batch that fits in any way; 0 if not even one sample fits."""
 
     def fits(batch: int) -> bool:
         return smallest_budget(activations, training, batch, keep_all=keep_all) <= budget_bytes
@@ -269,7 +282,7 @@ def largest_batch(activations: Activations, training: Training, budget_bytes: fl
 
 _LARGEST_BATCH = 2**20
 FURTHEST = 16
-"""Times the largest measured batch: a line is not good for any distance."""
+"""Batches are considered up to this multiple of the largest measured batch, because a line cannot be extended far."""
 
 
 def best_batch(
@@ -280,9 +293,11 @@ def best_batch(
     *,
     keep_all: bool = False,
 ) -> Choice | None:
-    """The batch with which a sample takes least, and how it fits; None where not even one sample does. `step_s`: what a
-    step takes with its exchange. The largest is not always the best: what it recomputes may cost more than it
-    shares."""
+    """Return the choice with the least time per sample, over all batch sizes; None if not even one sample fits.
+
+    The largest batch is not always the best: recomputation may cost more than the larger batch saves. `step_s` returns
+    the time of a step with its exchange.
+    """
     most = largest_batch(activations, training, budget_bytes, keep_all=keep_all)
     most = min(most, FURTHEST * max(activations.batches))
     tried = {most, *(most * part // 8 for part in range(1, 8)), *(2**power for power in range(21))}

@@ -1,13 +1,18 @@
-"""What one training step takes on a cluster, and what it loses to what.
+"""Predict the time of one training step on a cluster, and what it loses to each cause.
 
-The step, in the order in which things happen on the slowest rank: DDP broadcasts its buffers; forward; backward, on
-whose thread gradients are copied into buckets and full buckets are handed to their lanes; the lanes' timeline; copies
-back, bucket by bucket; the optimizer.
+A step on the slowest rank consists of: DDP's broadcast of buffers; forward; backward, whose thread copies gradients
+into buckets and hands full buckets to their lanes; the exchanges on the lanes; copies out of the buckets; the
+optimizer.
 
-What a step loses is told by taking causes away one after the other and asking for the time again, so the parts add up
-to the whole: buffers; copies, hooks and selection; start-ups; the tail, which would not be there if every gradient
-travelled as soon as it is ready; each kind of link, the one that the others wait for last; software that does not fill
-a link; ranks that are slower than others.
+Losses are found by removing one cause after the other and predicting the step again, so that they add up to the total:
+
+1. buffers;
+2. overhead: copies, hooks, and the exchanges' own work;
+3. start-ups;
+4. the tail: gradients that are sent late because they wait for their bucket to fill;
+5. each kind of link, the busiest last;
+6. software that does not fill a link;
+7. ranks that are slower than others.
 """
 
 from __future__ import annotations
@@ -30,21 +35,22 @@ _NO_OVERHEADS = Overheads(copy_in_s_per_byte=0.0, copy_out_s_per_byte=0.0, hook_
 
 
 class Losses(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Seconds of one step beyond its computation on a typical rank. They add up to all that is lost."""
+    """Seconds of a step beyond the computation of a typical rank, by cause."""
 
     startups_s: float
+    """Start-ups of collectives."""
     links_s: dict[str, float]
-    """To links that are busy, by kind: `host`, `rack`, `local`."""
+    """Busy links, by kind: `host`, `rack`, `local`."""
     tail_s: float
-    """To gradients that wait for their bucket to fill, and so travel after backward has ended."""
+    """Gradients that wait for their bucket to fill, and so are sent after backward has ended."""
     straggler_s: float
-    """To waiting for slower ranks."""
+    """Waiting for slower ranks."""
     overhead_s: float
-    """To copies into and out of buckets, hooks, and an exchange's own computation."""
+    """Copies into and out of buckets, hooks, and the exchanges' own computation."""
     buffers_s: float
-    """To broadcasting buffers before forward."""
+    """Broadcasts of buffers before forward."""
     software_s: float
-    """To what collectives cost on links of any speed: processors, and protocols that do not fill a link."""
+    """The cost of collectives on infinitely fast links: processors, and protocols that do not fill a link."""
 
     @property
     def total_s(self) -> float:
@@ -54,7 +60,7 @@ class Losses(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 @dataclass(frozen=True)
 class _Case:
-    """What is predicted, and which causes of loss are there."""
+    """The inputs of a prediction, and which causes of loss it includes."""
 
     profile: Profile
     network: Network
@@ -64,16 +70,16 @@ class _Case:
     straggler: bool = True
     buffers: bool = True
     topology: Topology = field(default_factory=lambda: Topology.flat(1))
-    """With the links as they are: what an exchange chooses by them stays chosen when a cause is taken away."""
+    """The topology with all causes, so that exchanges choose the same paths when a cause is removed."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One step of one schedule on one cluster. What takes further simulations is worked out when it is asked for."""
+    """One step of one schedule on one cluster. Properties that need further simulations are computed on first use."""
 
     iteration_s: float
     timeline: Timeline
-    """Seconds count from the start of backward."""
+    """The exchanges, in seconds from the start of backward."""
     _case: _Case
 
     @property
@@ -90,45 +96,49 @@ class Prediction:
 
     @property
     def compute_s(self) -> float:
-        """The same step on a typical rank alone."""
+        """Time of the step on a typical rank alone."""
         return self._case.profile.step_s
 
     @property
     def backward_s(self) -> float:
-        """Of the rank that all wait for."""
+        """Backward of the slowest rank."""
         return _pace(self._case)[1]
 
     @property
     def scaling(self) -> float:
-        """1 where nothing is lost."""
+        """Scaling efficiency: computation over the whole step; 1 if nothing is lost."""
         return self.compute_s / self.iteration_s if self.iteration_s else 1.0
 
     @property
     def exposed_s(self) -> float:
-        """How long the lanes were still at work when backward had ended."""
+        """Communication after the end of backward."""
         return max(0.0, max(self.timeline.end_s.values(), default=0.0) - self.backward_s)
 
     @property
     def sent_bytes(self) -> int:
-        """By the busiest rank."""
+        """Bytes per step sent by the busiest rank."""
         return sum(phase.sent_bytes for cost in _costs(self._case) for phase in cost.phases)
 
     def link_bytes(self, name: str) -> int:
-        """Through the busiest link of a kind."""
+        """Return the bytes per step through the busiest link of a kind."""
         phases = [phase for cost in _costs(self._case) for phase in cost.phases]
         network = self._case.network
-        return sum(network.loads(one.kind, one.elements, one.itemsize, one.level).get(name, 0) for one in phases)
+        return sum(
+            network.loads(phase.kind, phase.elements, phase.itemsize, phase.level).get(name, 0) for phase in phases
+        )
 
     @functools.cached_property
     def low_s(self) -> float:
-        """With the network's figures at the cheap end of their confidence intervals, and the profile's low quartile."""
+        """Time of the step with the network's costs at the low ends of their intervals, and the profile's low
+        quartile."""
         spread = self._case.profile.spread
         faster_s = 0.0 if spread is None else min(0.0, spread.low_s - self.compute_s)
         return max(self.compute_s, min(self._bound_s(high=False), self.iteration_s)) + faster_s
 
     @functools.cached_property
     def high_s(self) -> float:
-        """The same at the dear end, with the high quartile."""
+        """Time of the step with the network's costs at the high ends of their intervals, and the profile's high
+        quartile."""
         spread = self._case.profile.spread
         slower_s = 0.0 if spread is None else max(0.0, spread.high_s - self.compute_s)
         return max(self._bound_s(high=True), self.iteration_s) + slower_s
@@ -149,10 +159,19 @@ def predict(
     paced: bool = False,
     topology: Topology | None = None,
 ) -> Prediction:
-    """`paced`: gradients come at their offsets whatever the thread did in between, as those of a replayed profile.
-    `topology`: the network's, for those who ask often."""
+    """Predict the time of one step.
+
+    Args:
+        profile: The model.
+        network: The cluster.
+        schedule: Buckets, lanes and exchanges.
+        paced: Whether gradients are ready at fixed times, as in a replayed profile, even if copies and hooks delay the
+            thread that runs backward.
+        topology: The network's topology, to save time in repeated predictions.
+    """
     if topology is None:
-        climbing = next((one for one in schedule.exchanges.values() if isinstance(one, Climbing)), None)
+        exchanges = schedule.exchanges.values()
+        climbing = next((exchange for exchange in exchanges if isinstance(exchange, Climbing)), None)
         tree = network.tree if climbing is None else climbing.tree(network.tree, network.ranks)
         topology = topology_of(network, tree)
     case = _Case(profile, network, schedule, paced, topology=topology)
@@ -161,31 +180,31 @@ def predict(
 
 
 def _losses(case: _Case, iteration_s: float) -> Losses:
-    """Each cause taken away in turn, on top of those before it."""
+    """Remove one cause after the other, and attribute the time that each saves to it."""
     typical_s = case.profile.step_s
-    ladder: list[tuple[str, _Case]] = []
+    removed: list[tuple[str, _Case]] = []
     current = case
     if case.buffers and case.profile.buffers:
         current = dataclasses.replace(current, buffers=False)
-        ladder.append(("buffers", current))
+        removed.append(("buffers", current))
     current = dataclasses.replace(current, overheads=False)
-    ladder.append(("overhead", current))
+    removed.append(("overhead", current))
     current = dataclasses.replace(current, network=current.network.without(startups=True))
-    ladder.append(("startups", current))
+    removed.append(("startups", current))
     current = dataclasses.replace(current, schedule=_one_by_one(current.schedule))
-    ladder.append(("tail", current))
+    removed.append(("tail", current))
     busiest_last = _by_busy_time(case)
     for name in busiest_last:
         current = dataclasses.replace(current, network=current.network.without(link=name))
-        ladder.append((name, current))
+        removed.append((name, current))
     current = dataclasses.replace(current, network=current.network.without(software=True))
-    ladder.append(("software", current))
+    removed.append(("software", current))
     current = dataclasses.replace(current, straggler=False)
-    ladder.append(("straggler", current))
-    # Without a cause a step can be longer: gradients one by one are padded one by one. It then was no loss.
-    times = list(itertools.accumulate([iteration_s, *(_iteration(step)[0] for _, step in ladder)], min))
+    removed.append(("straggler", current))
+    # Removing a cause may make a step longer: single gradients are padded one by one. That cause then counts as 0.
+    times = list(itertools.accumulate([iteration_s, *(_iteration(case)[0] for _, case in removed)], min))
     times = [*(max(typical_s, time_s) for time_s in times[:-1]), typical_s]
-    lost = {name: before - after for (name, _), (before, after) in zip(ladder, itertools.pairwise(times), strict=True)}
+    lost = {name: before - after for (name, _), (before, after) in zip(removed, itertools.pairwise(times), strict=True)}
     return Losses(
         startups_s=lost["startups"],
         links_s={name: lost[name] for name in busiest_last},
@@ -198,7 +217,7 @@ def _losses(case: _Case, iteration_s: float) -> Losses:
 
 
 def _by_busy_time(case: _Case) -> list[str]:
-    """The kinds of links, from the one that is least busy to the one that the others wait for."""
+    """Return the kinds of links, the busiest last."""
     busy_s = {link.name: 0.0 for link in case.network.links}
     for phase in (phase for cost in _costs(case) for phase in cost.phases):
         for name, seconds in case.network.busy_s(phase.kind, phase.elements, phase.itemsize, phase.level).items():
@@ -207,11 +226,15 @@ def _by_busy_time(case: _Case) -> list[str]:
 
 
 def _one_by_one(schedule: Schedule) -> Schedule:
-    """Every gradient in a bucket of its own."""
-    each = {place: schedule.exchange_of(index) for index, places in enumerate(schedule.buckets) for place in places}
-    places = sorted(each)
+    """Return the schedule with one bucket for every gradient."""
+    each = {
+        gradient: schedule.exchange_of(bucket)
+        for bucket, gradients in enumerate(schedule.buckets)
+        for gradient in gradients
+    }
+    order = sorted(each)
     return dataclasses.replace(
-        schedule, buckets=tuple((place,) for place in places), each=tuple(each[place] for place in places)
+        schedule, buckets=tuple((gradient,) for gradient in order), each=tuple(each[gradient] for gradient in order)
     )
 
 
@@ -247,44 +270,45 @@ def _iteration(case: _Case) -> tuple[float, Timeline]:
 
 
 def _jitter_s(profile: Profile) -> float:
-    """What each step waits for whoever is late in it, beyond the rank that always is."""
+    """Return the time that a step waits for randomly late ranks, beyond the rank that is always slowest."""
     always_s = 0.0 if profile.slowest is None else profile.slowest.step_s - profile.step_s
     return max(0.0, profile.jitter_s - max(0.0, always_s))
 
 
 def _pace(case: _Case) -> tuple[float, float, float]:
-    """Forward, backward and update of the rank that all wait for."""
+    """Return forward, backward and update of the slowest rank."""
     profile = case.profile
     slowest = profile.slowest if case.straggler and case.network.ranks > 1 else None
-    if slowest is None or slowest.step_s <= profile.step_s:  # medians of parts may add up to more than any rank's step
+    if slowest is None or slowest.step_s <= profile.step_s:  # the medians' sum may exceed the step of every rank
         return profile.forward_s, profile.backward_s, profile.update_s
     return slowest.forward_s, slowest.backward_s, slowest.update_s
 
 
 def _ready(case: _Case, overheads: Overheads, backward_s: float) -> tuple[list[float], float]:
-    """When each bucket is handed to its lane, and when the thread that runs backward is through."""
+    """Return when each bucket is handed to its lane, and when the thread that runs backward has finished."""
     profile, schedule = case.profile, case.schedule
     stretch = backward_s / profile.backward_s if profile.backward_s > 0 else 1.0
-    bucket_of = {place: index for index, places in enumerate(schedule.buckets) for place in places}
-    missing = [len(places) for places in schedule.buckets]
+    bucket_of = {gradient: bucket for bucket, gradients in enumerate(schedule.buckets) for gradient in gradients}
+    missing = [len(gradients) for gradients in schedule.buckets]
     ready_s = [0.0] * len(missing)
     late_s = now_s = 0.0
-    for place, gradient in enumerate(profile.gradients):
+    for index, gradient in enumerate(profile.gradients):
+        bucket = bucket_of[index]
         due_s = gradient.ready_s * stretch
         extra_s = overheads.copy_in_s_per_byte * gradient.bytes
-        missing[bucket_of[place]] -= 1
-        if not missing[bucket_of[place]] and profile.device != "cuda":
-            extra_s += overheads.hook_s  # on CUDA the host is ahead of the device, and hooks cost it nothing
+        missing[bucket] -= 1
+        if not missing[bucket] and profile.device != "cuda":
+            extra_s += overheads.hook_s  # on CUDA the host is ahead of the device, so hooks do not delay a step
         late_s = (max(0.0, now_s - due_s) if case.paced else late_s) + extra_s
         now_s = due_s + late_s
-        ready_s[bucket_of[place]] = now_s
-    # Buckets are launched in their order, whichever is full first.
+        ready_s[bucket] = now_s
+    # Buckets are launched in their order, even if a later one is full first.
     ready_s = list(itertools.accumulate(ready_s, max))
     return ready_s, max(now_s, backward_s + (0.0 if case.paced else late_s))
 
 
 def _costs(case: _Case) -> list[Cost]:
-    """By bucket: what its exchange puts on the wire."""
+    """Return the cost of each bucket's exchange."""
     if case.network.ranks < 2:
         return [Cost(()) for _ in case.schedule.buckets]
     contents = case.schedule.contents(case.profile)
@@ -295,17 +319,17 @@ def _costs(case: _Case) -> list[Cost]:
 
 
 def _stages(network: Network, phases: tuple[Phase, ...], own_s: float) -> tuple[Work | Collective, ...]:
-    """An exchange's own work stands before, between and after its collectives, in equal parts."""
+    """Return the stages of one chunk: its collectives, with equal parts of the exchange's own work around each."""
     if not phases:
         return ()
     flows = [flow(network, phase) for phase in phases]
     if not own_s:
         return tuple(flows)
     part = Work(own_s / (len(flows) + 1))
-    return (part, *(stage for flow in flows for stage in (flow, part)))
+    return (part, *(stage for collective in flows for stage in (collective, part)))
 
 
 def _buffers_s(case: _Case) -> float:
     if not case.buffers or case.network.ranks < 2:
         return 0.0
-    return sum(solo_s(case.network, "broadcast", one.bytes, 1) for one in case.profile.buffers)
+    return sum(solo_s(case.network, "broadcast", entry.bytes, 1) for entry in case.profile.buffers)

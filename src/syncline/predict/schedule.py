@@ -1,4 +1,4 @@
-"""Which gradients travel together, on which lane, through which exchange."""
+"""The schedule of a step: its buckets, with their lanes and exchanges."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ MIB = 1024 * 1024
 DDP_FIRST_BYTES = MIB
 DDP_BUCKET_BYTES = 25 * MIB
 DDP_CAPS = (DDP_FIRST_BYTES, DDP_BUCKET_BYTES)
-"""Bytes at which plain DDP closes its buckets, unless it is told otherwise."""
+"""Bytes at which plain DDP closes its buckets by default. The first bucket is small, so that sending starts early."""
 
 
 class Costed(Protocol):
-    """What a prediction asks of an exchange. Every `Exchange` is one."""
+    """The properties of an exchange that a prediction uses. Every `Exchange` has them."""
 
     @property
     def lossless(self) -> bool: ...
@@ -36,7 +36,7 @@ class Costed(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Buckets in the order in which they are launched; each holds places in the profile's list of gradients."""
+    """Buckets in the order in which they are launched. A bucket is a tuple of indices into the profile's gradients."""
 
     name: str
     buckets: tuple[tuple[int, ...], ...]
@@ -45,14 +45,14 @@ class Schedule:
     lanes: int = 1
     bucket_mb: float | None = None
     each: tuple[tuple[str, Costed], ...] = ()
-    """By bucket, where they go through different ones: the exchange's name, and the exchange."""
+    """Name and exchange of each bucket, if they differ between buckets."""
 
     def exchange_of(self, bucket: int) -> tuple[str, Costed]:
         return self.each[bucket] if self.each else (self.exchange_name, self.exchange)
 
     @property
     def exchanges(self) -> dict[str, Costed]:
-        """All that buckets go through, by name."""
+        """All exchanges of the schedule, by name."""
         return dict(self.exchange_of(bucket) for bucket in range(len(self.buckets)))
 
     @property
@@ -69,11 +69,23 @@ class Schedule:
         bucket_mb: float | None = None,
         backend: str = "nccl",
     ) -> Schedule:
-        """`ddp`, or an exchange by its name, on DDP's buckets; on as many lanes as `attach` gives it by default."""
+        """Return a schedule with DDP's buckets and one exchange for all of them.
+
+        Args:
+            profile: The model.
+            name: `ddp`, or the name of an exchange.
+            lanes: Number of lanes. The default is that of `attach`.
+            bucket_mb: Size of the buckets. The default is DDP's.
+            backend: `gloo` or `nccl`, which decides the default number of lanes.
+
+        Raises:
+            UsageError: An argument is not valid.
+        """
         if name != "ddp" and name not in EXCHANGES:
             raise UsageError(f"no exchange is called {name!r}; known: ddp, {', '.join(EXCHANGES)}")
-        made = EXCHANGES["dense" if name == "ddp" else name]()
-        lanes = default_lanes(made, backend) if lanes is None else lanes
+        exchange_name = "dense" if name == "ddp" else name
+        exchange = EXCHANGES[exchange_name]()
+        lanes = default_lanes(exchange, backend) if lanes is None else lanes
         if not 1 <= lanes <= MAX_LANES:
             raise UsageError(f"lanes is {lanes}: there may be 1 to {MAX_LANES}")
         if name == "ddp" and lanes != 1:
@@ -83,41 +95,47 @@ class Schedule:
         return cls(
             name=name,
             buckets=ddp_buckets(profile.gradients, bucket_mb),
-            exchange=made,
-            exchange_name="dense" if name == "ddp" else name,
+            exchange=exchange,
+            exchange_name=exchange_name,
             lanes=lanes,
             bucket_mb=bucket_mb,
         )
 
     @classmethod
     def parse(cls, profile: Profile, text: str, backend: str = "nccl") -> Schedule:
-        """`ddp`, `dense,lanes=4`, `bf16,bucket_mb=5`."""
+        """Parse a schedule like `ddp`, `dense,lanes=4` or `bf16,bucket_mb=5`."""
         name, *options = text.split(",")
-        given: dict[str, float] = {}
+        values: dict[str, float] = {}
         for option in options:
             match = re.fullmatch(r"(lanes|bucket_mb)=(\d{1,9}(?:\.\d{1,9})?)", option.strip())
             if match is None:
                 raise UsageError(f"plan {text!r}: write it like ddp, dense,lanes=4 or bf16,bucket_mb=5")
-            if match[1] in given:
+            if match[1] in values:
                 raise UsageError(f"plan {text!r}: {match[1]} is given twice")
-            given[match[1]] = float(match[2])
-        lanes = given.get("lanes")
+            values[match[1]] = float(match[2])
+        lanes = values.get("lanes")
         if lanes is not None and lanes != int(lanes):
-            raise UsageError(f"plan {text!r}: lanes is a whole number")
-        whole = None if lanes is None else int(lanes)
-        return cls.of(profile, name.strip(), lanes=whole, bucket_mb=given.get("bucket_mb"), backend=backend)
+            raise UsageError(f"plan {text!r}: lanes must be a whole number")
+        return cls.of(
+            profile,
+            name.strip(),
+            lanes=None if lanes is None else int(lanes),
+            bucket_mb=values.get("bucket_mb"),
+            backend=backend,
+        )
 
     def bucket_bytes(self, profile: Profile) -> list[int]:
-        """What each bucket holds."""
-        return [sum(profile.gradients[place].bytes for place in places) for places in self.buckets]
+        """Return the bytes of each bucket."""
+        return [sum(profile.gradients[index].bytes for index in indices) for indices in self.buckets]
 
     def contents(self, profile: Profile) -> list[tuple[int, torch.dtype]]:
-        """How many elements each bucket holds, and of which type."""
-        types = [real_dtype(profile.gradients[places[0]].dtype) for places in self.buckets]
+        """Return the number of elements and the dtype of each bucket."""
+        dtypes = [real_dtype(profile.gradients[indices[0]].dtype) for indices in self.buckets]
         sizes = self.bucket_bytes(profile)
-        return [(nbytes // dtype.itemsize, dtype) for nbytes, dtype in zip(sizes, types, strict=True)]
+        return [(nbytes // dtype.itemsize, dtype) for nbytes, dtype in zip(sizes, dtypes, strict=True)]
 
     def describe(self) -> str:
+        """Return the schedule as `parse` reads it."""
         parts = [self.name]
         if self.lanes > 1:
             parts.append(f"lanes={self.lanes}")
@@ -127,18 +145,17 @@ class Schedule:
 
 
 def real_dtype(name: str) -> torch.dtype:
-    """As DDP puts it into a bucket: complex numbers as pairs of real ones."""
+    """Return the dtype of a bucket: DDP stores complex numbers as pairs of real ones."""
     real = {"complex64": "float32", "complex128": "float64"}.get(name, name)
     dtype: torch.dtype = getattr(torch, real)
     return dtype
 
 
 def ddp_caps(bucket_mb: float | None = None) -> tuple[int, ...]:
-    """Bytes at which plain DDP closes its buckets: by default the first bucket of each type is small, so that something
-    travels early."""
+    """Return the bytes at which plain DDP closes its buckets."""
     return DDP_CAPS if bucket_mb is None else (int(bucket_mb * MIB),)
 
 
 def ddp_buckets(gradients: Sequence[Gradient], bucket_mb: float | None = None) -> tuple[tuple[int, ...], ...]:
-    """DDP's own."""
+    """Return the buckets of plain DDP, as indices into `gradients`."""
     return filled(gradients, ddp_caps(bucket_mb))

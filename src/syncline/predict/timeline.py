@@ -1,16 +1,17 @@
-"""An event simulation of collectives on lanes, over links that they share.
+"""An event simulation of collectives on lanes, over shared links.
 
-A lane works its buckets off in order, as many at a time as it may have in flight. A bucket is a list of stages: work of
-its own, or a collective; or several chunks with such a list each, which go through it one close behind the other. A
-collective first takes its serial start-up; then its bytes flow, never faster than its own
-start-ups and processors allow, and never faster than its share of the links it crosses. Shares are max-min: nobody gets
-more of a full link than another who wants more, and what one cannot use goes to the others. A link that has rested has
-credit: so many bytes pass before its rate counts.
+A lane starts its buckets in order, and runs up to `in_flight` of them at a time. A bucket is a list of stages: its own
+work, or a collective. It may consist of several chunks, each with such a list, which form a pipeline.
 
-Collectives that run at the same time slow each other's start-ups down, and may get less out of a link together than one
-after the other; by how much was measured (`Network.overlap`).
+A collective begins with its serial start-up. Then its bytes flow at a speed that is limited by its own start-ups and
+processors, and by its share of the links that it crosses. Links are shared by max-min fairness: flows that want more
+get equal shares of a full link, and shares that a flow cannot use go to the others. An idle link has credit: it carries
+its burst before its rate applies.
 
-Only busiest links are simulated, one of each kind, so the time this takes does not depend on the number of ranks.
+Concurrent collectives slow down each other's start-ups, and may use a link less efficiently than one after the other,
+by measured factors (`Network.overlap`).
+
+Only the busiest link of each kind is simulated, so the run time does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 
 _EPSILON = 1e-12
 _PEAK = 20.0
-"""How many times its rate a link carries while it has credit: no wire is infinitely fast."""
+"""Speed of a link while it has credit, as a multiple of its rate."""
 
 
 @dataclass(frozen=True)
@@ -33,40 +34,40 @@ class Work:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective, as the links see it."""
+    """One collective and its load on the links."""
 
     kind: str
     level: str
     serial_s: float
-    """Of the start-up, what passes before bytes flow."""
+    """The part of the start-up before bytes flow."""
     spread_s: float
-    """The least that the flow takes after that, alone and on links of any speed."""
+    """Time of the flow after that, alone and on infinitely fast links."""
     load_bytes: Mapping[str, float]
-    """Through the busiest link of each kind."""
+    """Bytes through the busiest link of each kind."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """What a lane is given, and when."""
+    """A bucket and the time at which it is handed to its lane."""
 
     name: str
     ready_s: float
     lane: int
     stages: tuple[Work | Collective, ...]
-    """Of its first chunk, then of its second, and so on."""
+    """Stages of the first chunk, then of the second, and so on."""
     chunks: int = 1
     waits: bool = False
-    """It holds its lane until it has ended."""
+    """Whether it blocks its lane until it has ended."""
 
     @property
     def each(self) -> int:
-        """Stages of a chunk."""
+        """Number of stages of one chunk."""
         return len(self.stages) // self.chunks
 
 
 @dataclass(frozen=True)
 class Span:
-    """When one stage of one bucket ran."""
+    """Start and end of one stage of one bucket."""
 
     bucket: str
     lane: int
@@ -77,16 +78,17 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything happened. `spans` are in the order in which they ended."""
+    """The result of a simulation."""
 
     spans: tuple[Span, ...]
+    """Sorted by their end."""
     end_s: Mapping[str, float]
-    """By bucket."""
+    """End of each bucket."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """A link: its rate, and the credit that it has after a rest."""
+    """A link: its rate, and its credit when idle."""
 
     bytes_per_s: float
     burst_bytes: float = 0.0
@@ -94,17 +96,26 @@ class Capacity:
 
 @dataclass
 class _Active:
-    """A stage that runs."""
+    """A running stage."""
 
     bucket: Bucket
     stage: int
+    current: Work | Collective
     started_s: float
     serial_left_s: float
     share_left: float = 1.0
-    """Of the flow, or of the work."""
+    """Remaining share of the flow, or of the work."""
     speed: float = 0.0
-    """Share per second."""
+    """Share per second; in a serial start-up, start-up seconds per second."""
     serial: bool = False
+
+    def left_s(self) -> float:
+        """Return the seconds until the start-up or the stage ends, at the current speed."""
+        if self.serial:
+            return self.serial_left_s / self.speed
+        if math.isinf(self.speed):
+            return 0.0
+        return self.share_left / self.speed if self.speed > 0 else math.inf
 
 
 @dataclass
@@ -141,10 +152,15 @@ def simulate(
     crowding: Callable[[int], float] = lambda streams: 1.0,
     chunks_in_flight: int = 1,
 ) -> Timeline:
-    """Runs `buckets`, each lane in the order they are given, and tells when each stage started and ended.
+    """Simulate `buckets` and return the start and end of each stage.
 
-    `in_flight`: buckets that a lane works on at a time; `chunks_in_flight`: chunks of one bucket that one of its stages
-    does. `slowdown` and `crowding`: how much longer start-ups and bytes take while so many collectives run.
+    Args:
+        buckets: The buckets; those of one lane in the order in which it starts them.
+        links: The busiest link of each kind.
+        in_flight: Number of buckets that a lane runs at a time.
+        slowdown: The factor by which start-ups take longer while a number of collectives runs.
+        crowding: The factor by which bytes take longer while a number of collectives shares the links.
+        chunks_in_flight: Number of chunks of one bucket that are in the same stage at a time.
     """
     return _Simulation(buckets, links, in_flight, slowdown, crowding, chunks_in_flight).run()
 
@@ -166,9 +182,9 @@ class _Simulation:
         self._in_flight, self._slowdown, self._crowding = in_flight, slowdown, crowding
         self._chunks_in_flight = chunks_in_flight
         self._running: dict[int, dict[str, int]] = {lane: {} for lane in self._queues}
-        """By lane: buckets under way, and how many of their stages are still to end."""
-        self._held: dict[int, bool] = {}
-        """By lane: whether the last bucket that it took holds it."""
+        """Lane → running buckets → number of stages that have not ended."""
+        self._blocked: dict[int, bool] = {}
+        """Lane → whether the last bucket that it started blocks it."""
         self._ended: set[tuple[str, int]] = set()
         self._now_s = 0.0
         self._active: list[_Active] = []
@@ -192,74 +208,79 @@ class _Simulation:
                     self._end_s[bucket.name] = self._now_s
                     continue
                 running[bucket.name] = len(bucket.stages)
-                self._held[lane] = bucket.waits
+                self._blocked[lane] = bucket.waits
                 for chunk in range(min(self._chunks_in_flight, bucket.chunks)):
                     self._begin(bucket, chunk * bucket.each)
 
     def _open(self, lane: int) -> bool:
-        """Whether the lane takes another bucket."""
+        """Return whether the lane can start another bucket."""
         running = self._running[lane]
-        return len(running) < self._in_flight and not (running and self._held[lane])
+        return len(running) < self._in_flight and not (running and self._blocked[lane])
 
     def _begin(self, bucket: Bucket, stage: int) -> None:
         current = bucket.stages[stage]
         serial_s = current.serial_s if isinstance(current, Collective) else 0.0
-        self._active.append(_Active(bucket, stage, self._now_s, serial_s))
+        self._active.append(_Active(bucket, stage, current, self._now_s, serial_s))
 
     def _follow(self, bucket: Bucket, stage: int) -> None:
-        """Starts what waited for a stage to end: the chunk's next one, and the same one of a later chunk."""
-        chunk, place = divmod(stage, bucket.each)
-        if place + 1 < bucket.each:
+        """Start the stages that waited for this one: the chunk's next stage, and the same stage of a later chunk."""
+        chunk, position = divmod(stage, bucket.each)
+        if position + 1 < bucket.each:
             before = chunk - self._chunks_in_flight
-            if before < 0 or (bucket.name, before * bucket.each + place + 1) in self._ended:
+            if before < 0 or (bucket.name, before * bucket.each + position + 1) in self._ended:
                 self._begin(bucket, stage + 1)
         later = chunk + self._chunks_in_flight
-        if later < bucket.chunks and (place == 0 or (bucket.name, later * bucket.each + place - 1) in self._ended):
-            self._begin(bucket, later * bucket.each + place)
+        if later < bucket.chunks and (
+            position == 0 or (bucket.name, later * bucket.each + position - 1) in self._ended
+        ):
+            self._begin(bucket, later * bucket.each + position)
 
     def _set_speeds(self) -> None:
-        collectives = [one for one in self._active if isinstance(one.bucket.stages[one.stage], Collective)]
-        slower = self._slowdown(max(1, len(collectives)))
+        collectives = [active for active in self._active if isinstance(active.current, Collective)]
+        slowdown = self._slowdown(max(1, len(collectives)))
         flowing: list[tuple[_Active, Collective, float]] = []
-        for one in self._active:
-            stage = one.bucket.stages[one.stage]
-            one.serial = False
+        for active in self._active:
+            stage = active.current
+            active.serial = False
             if isinstance(stage, Work):
-                one.speed = 1 / stage.seconds if stage.seconds > 0 else math.inf
-            elif one.serial_left_s > _EPSILON:
-                one.serial, one.speed = True, 1 / slower
+                active.speed = 1 / stage.seconds if stage.seconds > 0 else math.inf
+            elif active.serial_left_s > _EPSILON:
+                active.serial, active.speed = True, 1 / slowdown
             else:
-                cap = 1 / (stage.spread_s * slower) if stage.spread_s > 0 else math.inf
-                flowing.append((one, stage, cap))
+                cap = 1 / (stage.spread_s * slowdown) if stage.spread_s > 0 else math.inf
+                flowing.append((active, stage, cap))
         self._share_links(flowing)
 
     def _share_links(self, flowing: list[tuple[_Active, Collective, float]]) -> None:
-        """Max-min: raise everyone's part of the fullest link alike, and fix those who can take no more."""
+        """Share the links by max-min fairness: settle the flows that need less than their share, then the fullest link,
+        and repeat with what is left."""
         crowding = self._crowding(max(1, len(flowing)))
         left = {name: state.offered_bytes_per_s / crowding for name, state in self._links.items()}
         open_flows = list(flowing)
         while open_flows:
-            # Each link offers equal parts to the flows that are still open; a flow takes its worst offer.
+            # Each link offers equal shares to its open flows; a flow gets the worst of its offers.
             users = {name: sum(1 for _, stage, _ in open_flows if stage.load_bytes.get(name)) for name in left}
             offers = [_worst_offer(stage, left, users) for _, stage, _ in open_flows]
-            content = [place for place, (_, _, cap) in enumerate(open_flows) if cap <= offers[place][0]]
-            # If nobody can do without its part, the fullest link is the first to be settled.
-            fixed = content or [min(range(len(offers)), key=lambda place: offers[place][1])]
-            for place in fixed:
-                one, stage, cap = open_flows[place]
-                one.speed = min(cap, offers[place][0])
+            settled = [index for index, (_, _, cap) in enumerate(open_flows) if cap <= offers[index][0]]
+            # If every flow wants more than its share, settle the flow on the fullest link.
+            settled = settled or [min(range(len(offers)), key=lambda index: offers[index][1])]
+            for index in settled:
+                active, stage, cap = open_flows[index]
+                active.speed = min(cap, offers[index][0])
                 for name, load in stage.load_bytes.items():
                     if load and name in left:
-                        left[name] = max(0.0, left[name] - one.speed * load)
-            open_flows = [flow for place, flow in enumerate(open_flows) if place not in fixed]
+                        left[name] = max(0.0, left[name] - active.speed * load)
+            open_flows = [flow for index, flow in enumerate(open_flows) if index not in settled]
         for name, state in self._links.items():
             state.used_bytes_per_s = crowding * sum(
-                one.speed * stage.load_bytes.get(name, 0.0) for one, stage, _ in flowing if math.isfinite(one.speed)
+                active.speed * stage.load_bytes.get(name, 0.0)
+                for active, stage, _ in flowing
+                if math.isfinite(active.speed)
             )
 
     def _next_event_s(self) -> float:
-        """Seconds until something changes."""
-        waits = [_left_s(one) for one in self._active]
+        """Return the seconds until something changes."""
+        waits = [active.left_s() for active in self._active]
         waits += [state.until_empty_s() for state in self._links.values()]
         for lane, queue in self._queues.items():
             if queue and self._open(lane):
@@ -274,45 +295,36 @@ class _Simulation:
             if empties:
                 state.credit_bytes = 0.0
         done = []
-        for one in self._active:
-            ends = _left_s(one) <= seconds * (1 + 1e-9) + _EPSILON
-            if one.serial:
-                one.serial_left_s = 0.0 if ends else one.serial_left_s - one.speed * seconds
+        for active in self._active:
+            ends = active.left_s() <= seconds * (1 + 1e-9) + _EPSILON
+            if active.serial:
+                active.serial_left_s = 0.0 if ends else active.serial_left_s - active.speed * seconds
             elif ends:
-                done.append(one)
+                done.append(active)
             else:
-                one.share_left -= one.speed * seconds
-        for one in done:
-            self._active.remove(one)
-            self._finish(one)
+                active.share_left -= active.speed * seconds
+        for active in done:
+            self._active.remove(active)
+            self._finish(active)
 
-    def _finish(self, one: _Active) -> None:
-        stage = one.bucket.stages[one.stage]
+    def _finish(self, active: _Active) -> None:
+        bucket, stage = active.bucket, active.current
         what = stage.kind if isinstance(stage, Collective) else "work"
-        bucket = one.bucket
-        self._spans.append(Span(bucket.name, bucket.lane, what, one.started_s, self._now_s))
-        self._ended.add((bucket.name, one.stage))
+        self._spans.append(Span(bucket.name, bucket.lane, what, active.started_s, self._now_s))
+        self._ended.add((bucket.name, active.stage))
         running = self._running[bucket.lane]
         running[bucket.name] -= 1
         if not running[bucket.name]:
             del running[bucket.name]
             self._end_s[bucket.name] = self._now_s
-        self._follow(bucket, one.stage)
+        self._follow(bucket, active.stage)
 
 
 def _worst_offer(stage: Collective, left: Mapping[str, float], users: Mapping[str, int]) -> tuple[float, float]:
-    """The least of what its links offer a flow: as its own speed, and as a part of that link."""
+    """Return the smallest offer of a flow's links, as the flow's speed and as bytes per second of that link."""
     offers = [
         (left[name] / users[name] / load, left[name] / users[name])
         for name, load in stage.load_bytes.items()
         if load and name in left
     ]
     return min(offers, default=(math.inf, math.inf))
-
-
-def _left_s(one: _Active) -> float:
-    if one.serial:
-        return one.serial_left_s / one.speed
-    if math.isinf(one.speed):
-        return 0.0
-    return one.share_left / one.speed if one.speed > 0 else math.inf

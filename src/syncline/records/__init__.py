@@ -1,1 +1,1 @@
-"""Data that several packages read, most of it as files: profiles, networks, plans, bench results and run records."""
+"""Data that several packages read, most of it from files: profiles, networks, plans, bench results and run records."""

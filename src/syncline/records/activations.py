@@ -1,4 +1,4 @@
-"""What a model's forward leaves for its backward, block by block, as data: bytes and seconds, by the batch."""
+"""The memory and time of a model's forward and backward, block by block, as functions of the batch size."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 import msgspec
 
+from syncline.records.checks import check_number
+
 KEEP, RECOMPUTE, OFFLOAD, PARK = WAYS = ("keep", "recompute", "offload", "park")
-"""What may become of it: `syncline.predict.memory` explains them."""
+"""What happens to a block's activations between forward and backward: see `syncline.predict.memory`."""
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A quantity that grows with the batch."""
+    """A quantity that grows linearly with the batch."""
 
     fixed: float
     each: float
@@ -22,7 +24,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def through(cls, points: Sequence[tuple[int, float]]) -> Line:
-        """Through what was measured at one batch or two. One: all of it grows."""
+        """Return the line through the measurements at one or two batch sizes; through one, a line from the origin."""
         if len(points) == 1:
             return cls(0.0, points[0][1] / points[0][0])
         (small, low), (large, high) = points[0], points[-1]
@@ -31,16 +33,16 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One block, by itself: bytes above what was there before it, and seconds."""
+    """The bytes that one block adds to the memory in use, and its seconds."""
 
     name: str
     held: Line
-    """After its forward: what autograd saves, and its output."""
+    """Bytes after its forward: what autograd saves, and the output."""
     input: Line
-    """What has to stay if the rest does not."""
+    """Bytes of the input, which remain if the block is recomputed."""
     forward_peak: Line
     backward_peak: Line
-    """From when its own forward is complete, that included."""
+    """Peak of the backward, including the bytes held since the block's forward."""
     forward_s: Line
     backward_s: Line
 
@@ -52,35 +54,32 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Activations(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a model's forward and backward take, beside its weights and gradients."""
+    """The memory and time of a model's forward and backward, without weights and gradients."""
 
     batches: tuple[int, ...]
-    """At which it was measured."""
+    """The measured batch sizes."""
     blocks: tuple[Block, ...]
     before: Line
-    """Held by what comes before the blocks."""
+    """Bytes held by the layers before the blocks."""
     behind_peak: Line
-    """The most that the head and the loss take, in forward and backward."""
+    """Peak of the head and the loss, in forward and backward."""
     before_peak: Line
-    """The most that the backward of what comes before takes."""
+    """Peak of the backward of the layers before the blocks."""
     behind_s: Line
-    """Forward and backward of all that is not in blocks."""
+    """Forward and backward of all layers outside the blocks."""
     to_host_bps: float = 0.0
-    """Bytes per second between the device and pinned memory of the host; 0: there is no such way."""
+    """Bytes per second between the device and pinned host memory; 0 if the device has no pinned host memory."""
     parameter_bytes: int = 0
     buffer_bytes: int = 0
     elements: int = 0
-    """Of all parameters."""
+    """Number of elements of all parameters."""
     largest_bytes: int = 0
-    """Of any parameter."""
+    """Bytes of the largest parameter."""
     optimizer_bytes: float = 0.0
-    """Of the optimizer's state, per element."""
+    """Bytes of optimizer state per element."""
 
     def __post_init__(self) -> None:
         if not self.batches or any(batch < 1 for batch in self.batches):
-            raise ValueError("batches: must name at least one, from 1 up")
-        if not (math.isfinite(self.to_host_bps) and self.to_host_bps >= 0):
-            raise ValueError("to_host_bps: must be 0 or more")
-        for name in ("parameter_bytes", "buffer_bytes", "elements", "largest_bytes", "optimizer_bytes"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name}: must be 0 or more")
+            raise ValueError("batches: must have at least one entry, each at least 1")
+        for name in ("to_host_bps", "parameter_bytes", "buffer_bytes", "elements", "largest_bytes", "optimizer_bytes"):
+            check_number(getattr(self, name), name)

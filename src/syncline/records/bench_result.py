@@ -1,4 +1,4 @@
-"""The bench's and the demo's JSON: stable, because other tools read it. Fields are only ever added."""
+"""The JSON of `bench` and `demo`. Other tools read it, so fields may be added but never changed or removed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rate_bps: int
     device: str
     emulated: bool
-    """Whether links were shaped; otherwise ranks met on the loopback interface and the rate means nothing."""
+    """Whether links were shaped; if not, ranks used the loopback interface and `rate_bps` has no meaning."""
     racks: int = 1
     trunk_rate_bps: int | None = None
     rank_order: str = "host"
@@ -37,20 +37,20 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_ms_low: float
     step_ms_high: float
     sent_bytes: int | None
-    """Payload per step, by the busiest rank: counted call by call; for plain DDP, from the buckets that it logged."""
+    """Payload per step of the busiest rank: counted for each call; for plain DDP, derived from its logged buckets."""
     predicted_ms: float | None
     predicted_sent_bytes: int | None
     wire_bytes: int | None = None
-    """Per step, by the busiest host's interface counter, headers included."""
+    """Bytes per step on the busiest host's interface counter, with headers."""
     vs_ddp: float | None = None
     """Median of paired per-round ratios of step times; low and high are the quartiles."""
     vs_ddp_low: float | None = None
     vs_ddp_high: float | None = None
     setting: str = ""
     peak_bytes: int | None = None
-    """Of tensors, by the busiest rank, in a step after warm-up; where it was asked for."""
+    """Peak of the tensors on the rank with the most, in a step after warm-up; None if it was not measured."""
     states_bytes: int | None = None
-    """Of that, what is there between steps."""
+    """The part of `peak_bytes` that remains between steps."""
 
 
 class BenchResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -64,14 +64,14 @@ class BenchResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     syncline: str = ""
     date: str = ""
     tree: str = ""
-    """Where ranks sit, as an exchange that asks for it found them."""
+    """The topology, as an exchange with levels detected it."""
     command: str = ""
-    """That measures it again."""
+    """The command that repeats the measurement."""
     profile: Profile | None = None
-    """What was predicted from, with the network; null where nothing was."""
+    """The profile of the predictions, with `network`; null if nothing was predicted."""
     network: Network | None = None
     plans: dict[str, Plan] = {}
-    """By the method that followed it."""
+    """The plan of each method that has one."""
 
 
 class DemoRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -82,16 +82,16 @@ class DemoRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     vs_ddp: float
     """Median of paired per-round ratios of step times."""
     wire_bytes: int | None
-    """Per step, by the busiest host's interface counter."""
+    """Bytes per step on the busiest host's interface counter."""
     held_out_accuracy: float | None
     difference: float | None
-    """Of the trained weights from plain DDP's: the largest, 0 if bit-identical."""
+    """Largest difference between the trained weights and plain DDP's; 0 if they are bit-identical."""
     losses: list[float]
-    """Per step, averaged over the ranks."""
+    """The loss of each step, averaged over the ranks."""
 
 
 class Tuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one tuning found."""
+    """The profile and plan of one `tune`."""
 
     profile: Profile
     plan: Plan
@@ -104,12 +104,12 @@ class DemoResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: list[DemoRow]
     schema: int = SCHEMA
     said: dict[str, str] = {}
-    """What tuning said, by method."""
+    """The message of `tune`, by method."""
     command: str = ""
-    """That measures it again."""
+    """The command that repeats the measurement."""
     network: Network | None = None
     tunings: dict[str, Tuning] = {}
-    """By method."""
+    """The results of `tune`, by method."""
 
     def row(self, method: str) -> DemoRow:
         return next(row for row in self.rows if row.method == method)

@@ -1,4 +1,4 @@
-"""How sizes at which DDP closes its buckets, their *caps*, make buckets, and buckets make caps."""
+"""Convert between buckets and their *caps*: the sizes in bytes at which DDP closes its buckets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Sized(Protocol):
-    """A gradient, as far as buckets ask."""
+    """The parts of a gradient that decide its bucket."""
 
     @property
     def dtype(self) -> str: ...
@@ -17,28 +17,31 @@ class Sized(Protocol):
 
 
 def filled(gradients: Sequence[Sized], caps: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """As DDP fills buckets after its first step: in ready order, one type each, closed when they reach their cap. Caps
-    are in bytes, and begin anew with each type; the last one repeats."""
+    """Return the buckets that DDP makes after its first step, as indices into `gradients`.
+
+    DDP fills buckets in ready order. A bucket holds one dtype and is closed when it reaches its cap. Each dtype starts
+    with the first cap, and the last cap repeats.
+    """
     open_buckets: dict[str, list[int]] = {}
-    bytes_in: dict[str, int] = {}
-    closed_of: dict[str, int] = {}
+    open_bytes: dict[str, int] = {}
+    closed_count: dict[str, int] = {}
     closed: list[tuple[int, ...]] = []
-    for place, gradient in enumerate(gradients):
-        kind = gradient.dtype
-        open_buckets.setdefault(kind, []).append(place)
-        bytes_in[kind] = bytes_in.get(kind, 0) + gradient.bytes
-        number = closed_of.get(kind, 0)
-        if bytes_in[kind] >= caps[min(number, len(caps) - 1)]:
-            closed.append(tuple(open_buckets.pop(kind)))
-            bytes_in[kind], closed_of[kind] = 0, number + 1
-    return (*closed, *(tuple(places) for places in open_buckets.values()))
+    for index, gradient in enumerate(gradients):
+        dtype = gradient.dtype
+        open_buckets.setdefault(dtype, []).append(index)
+        open_bytes[dtype] = open_bytes.get(dtype, 0) + gradient.bytes
+        count = closed_count.get(dtype, 0)
+        if open_bytes[dtype] >= caps[min(count, len(caps) - 1)]:
+            closed.append(tuple(open_buckets.pop(dtype)))
+            open_bytes[dtype], closed_count[dtype] = 0, count + 1
+    return (*closed, *(tuple(indices) for indices in open_buckets.values()))
 
 
 def caps_of(gradients: Sequence[Sized], buckets: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """What `filled` needs to make these buckets; of several types, those of the type with most bytes."""
-    by_type: dict[str, list[int]] = {}
-    for places in buckets:
-        kind = gradients[places[0]].dtype
-        by_type.setdefault(kind, []).append(sum(gradients[place].bytes for place in places))
-    most = max(by_type, key=lambda kind: (sum(by_type[kind]), kind))
-    return tuple(max(1, size) for size in by_type[most])
+    """Return the caps from which `filled` makes these buckets; with several dtypes, those of the largest one."""
+    by_dtype: dict[str, list[int]] = {}
+    for indices in buckets:
+        dtype = gradients[indices[0]].dtype
+        by_dtype.setdefault(dtype, []).append(sum(gradients[index].bytes for index in indices))
+    most = max(by_dtype, key=lambda dtype: (sum(by_dtype[dtype]), dtype))
+    return tuple(max(1, size) for size in by_dtype[most])

@@ -1,15 +1,16 @@
-"""A cluster's links and what collectives over them cost, as data.
+"""The links of a cluster, and the cost of collectives over them.
 
-The model of one collective, alone, from a standing start, is two lines:
+The time of one collective alone is the larger of two lines:
 
     seconds = max(startup_s + own_s_per_byte · sent,   serial_s + (uplink bytes · load − burst) / link rate)
 
-The first is what latency, software and processors allow however fast the links are, and may change where protocols
-switch; the second is the slowest link it crosses. Start-ups are spread over a collective's many messages, so they hide
-behind a link that is busy anyway: only `serial_s` of them never does. `sent` are the bytes of the busiest rank. Several
-collectives share a link max-min, and slow each other's start-ups down by `overlap`, which is measured, too.
+The first line is the limit of latency, software and processors on infinitely fast links; it may change where protocols
+switch. The second line is the limit of the slowest link that the collective crosses. Start-ups are spread over a
+collective's many messages, so most of their time overlaps with the transfer: all but `serial_s`. `sent` is the number
+of bytes that the busiest rank sends. Several collectives share a link by max-min fairness, and slow down each other's
+start-ups by the measured `overlap`.
 
-Nothing here needs a cluster: a network that was probed on one can be studied on a laptop.
+This module needs no cluster: a probed network can be studied on a laptop.
 """
 
 from __future__ import annotations
@@ -19,20 +20,28 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import msgspec
 
 from syncline.errors import UsageError
 from syncline.exchange import WORLD, Level, Tree, wire
 from syncline.files import read_json, write_json
-from syncline.records.link_costs import LEVELS, MOST, Collective, Link, Overlap, Startup, check_whole
+from syncline.records.checks import MOST, check_device, check_schema, check_whole, first_repeated
+from syncline.records.link_costs import LEVELS, Collective, Link, Overlap, Startup
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
-    """A cluster as its collectives see it. One that contradicts itself cannot be constructed."""
+    """A cluster: its topology, the rates of its links, and the cost of collectives.
+
+    The constructor raises `ValueError`, which names the field, if fields contradict each other.
+
+    Example:
+        >>> network = syncline.Network.load("network.json")
+        >>> larger = network.with_hosts(16).with_rate(25_000_000_000)
+    """
 
     schema: int = 1
     backend: str
@@ -42,20 +51,20 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     links: tuple[Link, ...]
     collectives: tuple[Collective, ...]
     in_flight: int
-    """Collectives that one process group works on at the same time."""
+    """Number of collectives that one process group runs at the same time."""
     overlap: tuple[Overlap, ...] = ()
     startups: tuple[Startup, ...] = ()
     matrix_bytes_per_s: tuple[tuple[float, ...], ...] = ()
-    """From host to host, while every host sends to one other; 0 on the diagonal."""
+    """Rates from host to host, while every host sends to one other; 0 on the diagonal."""
     one_machine: bool = False
-    """Hosts are emulated on one machine, so more of them also means less processor for each."""
+    """Whether the hosts are emulated on one machine, and so share its processors."""
     measured: bool = True
     where: str = ""
     how: str = ""
     date: str = ""
 
     def __post_init__(self) -> None:
-        _check_placement(self)
+        _check_topology(self)
         _check_parts(self)
 
     @property
@@ -72,24 +81,27 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Network:
+        """Read a network from a JSON file. Raises `FileError` if it is not valid."""
         return read_json(path, cls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the network to a JSON file."""
         write_json(path, self)
 
     @functools.cached_property
     def tree(self) -> Tree:
-        """Its ranks in hosts, and in racks where there are several."""
+        """The ranks grouped by host, and by rack if there are several racks."""
         return Tree.of_hosts(self.host_of_rank, self.rack_of_host)
 
     def link(self, name: str) -> Link | None:
         return next((link for link in self.links if link.name == name), None)
 
     def collective(self, kind: str, level: str | Level = WORLD) -> Collective:
-        """The fit for this kind; for one that was not measured, the all-reduce's, with its own number of messages.
+        """Return the cost of a kind of collective at a level.
 
-        Groups that were not measured as they are cost what those of the nearest level do, with their own number of
-        ranks: the ranks of a host, one rank of each host, all of them.
+        If the kind was not measured, the result is the all-reduce's cost, scaled by the number of messages. If the
+        level was not measured, it is the cost at the nearest measured level (the ranks of a host, one rank of each
+        host, or all ranks), scaled to the level's number of ranks.
         """
         if isinstance(level, str):
             return self._fitted(kind, level)
@@ -108,14 +120,10 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         if base is None:
             raise UsageError(f"the network has no figures for {kind} at level {level}: probe it again")
         factor = wire.hops(kind, base.ranks, self.backend) / wire.hops("all_reduce", base.ranks, self.backend)
-        return msgspec.structs.replace(
-            base.scaled(factor, factor, factor),
-            kind=kind,
-            points=(),
-        )
+        return msgspec.structs.replace(base.scaled(factor, factor, factor), kind=kind, points=())
 
     def ranks_at(self, level: str) -> int:
-        """How many meet there; on the fullest host, where hosts differ."""
+        """Return the number of ranks in a group of this level; for `local`, on the host with most ranks."""
         if level not in LEVELS:
             raise UsageError(f"level {level} is not known; known: {', '.join(LEVELS)}")
         if level == "local":
@@ -123,45 +131,45 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return self.hosts if level == "hosts" else self.ranks
 
     def loads(self, kind: str, elements: int, itemsize: int, level: str | Level = WORLD) -> dict[str, int]:
-        """Bytes through the busiest link of each kind that one collective crosses, by the link's name.
+        """Return the bytes of one collective through the busiest link of each kind, by the link's name.
 
-        `level`: the whole `world`, one rank of each host (`hosts`), the ranks of a host (`local`), or groups of ranks
-        that do the same side by side.
+        `level` is `world`, `hosts` (one rank of each host), `local` (the ranks of a host), or a level whose groups run
+        the same collective side by side.
         """
         groups = self._groups_at(level) if isinstance(level, str) else level.groups
         sizes = {len(group) for group in groups}
         if self._inside_hosts(groups):
-            found = {"local": max(wire.sent_bytes(kind, elements, itemsize, size, self.backend) for size in sizes)}
+            loads = {"local": max(wire.sent_bytes(kind, elements, itemsize, size, self.backend) for size in sizes)}
         else:
             message = {size: wire.message_bytes(kind, elements, itemsize, size, self.backend) for size in sizes}
-            found = {
+            loads = {
                 name: max(sum(count * message[size] for size, count in uplink) for uplink in uplinks)
                 for name, uplinks in self._uplink_messages(kind, groups).items()
             }
-        return {name: nbytes for name, nbytes in found.items() if nbytes and self.link(name) is not None}
+        return {name: nbytes for name, nbytes in loads.items() if nbytes and self.link(name) is not None}
 
     def busy_s(self, kind: str, elements: int, itemsize: int, level: str | Level = WORLD) -> dict[str, float]:
-        """How long its bytes alone keep the busiest link of each kind busy."""
+        """Return how long a collective's bytes occupy the busiest link of each kind."""
         rates = {link.name: link.bytes_per_s for link in self.links}
         return {name: nbytes / rates[name] for name, nbytes in self.loads(kind, elements, itemsize, level).items()}
 
     def _groups_at(self, level: str) -> Groups:
-        self.ranks_at(level)  # raises for a level that is not known
+        self.ranks_at(level)  # raises if the level is unknown
         if level == WORLD:
             return (tuple(range(self.ranks)),)
         local, hosts = Tree.of_hosts(self.host_of_rank).levels
         return local.groups if level == "local" else hosts.groups[:1]
 
     def crosses(self, level: Level) -> bool:
-        """Whether its groups reach beyond their hosts."""
+        """Return whether the level's groups contain ranks of different hosts."""
         return not self._inside_hosts(level.groups)
 
     def _inside_hosts(self, groups: Groups) -> bool:
         return all(len({self.host_of_rank[rank] for rank in group}) == 1 for group in groups)
 
     def _uplink_messages(self, kind: str, groups: Groups) -> dict[str, set[tuple[tuple[int, int], ...]]]:
-        """By kind of link: what different uplinks carry, as numbers of messages by the size of the group they are of.
-        Counted once for all sizes: among thousands of ranks that takes longer than everything else."""
+        """Return, for each kind of link, the different loads of its uplinks: pairs of a group's size and a number of
+        messages. They are cached, because counting them among thousands of ranks takes longer than everything else."""
         if (kind, groups) not in self._known_messages:
             units = {
                 "host": self.host_of_rank,
@@ -178,71 +186,83 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return {}
 
     def with_hosts(self, hosts: int, *, same_machine: bool = False) -> Network:
-        """As many hosts of the same kind: as many ranks on each as most have, racks as full as they are now.
+        """Return the network with another number of hosts of the same kind.
 
-        Each with processors of its own, or, `same_machine`, emulated on the one machine that was measured.
+        Each host has the most common number of ranks, and racks have as many hosts as now.
+
+        Args:
+            hosts: The number of hosts.
+            same_machine: Whether the hosts are emulated on the measured machine, and so share its processors.
+
+        Raises:
+            UsageError: `hosts` is less than 1, or the network has only one host.
         """
         if hosts == self.hosts:
             return self
         if hosts < 1:
-            raise UsageError(f"hosts is {hosts}: there must be at least 1")
+            raise UsageError(f"hosts must be at least 1, not {hosts}")
         if self.hosts == 1:
             raise UsageError("the network has one host, so nothing is known of links between hosts: probe at least two")
         counts = collections.Counter(self.host_of_rank)
         per_host = collections.Counter(counts.values()).most_common(1)[0][0]
         per_rack = max(1, math.ceil(self.hosts / self.racks))
         racks = tuple(host // per_rack if self.racks > 1 else 0 for host in range(hosts))
-        scrambled = self.host_of_rank != tuple(sorted(self.host_of_rank))
-        one_by_one = tuple(host for host in range(hosts) for _ in range(per_host))
-        placement = tuple(host for _ in range(per_host) for host in range(hosts)) if scrambled else one_by_one
-        ranks_at = {WORLD: len(placement), "hosts": hosts, "local": per_host}
-        moved = tuple(
+        round_robin = self.host_of_rank != tuple(sorted(self.host_of_rank))
+        host_by_host = tuple(host for host in range(hosts) for _ in range(per_host))
+        host_of_rank = tuple(host for _ in range(per_host) for host in range(hosts)) if round_robin else host_by_host
+        ranks_at = {WORLD: len(host_of_rank), "hosts": hosts, "local": per_host}
+        collectives = tuple(
             self._with_ranks(entry, ranks_at[entry.level], same_machine)
             for entry in self.collectives
             if ranks_at[entry.level] > 1
         )
         return msgspec.structs.replace(
             self,
-            host_of_rank=placement,
+            host_of_rank=host_of_rank,
             rack_of_host=racks,
-            collectives=moved,
+            collectives=collectives,
             matrix_bytes_per_s=(),
         )
 
     def with_rate(self, rate_bps: int, link: str = "host") -> Network:
-        """The same cluster with faster or slower links of one kind."""
+        """Return the network with another nominal rate for one kind of link.
+
+        Args:
+            rate_bps: Bits per second.
+            link: `host`, `rack` or `local`.
+
+        Raises:
+            UsageError: The network has no such link.
+        """
         if self.link(link) is None:
-            raise UsageError(f"the network has no {link} links: it has {', '.join(one.name for one in self.links)}")
-        return msgspec.structs.replace(
-            self, links=tuple(one.at(rate_bps) if one.name == link else one for one in self.links)
-        )
+            raise UsageError(f"the network has no {link} links: it has {', '.join(known.name for known in self.links)}")
+        return self._with_links(lambda old: old.at(rate_bps) if old.name == link else old)
 
     def with_faster(self, link: str, factor: float) -> Network:
-        """The same cluster with links of one kind that are so many times as fast."""
-        return msgspec.structs.replace(
-            self, links=tuple(one.times(factor) if one.name == link else one for one in self.links)
-        )
+        """Return the network with the rate of one kind of link multiplied by `factor`."""
+        return self._with_links(lambda old: old.times(factor) if old.name == link else old)
 
     def sold_as(self, host_bps: int, rack_bps: int | None = None) -> Network:
-        """With the rates that its links are known by."""
-        names = {"host": host_bps, "rack": rack_bps}
-        return msgspec.structs.replace(
-            self, links=tuple(msgspec.structs.replace(one, nominal_bps=names.get(one.name)) for one in self.links)
-        )
+        """Return the network with the given nominal rates; the measured rates stay the same."""
+        nominal = {"host": host_bps, "rack": rack_bps}
+        return self._with_links(lambda old: msgspec.structs.replace(old, nominal_bps=nominal.get(old.name)))
+
+    def _with_links(self, change: Callable[[Link], Link]) -> Network:
+        return msgspec.structs.replace(self, links=tuple(map(change, self.links)))
 
     def without(self, *, startups: bool = False, software: bool = False, link: str | None = None) -> Network:
-        """What if start-ups, software, or one kind of link cost nothing: for telling what a step loses to them."""
+        """Return the network as if start-ups, software or one kind of link took no time, to find what they cost."""
         collectives, links = self.collectives, self.links
         if startups:
             collectives = tuple(entry.scaled(0.0, 0.0, 0.0) for entry in collectives)
         if software:
             collectives = tuple(entry.without_software() for entry in collectives)
         if link is not None:
-            links = tuple(one for one in links if one.name != link)
+            links = tuple(other for other in links if other.name != link)
         return msgspec.structs.replace(self, collectives=collectives, links=links)
 
     def bound(self, *, high: bool) -> Network:
-        """The network at one end of its confidence intervals: all costs low, or all high."""
+        """Return the network with all costs at the lower or upper ends of their confidence intervals."""
         return msgspec.structs.replace(
             self,
             collectives=tuple(
@@ -253,27 +273,28 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
                 for end in (entry.startup_high_s if high else entry.startup_low_s,)
             ),
             links=tuple(
-                msgspec.structs.replace(one, bytes_per_s=one.low_bytes_per_s if high else one.high_bytes_per_s)
-                for one in self.links
+                msgspec.structs.replace(link, bytes_per_s=link.low_bytes_per_s if high else link.high_bytes_per_s)
+                for link in self.links
             ),
         )
 
     def _startup_growth(self, kind: str, before: int, after: int, same_machine: bool) -> tuple[float, float, float]:
-        """How much longer start-ups take among `after` ranks than among `before`: low, expected, high.
+        """Return the factors by which start-ups grow from `before` to `after` ranks: low, expected, high.
 
-        Expected: with the messages that wait for each other; on one machine, times what one of them was seen to take
-        longer among more ranks. Low: as if a tree were used. High: as if that growth were the network's own.
+        The expected factor is the growth of the number of sequential messages; on one machine, multiplied by the
+        measured growth of the time per message. The low end assumes a tree. The high end assumes that the time per
+        message grows on a real network, too.
         """
         hops = wire.hops(kind, after, self.backend) / wire.hops(kind, before, self.backend)
         doublings = (after - 1).bit_length() / (before - 1).bit_length()
         ring = (after - 1) / (before - 1)
-        dearer = self._per_hop_growth(before, after)
-        expected = hops * (dearer if same_machine else 1.0)
-        ends = (doublings, ring, expected, 1.0 if self.one_machine else hops * dearer)
+        per_hop = self._per_hop_growth(before, after)
+        expected = hops * (per_hop if same_machine else 1.0)
+        ends = (doublings, ring, expected, 1.0 if self.one_machine else hops * per_hop)
         return min(ends), expected, max(ends)
 
     def _per_hop_growth(self, before: int, after: int) -> float:
-        """One message's time among `after` ranks over the same among `before`, from the sizes that were measured."""
+        """Return the growth of the time per message from `before` to `after` ranks, from the measured start-ups."""
         measured = [
             (entry.ranks, entry.seconds / wire.hops("all_reduce", entry.ranks, self.backend))
             for entry in sorted(self.startups, key=lambda entry: entry.ranks)
@@ -281,35 +302,37 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         ]
         if len(measured) < 2:
             return 1.0
-        (few, cheap), (many, dear) = measured[0], measured[-1]
-        exponent = max(0.0, math.log(dear / cheap) / math.log(many / few)) if many > few else 0.0
+        (few, at_few_s), (many, at_many_s) = measured[0], measured[-1]
+        exponent = max(0.0, math.log(at_many_s / at_few_s) / math.log(many / few)) if many > few else 0.0
         return float((after / before) ** min(1.0, exponent))
 
     def _with_ranks(self, entry: Collective, ranks: int, same_machine: bool) -> Collective:
         if entry.ranks == ranks:
             return entry
         low, expected, high = self._startup_growth(entry.kind, entry.ranks, ranks, same_machine)
-        return msgspec.structs.replace(
-            entry.scaled(low, expected, high),
-            ranks=ranks,
-            breakpoint_bytes=None,
-            points=(),
-        )
+        scaled = entry.scaled(low, expected, high)
+        return msgspec.structs.replace(scaled, ranks=ranks, breakpoint_bytes=None, points=())
 
     def slowdown(self, streams: float) -> float:
-        """Of start-ups while so many collectives run at once: between what was measured, and no better beyond it."""
+        """Return the factor by which start-ups take longer while `streams` collectives run.
+
+        It is interpolated between measurements, and grows in proportion to `streams` beyond them.
+        """
         known = [(1, 1.0), *sorted((entry.streams, entry.slowdown) for entry in self.overlap)]
         most, at_most = known[-1]
-        return _between(known, streams) if streams <= most else max(1.0, at_most * streams / most)
+        return _interpolate(known, streams) if streams <= most else max(1.0, at_most * streams / most)
 
     def crowding(self, streams: float) -> float:
-        """Of a full link's bytes while so many collectives share it; beyond what was measured, as for the most."""
+        """Return the factor by which bytes take longer on a full link that `streams` collectives share.
+
+        It is interpolated between measurements, and constant beyond them.
+        """
         known = [(1, 1.0), *sorted((entry.streams, entry.crowding) for entry in self.overlap)]
-        return _between(known, min(streams, known[-1][0]))
+        return _interpolate(known, min(streams, known[-1][0]))
 
 
-def _between(known: list[tuple[int, float]], streams: float) -> float:
-    """Along the measured points, straight where both axes count in powers."""
+def _interpolate(known: list[tuple[int, float]], streams: float) -> float:
+    """Interpolate linearly on logarithmic axes."""
     for (few, at_few), (many, at_many) in itertools.pairwise(known):
         if few <= streams <= many and many > few:
             share = math.log(streams / few) / math.log(many / few)
@@ -317,29 +340,27 @@ def _between(known: list[tuple[int, float]], streams: float) -> float:
     return known[-1][1]
 
 
-def _check_placement(network: Network) -> None:
-    if network.schema != 1:
-        raise ValueError(f"schema: is {network.schema}, and this release knows 1")
+def _check_topology(network: Network) -> None:
+    check_schema(network.schema)
     if network.backend not in ("gloo", "nccl"):
         raise ValueError(f"backend: must be gloo or nccl, not {network.backend}")
-    if network.device not in ("cpu", "cuda"):
-        raise ValueError(f"device: must be cpu or cuda, not {network.device}")
+    check_device(network.device)
     if set(network.host_of_rank) != set(range(network.hosts)) or not network.hosts:
-        raise ValueError("host_of_rank: must name every host of rack_of_host, from 0 up, and no other")
+        raise ValueError("host_of_rank: must name every host of rack_of_host, numbered from 0, and no other")
     if set(network.rack_of_host) != set(range(network.racks)):
-        raise ValueError("rack_of_host: racks must be numbered from 0 up, without gaps")
+        raise ValueError("rack_of_host: racks must be numbered from 0, without gaps")
 
 
 def _check_parts(network: Network) -> None:
-    check_whole(network, "in_flight", least=1)
+    check_whole(network.in_flight, "in_flight", least=1)
     for field, keys in (
         ("links", [link.name for link in network.links]),
         ("collectives", [f"{entry.kind} at level {entry.level}" for entry in network.collectives]),
         ("overlap", [f"{entry.streams} streams" for entry in network.overlap]),
         ("startups", [f"{entry.ranks} ranks" for entry in network.startups]),
     ):
-        if repeated := next(_repeated(keys), None):
-            raise ValueError(f"{field}: {repeated} appears twice")
+        if repeated := first_repeated(keys):
+            raise ValueError(f"{field}: {repeated[1]} appears twice")
     for index, entry in enumerate(network.collectives):
         if entry.ranks != (ranks := network.ranks_at(entry.level)):
             raise ValueError(
@@ -349,12 +370,4 @@ def _check_parts(network: Network) -> None:
     if rows and (len(rows) != network.hosts or any(len(row) != network.hosts for row in rows)):
         raise ValueError(f"matrix_bytes_per_s: must have a row and a column for each of the {network.hosts} hosts")
     if any(not 0 <= value <= MOST for row in rows for value in row):
-        raise ValueError("matrix_bytes_per_s: holds something else than numbers from 0 up, or what is too large")
-
-
-def _repeated(keys: list[str]) -> Iterator[str]:
-    seen: set[str] = set()
-    for key in keys:
-        if key in seen:
-            yield key
-        seen.add(key)
+        raise ValueError(f"matrix_bytes_per_s: all rates must be between 0 and {MOST:g}")

@@ -1,8 +1,8 @@
-"""The Plan: which gradients travel together, on which lane, through which exchange; and for which model and cluster.
+"""The plan: the buckets of a model on a cluster, with the lane and the exchange of each.
 
-A plan is a file that outlives the run that made it, so it says what it was made for: the gradients, by name, shape and
-type, and where ranks sit. Whoever applies it compares, and names what differs. What was measured is not compared: links
-that became slower make a plan worse, not wrong.
+A plan outlives the run that made it, so it stores what it was made for: the gradients by name, shape and dtype, and the
+topology. `Plan.difference` compares them with the current model and cluster. Measurements are not compared: a plan made
+for faster links may be slow, but it is still correct.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import msgspec
 from syncline.exchange import Exchange, made_of
 from syncline.files import read_json, write_json
 from syncline.records.bucket_caps import caps_of
-from syncline.records.profile import ITEM_BYTES, MOST_S, elements_of
+from syncline.records.checks import check_all_seconds, check_device, check_schema, check_seconds, first_repeated
+from syncline.records.profile import ITEM_BYTES, elements_of
 
 MAX_LANES = 16
 
 
 class PlannedGradient(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """In the order in which they are ready."""
+    """One gradient; a plan lists them in the order in which they are ready."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,16 +36,16 @@ class PlannedGradient(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class PlannedBucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """In the order in which they are launched."""
+    """One bucket; a plan lists them in the order in which they are launched."""
 
     parameters: tuple[str, ...]
     lane: int
     exchange: dict[str, Any]
-    """Its type and settings."""
+    """The exchange's type and settings."""
 
 
 class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What was not chosen, or was: the one with the plan's own time."""
+    """A schedule that was considered, the chosen one included."""
 
     name: str
     iteration_s: float
@@ -52,7 +53,7 @@ class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The cluster, as far as a plan depends on it."""
+    """The properties of the cluster on which a plan depends."""
 
     host_of_rank: tuple[int, ...]
     backend: str
@@ -60,77 +61,73 @@ class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A plan that contradicts itself cannot be constructed: `ValueError` names the field."""
+    """The buckets of a model on a cluster, with the lane and the exchange of each, and the predicted times.
+
+    The constructor raises `ValueError`, which names the field, if fields contradict each other.
+
+    Example:
+        >>> plan = syncline.Plan.load("plan.json")
+        >>> print(plan.reason)
+        >>> model = syncline.wrap(net, plan=plan)
+    """
 
     schema: int = 1
     model: str
     gradients: tuple[PlannedGradient, ...]
     where: Where
     buckets: tuple[PlannedBucket, ...]
-    """None where plain DDP is best, and is left alone."""
+    """Empty if plain DDP is best and is not changed."""
     lanes: int
     iteration_s: float
-    """Predicted, as are all seconds here."""
+    """Predicted seconds per step. All times in a plan are predictions."""
     low_s: float
     high_s: float
     compute_s: float
-    """Of a rank alone."""
+    """Seconds per step of a single rank without communication."""
     plain_s: float
-    """Of plain DDP."""
+    """Seconds per step of plain DDP."""
     exchange_s: float
-    """From the first bucket's gradients to the last bucket's end."""
+    """From the time at which the first bucket is ready to the end of the last bucket."""
     reason: str
     alternatives: tuple[Alternative, ...]
-    """The first is to do nothing."""
+    """Considered schedules. The first is to do nothing."""
     how: str
-    """From what it was made, for people."""
+    """The sources of the plan, for readers."""
 
     def __post_init__(self) -> None:
-        if self.schema != 1:
-            raise ValueError(f"schema: is {self.schema}, and this release knows 1")
+        check_schema(self.schema)
         if not 1 <= self.lanes <= MAX_LANES:
-            raise ValueError(f"lanes: is {self.lanes}; there may be 1 to {MAX_LANES}")
-        for field in ("iteration_s", "low_s", "high_s", "compute_s", "plain_s", "exchange_s"):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{field}: must be seconds from 0 up, not {value}")
-            if value > MOST_S:
-                raise ValueError(f"{field}: is {value:g} seconds, which is too long to be meant")
+            raise ValueError(f"lanes: must be between 1 and {MAX_LANES}, not {self.lanes}")
+        check_all_seconds(self, "", "iteration_s", "low_s", "high_s", "compute_s", "plain_s", "exchange_s")
         if self.low_s > self.high_s:
             raise ValueError(f"low_s: is {self.low_s}, above high_s ({self.high_s})")
         for index, other in enumerate(self.alternatives):
-            if not (math.isfinite(other.iteration_s) and other.iteration_s >= 0):
-                raise ValueError(
-                    f"alternatives[{index}].iteration_s: must be seconds from 0 up, not {other.iteration_s}"
-                )
+            check_seconds(other.iteration_s, f"alternatives[{index}].iteration_s", most=math.inf)
         hosts = self.where.host_of_rank
         if not hosts:
             raise ValueError("where.host_of_rank: is empty; there is at least one rank")
         if sorted(set(hosts)) != list(range(len(set(hosts)))):
-            raise ValueError(f"where.host_of_rank: is {list(hosts)}; hosts are numbered from 0, without a gap")
-        if self.where.device not in ("cpu", "cuda"):
-            raise ValueError(f"where.device: must be cpu or cuda, not {self.where.device}")
+            raise ValueError(f"where.host_of_rank: is {list(hosts)}; hosts must be numbered from 0, without gaps")
+        check_device(self.where.device, "where.device")
         self._check_gradients()
         self._check_buckets()
 
     def _check_gradients(self) -> None:
         if not self.gradients:
             raise ValueError("gradients: is empty; a model has at least one")
-        seen: set[str] = set()
         for index, gradient in enumerate(self.gradients):
             if not gradient.name:
                 raise ValueError(f"gradients[{index}].name: is empty")
-            if gradient.name in seen:
-                raise ValueError(f"gradients[{index}].name: {gradient.name} appears twice")
             if gradient.dtype not in ITEM_BYTES:
                 known = ", ".join(ITEM_BYTES)
                 raise ValueError(f"gradients[{index}].dtype: {gradient.dtype} is unknown; known: {known}")
             if elements_of(gradient.shape) is None:
-                raise ValueError(f"gradients[{index}].shape: {list(gradient.shape[:8])} is no tensor's")
-            seen.add(gradient.name)
+                raise ValueError(f"gradients[{index}].shape: {list(gradient.shape[:8])} is not a tensor's shape")
+        if repeated := first_repeated(gradient.name for gradient in self.gradients):
+            raise ValueError(f"gradients[{repeated[0]}].name: {repeated[1]} appears twice")
 
     def _check_buckets(self) -> None:
-        types = {gradient.name: gradient.dtype for gradient in self.gradients}
+        dtypes = {gradient.name: gradient.dtype for gradient in self.gradients}
         bucket_of: dict[str, int] = {}
         for index, bucket in enumerate(self.buckets):
             where = f"buckets[{index}]"
@@ -139,54 +136,61 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             if not 0 <= bucket.lane < self.lanes:
                 raise ValueError(f"{where}.lane: is {bucket.lane}; the plan has lanes 0 to {self.lanes - 1}")
             for name in bucket.parameters:
-                if name not in types:
+                if name not in dtypes:
                     raise ValueError(f"{where}.parameters: {name} is not among the gradients")
                 if name in bucket_of:
                     raise ValueError(f"{where}.parameters: {name} is in buckets[{bucket_of[name]}], too")
                 bucket_of[name] = index
-            kinds = sorted({types[name] for name in bucket.parameters})
-            if len(kinds) > 1:
-                raise ValueError(f"{where}.parameters: are {' and '.join(kinds)}; a bucket holds one type")
+            mixed = sorted({dtypes[name] for name in bucket.parameters})
+            if len(mixed) > 1:
+                raise ValueError(f"{where}.parameters: are {' and '.join(mixed)}; a bucket must have one dtype")
             try:
                 made_of(bucket.exchange)
             except ValueError as error:
                 raise ValueError(f"{where}.exchange: {error}") from error
-        missing = [name for name in types if name not in bucket_of]
+        missing = [name for name in dtypes if name not in bucket_of]
         if self.buckets and missing:
             raise ValueError(f"buckets: {missing[0]} is in none of them")
 
     @property
     def nothing(self) -> bool:
-        """Whether plain DDP is left alone."""
+        """Whether the plan is to use plain DDP without changes."""
         return not self.buckets
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """By bucket."""
+        """The exchange of each bucket."""
         return tuple(made_of(bucket.exchange) for bucket in self.buckets)
 
     @property
     def lossless(self) -> bool:
+        """Whether all exchanges are lossless."""
         return all(exchange.lossless for exchange in self.exchanges)
 
     @property
     def caps(self) -> tuple[int, ...]:
-        """Bytes at which DDP must close its buckets to make these; of several types, those of the type with most."""
+        """Bytes at which DDP must close its buckets to make these; see `caps_of`."""
         if self.nothing:
             return ()
-        place = {gradient.name: index for index, gradient in enumerate(self.gradients)}
-        return caps_of(self.gradients, [[place[name] for name in bucket.parameters] for bucket in self.buckets])
+        index_of = {gradient.name: index for index, gradient in enumerate(self.gradients)}
+        return caps_of(self.gradients, [[index_of[name] for name in bucket.parameters] for bucket in self.buckets])
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a JSON file. Raises `FileError` if it is not valid."""
         return read_json(path, cls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file."""
         write_json(path, self)
 
     def difference(self, parameters: Mapping[str, tuple[tuple[int, ...], str]], where: Where) -> str | None:
-        """What is different here from what the plan was made for, if anything. `parameters`: by name, shape and type of
-        all that is trained."""
+        """Return the first difference between the plan's model and cluster and these, or None.
+
+        Args:
+            parameters: Shape and dtype of each trained parameter, by name.
+            where: The current cluster.
+        """
         for gradient in self.gradients:
             if gradient.name not in parameters:
                 return f"the plan's parameter {gradient.name} is not in the model"
@@ -199,9 +203,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             if name not in known:
                 return f"the model's parameter {name} is not in the plan"
         for field in ("backend", "device"):
-            here, planned = getattr(where, field), getattr(self.where, field)
-            if here != planned:
-                return f"the {field} is {here}, and {planned} in the plan"
+            current, planned = getattr(where, field), getattr(self.where, field)
+            if current != planned:
+                return f"the {field} is {current}, and {planned} in the plan"
         if len(where.host_of_rank) != len(self.where.host_of_rank):
             return f"there are {len(where.host_of_rank)} ranks, and {len(self.where.host_of_rank)} in the plan"
         if where.host_of_rank != self.where.host_of_rank:

@@ -1,11 +1,11 @@
-"""What one rank saw of a training, as a file: the page and the trace are made from these.
+"""The record of a training run on one rank, from which reports and traces are made.
 
-Every rank writes its own, when the first model is built, every minute, and when the script ends, without asking the
-others: a job that crashes is the one that somebody wants to look at. A process that was killed leaves a record that
-says `RUNNING`; `RunRecord.state` tells it from one that does.
+Every rank writes its own record when the first model is built, then every minute, and when the script ends. Ranks do
+not communicate for that, so that a crashed job leaves records, too. The record of a killed process has
+`ended == RUNNING`; `RunRecord.state` checks whether the process still runs.
 
-Seconds are on the rank's monotonic clock, `clock_s` of which is zero in the wall clock's seconds, so files of one host
-share a time.
+Times are seconds on the rank's monotonic clock. Adding `clock_s` converts them to wall-clock time, which the records of
+one host share.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 
 FINISHED, RUNNING, LOST = "finished", "still running", "ended without saying so"
-"""How a run has ended, or not yet; otherwise its record says what ended it."""
+"""States of a run. The record of a run that failed has the error instead."""
 _CLOCK_S = 2.0
-"""By which a process may seem to have started after its record says."""
+"""Tolerance when the start time of a process is compared with its record."""
 MOST_STEPS = 2000
-"""Of those that a record keeps, evenly spread: a record is looked at, not computed with."""
+"""Number of steps that a record keeps, evenly spread over the run."""
 
 
 class PhaseSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One collective, or one piece of an exchange's own work, of a bucket."""
+    """One collective of a bucket, or one part of the exchange's own work."""
 
     name: str
-    """As `all_reduce`."""
+    """The collective, as `all_reduce`."""
     level: str
-    """Over which ranks; empty for work of the rank's own."""
+    """The level of the collective; empty for the rank's own work."""
     sent_bytes: int
     start_s: float
     end_s: float
@@ -57,41 +57,42 @@ class BucketSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class StepSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One step of a model, which ends when its gradients are those of all ranks."""
+    """One step of a model. It ends when all gradients have been exchanged."""
 
     step: int
-    """Counted from 0: steps that were exchanged."""
+    """Index of the step, from 0. Only steps with an exchange count."""
     way: str
-    """How gradients went: `plain DDP`, `the plan`, or an exchange's name."""
+    """The method of exchange: `plain DDP`, `the plan`, or an exchange's name."""
     start_s: float
-    """Of forward."""
+    """Start of forward."""
     backward_s: float
-    """Of backward's start."""
+    """Start of backward."""
     backward_end_s: float
-    """When the last gradient was there."""
+    """Time of the last gradient."""
     end_s: float
-    """When all of them had been exchanged: what lies between is communication that nothing hid."""
+    """Time when all gradients had been exchanged. Communication after `backward_end_s` is exposed."""
     buckets: tuple[BucketSpan, ...] = ()
-    """Where they were noted: for the first few steps of each way that count."""
+    """Recorded for the first few steps of each method, after its warm-up."""
 
 
 class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Medians and quartiles over the steps that went one way; the first ones of each way are left out."""
+    """Medians and quartiles over the steps of one method, without its first steps."""
 
     way: str
+    """The method of exchange, as in `StepSpan`."""
     steps: int
     step_s: float
-    """Forward, backward and what was left of the exchange; not what the script does between steps."""
+    """Forward, backward and exposed communication, without the time between steps."""
     low_s: float
     high_s: float
     forward_s: float
     backward_s: float
     exposed_s: float
-    """Communication after backward's end."""
+    """Communication after the end of backward."""
     between_s: float
     """From the end of one step to the start of the next: the optimizer, data, logging."""
     sent_bytes: int | None = None
-    """Per step, by the busiest rank; None for plain DDP, which does not tell."""
+    """Bytes per step sent by the busiest rank; None for plain DDP, which does not report them."""
 
 
 class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -106,22 +107,22 @@ class ModelRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     parameters: int
     gradient_bytes: int
     host_of_rank: tuple[int, ...]
-    """One entry per rank of the model's process group."""
+    """The host of each rank of the model's process group."""
     backend: str
     device: str
     steps: int
-    """All that were exchanged."""
+    """Number of steps with an exchange."""
     outcome: str
-    """What was done with it and why, in a sentence or two."""
+    """What Syncline did with the model and why, in a sentence or two."""
     way: str
-    """How gradients went in the end."""
+    """The last method of exchange, as in `StepSpan`."""
     caps: tuple[int, ...] = ()
-    """Bytes at which DDP closes its own buckets, the last for all further ones; empty where it does not tell."""
+    """Bytes at which DDP closes its own buckets; the last one repeats. Empty if they are unknown."""
     paces: tuple[Pace, ...] = ()
-    """In the order in which ways were first gone."""
+    """One entry per method, in the order of first use."""
     spans: tuple[StepSpan, ...] = ()
     losses: tuple[Loss, ...] = ()
-    """What backward was called on, where that was one number: a sample of all steps."""
+    """A sample of the scalars on which backward was called."""
     profile: Profile | None = None
     network: Network | None = None
     plan: Plan | None = None
@@ -135,28 +136,33 @@ class ModelRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         for index, span in enumerate(self.spans):
             times = (span.start_s, span.backward_s, span.backward_end_s, span.end_s)
             if list(times) != sorted(times):
-                raise ValueError(f"spans[{index}]: start, backward, its end and the step's end must follow each other")
-            for place, bucket in enumerate(span.buckets):
-                _check_counts(bucket, f"spans[{index}].buckets[{place}].", "bucket", "lane", "bytes")
+                raise ValueError(f"spans[{index}]: start_s, backward_s, backward_end_s and end_s must be in this order")
+            for number, bucket in enumerate(span.buckets):
+                _check_counts(bucket, f"spans[{index}].buckets[{number}].", "bucket", "lane", "bytes")
         for index, loss in enumerate(self.losses):
             if not math.isfinite(loss.value):
                 raise ValueError(f"losses[{index}].value: must be a finite number")
 
 
 class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one rank saw of a script."""
+    """The record of a script on one rank.
+
+    Example:
+        >>> record = RunRecord.load("records/rank-0.json")
+        >>> print(record.state, [model.outcome for model in record.models])
+    """
 
     schema: int = 1
     rank: int
     ranks: int
     command: str
-    """That starts it again, for people."""
+    """The command line that starts the script, for readers."""
     ended: str
-    """`FINISHED`, `RUNNING`, or what ended it."""
+    """`FINISHED`, `RUNNING`, or the error."""
     seconds: float
-    """From the script's start to its end."""
+    """Seconds from the start of the script to its end."""
     tuning_s: float
-    """Of those, what measuring and planning took."""
+    """The part of `seconds` that measuring and planning took."""
     date: str
     torch: str
     syncline: str
@@ -164,16 +170,16 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     models: tuple[ModelRecord, ...]
     host: str = ""
     process: int | None = None
-    """Where it runs or ran; records of earlier versions do not say."""
+    """Process ID on `host`; None in records of earlier versions."""
     began: str = ""
-    """When, as a date."""
+    """Start of the process, as an ISO date."""
 
     def __post_init__(self) -> None:
         _check_counts(self, "", "rank", "ranks", "seconds", "tuning_s", "process")
 
     @property
     def state(self) -> str:
-        """How it ended, or whether it still runs, as far as can be seen on this host."""
+        """How the run ended, or whether it still runs, as far as this host can determine."""
         if self.ended != RUNNING or self.process is None:
             return self.ended
         if self.host != socket.gethostname():
@@ -181,24 +187,26 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         return RUNNING if self._is_alive(self.process) else f"{LOST}, after {one_line(self.date)}"
 
     def _is_alive(self, process: int) -> bool:
-        """Whether the process is there, and is not another one with the same number."""
+        """Return whether the process exists, and is not a later one with the same ID."""
         try:
-            found = psutil.Process(process)
+            current = psutil.Process(process)
             began = datetime.datetime.fromisoformat(self.began).timestamp()
-            return bool(found.status() != psutil.STATUS_ZOMBIE and found.create_time() <= began + _CLOCK_S)
+            return bool(current.status() != psutil.STATUS_ZOMBIE and current.create_time() <= began + _CLOCK_S)
         except (psutil.Error, ValueError, OverflowError):
             return False
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> RunRecord:
+        """Read a record from a JSON file. Raises `FileError` if it is not valid."""
         return read_json(path, cls)
 
     def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the record to a JSON file."""
         write_json(path, self)
 
 
-def _check_counts(part: msgspec.Struct, place: str, *fields: str) -> None:
+def _check_counts(part: msgspec.Struct, prefix: str, *fields: str) -> None:
     for field in fields:
         value = getattr(part, field)
         if value is not None and not value >= 0:
-            raise ValueError(f"{place}{field}: must be 0 or more, not {value}")
+            raise ValueError(f"{prefix}{field}: must be at least 0, not {value}")
