@@ -334,7 +334,7 @@ def noisy_step(rank: Rank) -> Callable[[nn.Module], None]:
 
 
 def test_tuning_leaves_everything_but_the_way_of_gradients_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.tuning.tune._WORTH", float("inf"))
+    monkeypatch.setattr("syncline.tuning.trial._MAX_RATIO", float("inf"))
 
     def main(rank: Rank) -> tuple[bool, str]:
         model, other = DDP(seeded(Noisy)), DDP(seeded(Noisy))
@@ -393,7 +393,7 @@ def test_where_nothing_helps_plain_ddp_stays_and_nothing_is_left_behind(capfd: p
 
 
 def test_a_plan_that_is_not_faster_when_tried_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.tuning.tune._WORTH", 0.0)
+    monkeypatch.setattr("syncline.tuning.trial._MAX_RATIO", 0.0)
 
     def main(rank: Rank) -> None:
         model = DDP(seeded(Noisy), bucket_cap_mb=0.01)
@@ -409,7 +409,7 @@ def test_a_plan_that_is_not_faster_when_tried_is_not_kept(monkeypatch: pytest.Mo
 
 
 def test_tuning_again_replaces_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.tuning.tune._WORTH", float("inf"))
+    monkeypatch.setattr("syncline.tuning.trial._MAX_RATIO", float("inf"))
 
     def main(rank: Rank) -> None:
         model = DDP(seeded(Noisy))
@@ -458,7 +458,7 @@ def test_what_cannot_be_tuned_is_refused() -> None:
 def test_a_model_that_has_trained_trains_on_as_it_would_have(
     worth: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncline.tuning.tune._WORTH", worth)
+    monkeypatch.setattr("syncline.tuning.trial._MAX_RATIO", worth)
 
     def main(rank: Rank) -> None:
         step = square_loss_step(rank)

@@ -129,7 +129,7 @@ def test_models_that_cannot_be_changed_are_left_alone_with_the_reason() -> None:
         "hook": "communication hook (fp16_compress_hook)",
         "attached": "the script attaches to this model itself",
         "short": "the script ended too early",
-        "compiled": "compiled anew",
+        "compiled": "compiled again",
         "join": "under join()",
         "alone": "one rank",
         "taken over": "the script attaches to this model itself",

@@ -175,7 +175,7 @@ def test_a_plan_for_another_model_is_one_line_and_status_2(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nowhere.py"], "nowhere.py: there is no such script"),
+        (["nowhere.py"], "nowhere.py: no such script"),
         (["--exchange", "quick", str(SCRIPT)], "no such exchange; known: dense"),
         (["--exchange", "bf16", "--plan", "p.json", "x.py"], "exclude each other"),
         (["--exchange", "bf16", "--observe-only", "x.py"], "leave nothing to find"),
@@ -185,7 +185,7 @@ def test_a_plan_for_another_model_is_one_line_and_status_2(tmp_path: Path) -> No
         (["--timeout", "0", str(SCRIPT)], "--timeout 0: must be greater than 0"),
         (["--out", str(SCRIPT), str(SCRIPT)], "is a file; name a folder"),
         (["--out", "/proc/nowhere", str(SCRIPT)], "/proc/nowhere: cannot be made"),
-        (["-m", "not a module"], "is no module's name"),
+        (["-m", "not a module"], "is not a module name"),
         ([], "Missing argument"),
         (["--no-such-option", str(SCRIPT)], "No such option"),
     ],

@@ -35,12 +35,11 @@ from syncline.dist.comm import group_timeout
 from syncline.errors import UsageError
 from syncline.health import heartbeat, suspects
 from syncline.health.suspects import Heard, Sign, Silence
-from syncline.integrations.synced import Asked
 from syncline.measure.assumed_network import assumed_links
 from syncline.records.run_record import LOST, RUNNING, RunRecord
 from syncline.report.inputs import Inputs
 from syncline.report.page import build_page
-from syncline.tuning.follow import Wishes
+from syncline.tuning.settings import TuneSettings
 
 SCRIPT = Path(__file__).parent / "scripts" / "halts.py"
 RANKS, HALTED = 3, 1
@@ -358,8 +357,7 @@ def test_failure_tells_of_ranks_that_were_killed_and_left_no_failure_report(
 def test_a_timeout_is_a_number_of_seconds(timeout_s: Any, one_rank: None) -> None:
     model = DDP(Mlp())
     for call in (
-        lambda: Wishes.of(timeout_s=timeout_s),
-        lambda: Asked.of(timeout_s=timeout_s),
+        lambda: TuneSettings(timeout_s=timeout_s),
         lambda: syncline.follow(model, timeout_s=timeout_s),
         lambda: syncline.attach(model, timeout_s=timeout_s),
         lambda: syncline.tune(model, lambda net: None, timeout_s=timeout_s),

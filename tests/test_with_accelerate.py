@@ -65,7 +65,7 @@ def test_a_run_resumed_from_save_state_equals_the_uninterrupted_one(runs: Any, t
         run = runs.Run(runs.SynclineKwargs(SPARSE))
         with said() as text:
             run.accelerator.load_state(tmp_path / "three")
-        assert ("nothing was kept there" in text.getvalue()) is (rank.rank == 0)
+        assert ("no residual was saved there" in text.getvalue()) is (rank.rank == 0)
         return [fingerprint(run.train(3, 6))]
 
     def more(rank: Rank) -> None:

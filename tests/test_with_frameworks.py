@@ -63,6 +63,6 @@ def test_what_cannot_work_is_refused_at_construction(framework: str, tmp_path: P
 
 
 def test_a_hook_of_ones_own_is_refused_at_construction() -> None:
-    hook = "DDP takes one hook, and that is Syncline's: leave yours out"
+    hook = "DDP takes one hook, and Syncline needs it: leave yours out"
     assert refusal(lambda: maker("lightning")(ddp_comm_hook=print)) == f"ddp_comm_hook: {hook}"
     assert refusal(lambda: maker("accelerate")(comm_hook="bf16")) == f"comm_hook: {hook}"

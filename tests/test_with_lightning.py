@@ -58,11 +58,11 @@ def test_a_run_resumed_from_a_checkpoint_equals_the_uninterrupted_one(runs: Any,
 
     def elsewhere(rank: Rank) -> str:
         alone = tmp_path / "alone"
-        with pytest.raises(syncline.UsageError, match=r"step=3\.ckpt\.syncline, which is not there: copy it"):
+        with pytest.raises(syncline.UsageError, match=r"step=3\.ckpt\.syncline, which does not exist: copy"):
             runs.fit(runs.SynclineStrategy(SPARSE), resume=alone / "step=3.ckpt")
         with pytest.raises(syncline.UsageError, match="exchange is another"):
             runs.fit(runs.SynclineStrategy(syncline.OkTopk(density=0.1)), resume=tmp_path / "step=3.ckpt")
-        with pytest.raises(syncline.UsageError, match="is of step 6, and its checkpoint of 3"):
+        with pytest.raises(syncline.UsageError, match="was saved at step 6, but its checkpoint at step 3"):
             runs.fit(runs.SynclineStrategy(SPARSE), resume=tmp_path / "mixed/step=3.ckpt")
         at_the_end = runs.SynclineStrategy(SPARSE)
         runs.fit(at_the_end, resume=tmp_path / "last.ckpt", epochs=3)
@@ -112,7 +112,7 @@ def test_it_tunes_by_itself_and_a_resumed_run_goes_on_with_what_was_found(runs: 
         again = runs.SynclineStrategy(network=fast)
         with said() as text:
             runs.fit(again, epochs=6, resume=tmp_path / "plain/step=15.ckpt")
-        assert (rank.rank > 0) is ("The plan is applied, as asked for" not in text.getvalue())
+        assert (rank.rank > 0) is ("The plan is applied, as requested" not in text.getvalue())
         assert again.handle is None
 
     def planned(rank: Rank) -> str:
@@ -140,7 +140,7 @@ def test_the_callback_logs_what_steps_sent_and_says_what_is_attached(runs: Any) 
         logged = model.trainer.logged_metrics
         assert 0 < logged["syncline/sent_share"] < 0.2
         assert logged["syncline/exchange_ms"] > 0
-        with pytest.raises(syncline.UsageError, match=r"strategy=SynclineStrategy\(…\)\), and this one is DDPStrategy"):
+        with pytest.raises(syncline.UsageError, match=r"strategy=SynclineStrategy\(…\)\), but it has DDPStrategy"):
             runs.fit(runs.DDPStrategy(), callbacks=[callback])
         return str(text.getvalue())
 

@@ -61,7 +61,7 @@ def test_a_run_resumed_from_a_checkpoint_equals_the_uninterrupted_one(runs: Any,
         run = runs.trainer(runs.SynclineTrainer, tmp_path, wanted={"exchange": SPARSE}, save_only_model=True, **options)
         with said() as text:
             run.train(resume_from_checkpoint=True)
-        assert ("nothing was kept there" in text.getvalue()) is (rank.rank == 0)
+        assert ("no residual was saved there" in text.getvalue()) is (rank.rank == 0)
         return fingerprint(run.model)
 
     (expected,) = set(on_torchrun_ranks(whole))

@@ -20,7 +20,7 @@ from syncline.records.plan import Plan
 from syncline.records.run_record import FINISHED, RUNNING, RunRecord
 from syncline.run.runner import PAGE, Job, Runner
 from syncline.run.script import check_script
-from syncline.tuning.follow import PROBE_S, Wishes
+from syncline.tuning.settings import PROBE_S, TuneSettings
 
 _WAIT_S = 5.0
 """For the records of this host's other ranks, when the script has ended."""
@@ -62,7 +62,7 @@ def prepare(
     except OSError as error:
         raise UsageError(f"--out {out}: cannot be made: {error.strerror}; name another folder") from error
     screen.check_writable(out / PAGE)
-    wishes = Wishes.of(
+    settings = TuneSettings(
         exchange=_exchange(exchange),
         plan=None if plan is None else Plan.load(plan),
         allow=[word.strip() for word in allow.split(",") if word.strip()],
@@ -80,7 +80,7 @@ def prepare(
     command = shlex.join(["torchrun", *several, "--nproc-per-node", str(ranks), "-m", "syncline.run", *words, *given])
     if nproc_per_node is not None:
         return functools.partial(_start_ranks, nproc_per_node, [*words, *given])
-    return functools.partial(_run, Job(script, tuple(arguments), module, wishes, out, command))
+    return functools.partial(_run, Job(script, tuple(arguments), module, settings, out, command))
 
 
 def _chosen(given: dict[str, object]) -> list[tuple[str, str | None]]:
