@@ -92,7 +92,7 @@ def test_accumulated_passes_are_one_step_and_count_as_its_forward() -> None:
     model = Mlp()
     optimizer = sgd(model)
     with watch_backward(model, optimizer, skip=0) as watch:
-        watch._clock = Ticks()
+        watch.clock = Ticks()
         for _ in range(2):
             optimizer.zero_grad()
             for number in range(3):
@@ -171,7 +171,7 @@ def test_passes_that_no_update_uses_are_left_out(
     model = Mlp()
     optimizer = sgd(model)
     with watch_backward(model, optimizer, skip=0) as watch:
-        watch._clock = Ticks()
+        watch.clock = Ticks()
         train(model, optimizer, 1)
         wasted(model, optimizer)
         train(model, optimizer, 2)
@@ -182,7 +182,7 @@ def test_passes_that_no_update_uses_are_left_out(
 def test_one_backward_through_two_forwards_began_with_the_first() -> None:
     model = Mlp()
     with watch_backward(model, skip=0) as watch:
-        watch._clock = Ticks()
+        watch.clock = Ticks()
         (loss(model, 0) + loss(model, 1)).backward()
     assert watch.profile().forward_s == 2
 

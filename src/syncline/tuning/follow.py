@@ -26,15 +26,14 @@ from syncline.dist.comm import bound_group
 from syncline.errors import SynclineError
 from syncline.exchange import Exchange
 from syncline.health.watchdog import watch_plain
-from syncline.measure.backward_watch import in_backward
 from syncline.measure.hooks import Unseen
-from syncline.measure.step_timer import Pacer
+from syncline.measure.step_watcher import Pass, StepWatcher, in_backward
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 from syncline.records.run_record import ModelRecord
 from syncline.runtime.parameters import ddp_of, only_device, parameters_of
-from syncline.runtime.step_log import Diary
+from syncline.runtime.step_log import StepLog
 from syncline.tuning.live import LiveTuner
 from syncline.tuning.settings import PROBE_S, TuneSettings
 from syncline.tuning.trial import Steps, Trial
@@ -132,8 +131,9 @@ class Following:
         # Registered before the watcher's hook, so that a step's clock starts when this one has returned. The hook holds
         # the generator, which holds the model while it is profiled: a reference cycle that goes with the model.
         self._hook = ddp.register_forward_pre_hook(Unseen(lambda *_: self._before_forward(work)))
-        self._watcher = Pacer(ddp, self._device, self._after_step)
-        self._log = Diary(ddp, self._watcher, self._device)
+        self._watcher = StepWatcher(self._device, self._after_step)
+        self._watcher.watch(ddp, ddp)
+        self._log = StepLog(ddp, self._watcher, self._device)
         self._tuner = LiveTuner(ddp, settings, find_scaler or (lambda: settings.scaler), self._watcher, self._log)
         work = self._tuner.run()
         self._work = weakref.ref(work)
@@ -187,7 +187,7 @@ class Following:
 
     def describe(self) -> str:
         """Return what was done and why."""
-        if not self._decided and not self._watcher.steps and self._watcher.forwards:
+        if not self._decided and not self._watcher.step_count and self._watcher.forward_count:
             return (
                 "Nothing was decided: no backward from the model's output was seen. The output must contain tensors "
                 "that backward starts from, and the script must call the model, not its forward method."
@@ -222,12 +222,12 @@ class Following:
 
     # --- hooks --------------------------------------------------------------------------------------------------
 
-    def _after_step(self) -> None:
+    def _after_step(self, step: Pass) -> None:
         self._is_first_forward = True
         self._in_eval = not self.model.training
-        self._log.step_ended()
+        self._log.step_ended(step)
         if (guard := self._guard()) is not None:
-            guard.reached(self._watcher.steps)
+            guard.reached(self._watcher.step_count)
 
     def _before_forward(self, work: Steps) -> None:
         """Continue in the first training forward after a step, which is the same forward on all ranks."""
@@ -252,7 +252,7 @@ class Following:
             raise
         except StopIteration:
             self._decided = True
-            self._log.goes(self._tuner.method)  # the steps from now on are those that count
+            self._log.switch_to(self._tuner.method)  # the steps from now on are those that count
             self._tuner.print(self.describe())
         finally:
             self.working = False

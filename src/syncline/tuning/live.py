@@ -25,7 +25,7 @@ from syncline.errors import SynclineError, UsageError
 from syncline.health import meeting
 from syncline.measure.backward_watch import BackwardWatch
 from syncline.measure.preserve_state import same_random_numbers
-from syncline.measure.step_timer import Pacer
+from syncline.measure.step_watcher import StepWatcher
 from syncline.measure.steps import Subject
 from syncline.records.network import Network
 from syncline.records.plan import Plan
@@ -33,7 +33,7 @@ from syncline.records.profile import Profile
 from syncline.runtime.bucket_policy import difference_of, read_plan
 from syncline.runtime.parameters import only_device, parameters_of, shapes_of
 from syncline.runtime.stats import name_of
-from syncline.runtime.step_log import PLAIN, Diary
+from syncline.runtime.step_log import PLAIN, StepLog
 from syncline.runtime.topology import check_network, hosts_of, mark_of, read_network
 from syncline.tuning.replan import make_plain, make_planned, plan_for_live, probe_for
 from syncline.tuning.settings import TuneSettings, has_residual
@@ -61,8 +61,8 @@ class LiveTuner:
         ddp: DDP,
         settings: TuneSettings,
         find_scaler: Callable[[], GradScaler | None],
-        watcher: Pacer,
-        log: Diary,
+        watcher: StepWatcher,
+        log: StepLog,
     ) -> None:
         self._ddp = weakref.ref(ddp)
         self._settings, self._find_scaler = settings, find_scaler
@@ -208,7 +208,7 @@ class LiveTuner:
 
         def run_steps(settling: int, counted: int) -> Generator[None, None, list[float]]:
             yield from self._wait_for_steps(settling)
-            first = self._watcher.steps
+            first = self._watcher.step_count
             yield from self._wait_for_steps(counted)
             return self._log.step_times_s(first, first + counted)
 
@@ -219,8 +219,8 @@ class LiveTuner:
             self.outcome += " The residual of its steps is dropped."
 
     def _wait_for_steps(self, count: int) -> Steps:
-        end = self._watcher.steps + count
-        while self._watcher.steps < end:
+        end = self._watcher.step_count + count
+        while self._watcher.step_count < end:
             yield
             self._check_untouched()
 
@@ -246,7 +246,7 @@ class LiveTuner:
     def _note_change(self) -> None:
         switch = attached_to(self.model)
         self._attached = None if switch is None else weakref.ref(switch)
-        self._log.goes(self.method)
+        self._log.switch_to(self.method)
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
