@@ -90,7 +90,7 @@ class BackwardWatch(StepWatcher):
         *,
         last_pass_only: bool = False,
     ) -> None:
-        """Create a watch as `watch_backward` does. `last_pass_only` leaves out passes that only accumulate gradients."""
+        """Create a watch like `watch_backward`; `last_pass_only` leaves out passes that only accumulate gradients."""
         super().__init__(subject.device)
         self._last_pass_only = last_pass_only
         self._subject, self._optimizer, self._skip = subject, optimizer, skip
