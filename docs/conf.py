@@ -10,7 +10,7 @@ project = "Syncline"
 copyright = "The Syncline authors"
 release = version = installed("syncline")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 3
 
 # Docstrings mark code with single backquotes; types are in the signatures.

@@ -1,4 +1,4 @@
-"""Draws the README's pictures: python docs/picture.py DEMO_RESULT.json NETWORK.json"""
+"""Draw the README's pictures: python docs/picture.py DEMO_RESULT.json NETWORK.json"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def console() -> Console:
 
 
 def draw(drawn: Console, name: str) -> None:
-    # Without rich's web fonts: the picture must not fetch anything.
+    # Without rich's web fonts, because the picture must not fetch anything.
     svg = re.sub(r"@font-face \{.*?\}\s*", "", drawn.export_svg(title=f"syncline {name}"), flags=re.DOTALL)
     write_text(Path(__file__).with_name(f"{name}.svg"), svg)
 
@@ -30,5 +30,5 @@ demo.show(read_json(sys.argv[1], DemoResult), shown)
 draw(shown, "demo")
 
 screen.out = console()
-predict.predict_command(profile="cnn-cpu", network=Path(sys.argv[2]), hosts="4,8,16,64")
+predict.Predict(profile="cnn-cpu", network=Path(sys.argv[2]), hosts="4,8,16,64").start()
 draw(screen.out, "predict")

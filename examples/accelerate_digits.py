@@ -1,4 +1,4 @@
-"""Real digits with Accelerate: what is fastest is found from the first steps, or you choose.
+"""Train on real digits with Accelerate: Syncline tunes itself in the first steps, or you choose the exchange.
 
 torchrun --nproc-per-node 2 examples/accelerate_digits.py
 torchrun --nproc-per-node 2 examples/accelerate_digits.py --density 0.02 --folder /tmp/digits
@@ -21,10 +21,10 @@ from syncline.models.zoo import build_model, loss
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--batch", type=int, default=32)
-parser.add_argument("--accumulate", type=int, default=1, help="batches of each step")
-parser.add_argument("--density", type=float, default=0.0, help="of gradients that travel; 0: tune, without loss")
-parser.add_argument("--folder", help="for a checkpoint at the end")
-parser.add_argument("--resume", action="store_true", help="from the checkpoint in the folder")
+parser.add_argument("--accumulate", type=int, default=1, help="batches per step")
+parser.add_argument("--density", type=float, default=0.0, help="fraction of the gradients to send; 0: tune, lossless")
+parser.add_argument("--folder", help="folder for a checkpoint at the end")
+parser.add_argument("--resume", action="store_true", help="continue from the checkpoint in the folder")
 options = parser.parse_args()
 
 torch.manual_seed(0)

@@ -1,14 +1,14 @@
-"""An exchange of your own: 8 bits per gradient, and what rounding takes away is added to the next step.
+"""Your own exchange: 8 bits per gradient, and rounding errors are added to the next step's gradients.
 
-python examples/int8_exchange.py                                                              # checks the laws
-syncline cluster run --hosts 4 --rate 100mbit -- torchrun examples/int8_exchange.py           # trains with it
-syncline cluster run --hosts 4 --rate 100mbit -- torchrun examples/int8_exchange.py --plain   # and without
+python examples/int8_exchange.py                                                              # check the laws
+syncline cluster run --hosts 4 --rate 100mbit -- torchrun examples/int8_exchange.py           # train with it
+syncline cluster run --hosts 4 --rate 100mbit -- torchrun examples/int8_exchange.py --plain   # train without it
 
-On the wire: each rank sends the i-th part of its bucket to rank i in 8 bits (all-to-all), rank i sums what it received
-in fp32, and the sum goes back to everyone in 8 bits (all-gather): a quarter of plain DDP's bytes, whatever the number
-of ranks. Every 256 values share a power of two that fits them into a byte.
-
-It loses where links are fast, because packing passes over memory several times; and it keeps 8 bytes per parameter.
+- On the wire: each rank sends the i-th part of its bucket to rank i in 8 bits (all-to-all), rank i sums the parts in
+  fp32, and sends the sum to all ranks in 8 bits (all-gather). Every 256 values share a power of two as their scale.
+- Cost: a quarter of plain DDP's bytes, for any number of ranks, and 8 bytes of memory per parameter.
+- When it loses: on fast links, because packing passes over memory several times.
+- Paper: none; this is quantisation with error feedback in its simplest form.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from torch import Tensor
 from syncline.exchange.base import Comm, Cost, Layout, Phase, Rounding, State, Topology, Work
 
 BLOCK = 256
-"""Values that share a scale, which travels behind them as one more byte."""
+"""Values that share a scale, which is sent after them as one more byte."""
 NOT_FINITE = 127
-"""The exponent of a block with a NaN or an infinity in it, so that every rank comes to know."""
+"""The exponent that marks a block with a NaN or an infinity, so that every rank detects it."""
 
 
 @dataclass(frozen=True)
 class Int8:
-    """All gradients in 8 bits, with error feedback. A frozen dataclass: its fields, if it had any, are its settings."""
+    """Send all gradients in 8 bits, with error feedback. Fields, if it had any, would be its settings."""
 
     lossless = False
     keeps = True
     waits = True
 
     def prepare(self, layout: Layout, comm: Comm) -> State:
-        return Kept(layout, comm.size, rows(layout.numel, layout.dtype, comm.size))
+        return Int8State(layout, comm.size, rows(layout.numel, layout.dtype, comm.size))
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
-        assert isinstance(state, Kept)  # noqa: S101 - as prepared
+        assert isinstance(state, Int8State)  # noqa: S101 - as prepared
         state.add_to(flat)
-        if state.received is None:  # alone, or too little to be worth packing
+        if state.received is None:  # one rank, or a bucket too small to be worth packing
             state.keep_instead(torch.zeros(flat.numel(), device=flat.device))
             return comm.all_reduce(flat) if comm.size > 1 else None
 
@@ -50,7 +50,7 @@ class Int8:
         comm.all_to_all(state.received, packed).wait()
         error = wanted - unpack(packed)
 
-        total = unpack(state.received).sum(0)  # my part of everyone's
+        total = unpack(state.received).sum(0)  # this rank's part of the sum
         packed = pack(total)
         error[comm.rank] += total - unpack(packed)
         comm.all_gather(state.received, packed).wait()
@@ -70,20 +70,20 @@ class Int8:
         return Cost(tuple(Phase.of(kind, nbytes, 1, topology) for kind in ("all_to_all", "all_gather")))
 
     def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
-        """Of what is applied and kept together: 8 bits lose nothing for good, only sums in fp32 do."""
+        """Bound the error of fp32 sums. Errors of the 8-bit format are in the residual, so they do not count."""
         unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
         return Rounding(of_sum=4 * ranks * unit, of_largest=4 * ranks * unit)
 
 
 def rows(numel: int, dtype: torch.dtype, ranks: int) -> int | None:
-    """Blocks of each rank's part; None where packing would not make a bucket smaller."""
+    """Return the number of blocks in each rank's part, or None if packing would not make the bucket smaller."""
     blocks = -(-numel // (ranks * BLOCK))
     smaller = ranks * blocks * (BLOCK + 1) < numel * dtype.itemsize
     return blocks if ranks > 1 and smaller else None
 
 
 def pack(values: Tensor) -> Tensor:
-    """(…, BLOCK) in fp32 → (…, BLOCK + 1) in int8. Scales are powers of two: what is lost is then known exactly."""
+    """Convert (…, BLOCK) in fp32 to (…, BLOCK + 1) in int8. Scales are powers of two, so rounding errors are exact."""
     largest = values.abs().amax(-1, keepdim=True)
     exponent = (torch.frexp(largest).exponent - 7).clamp(-120, 120)
     exponent = torch.where(torch.isfinite(largest), exponent, NOT_FINITE)
@@ -92,16 +92,17 @@ def pack(values: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Tensor:
+    """Convert the result of `pack` back to fp32."""
     exponent = packed[..., BLOCK:].to(torch.float32)
     scale = torch.where(exponent == NOT_FINITE, torch.nan, torch.exp2(exponent))
     return packed[..., :BLOCK] * scale
 
 
-class Kept(State):
-    """What 8 bits could not say yet, in fp32 and in the gradients' own measure, and the buffer that a step needs."""
+class Int8State(State):
+    """The residual, in fp32 and without loss scale, and the buffer that a step needs."""
 
     def __init__(self, layout: Layout, ranks: int, blocks: int | None) -> None:
-        self._kept = torch.zeros(layout.numel, device=layout.device)
+        self._residual = torch.zeros(layout.numel, device=layout.device)
         self._next: Tensor | None = None
         self._scale: Tensor | float = 1.0
         self._pad = 0 if blocks is None else ranks * blocks * BLOCK - layout.numel
@@ -113,40 +114,41 @@ class Kept(State):
         self._scale = 1.0 if scale is None else scale.to(torch.float32)
 
     def add_to(self, flat: Tensor) -> None:
-        flat.add_(self._kept * self._scale)
+        flat.add_(self._residual * self._scale)
 
     def padded(self, flat: Tensor) -> Tensor:
         return torch.nn.functional.pad(flat.to(torch.float32), (0, self._pad))
 
     def keep_instead(self, error: Tensor) -> None:
+        """Set the residual that `settle` will keep if the step is applied."""
         self._next = error / self._scale
 
     def settle(self, applied: Tensor) -> None:
-        """Elements that the optimizer did not get leave everything as it was: all of them if any bucket of the step was
-        not finite on some rank, and those of parameters that no rank has used."""
+        """Keep the new residual where the result was applied, and the old one elsewhere: everywhere if any bucket of
+        the step was not finite, and for parameters that no rank has used."""
         if self._next is not None:
-            self._kept, self._next = torch.where(applied, self._next, self._kept), None
+            self._residual, self._next = torch.where(applied, self._next, self._residual), None
 
     def kept(self) -> Tensor:
-        return self._kept
+        return self._residual
 
     @property
     def rests_bytes(self) -> int:
-        return self._kept.numel() * self._kept.element_size()
+        return self._residual.numel() * self._residual.element_size()
 
     def tensors(self, layout: Layout) -> dict[str, dict[str, Tensor]]:
-        """By parameter name: DDP's buckets may be others when a checkpoint is loaded."""
-        return {slot.name: {"error": slot.view(self._kept)} for slot in layout.slots}
+        """Return the residual by parameter name, because buckets may differ when a checkpoint is loaded."""
+        return {slot.name: {"error": slot.view(self._residual)} for slot in layout.slots}
 
     def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        self._kept.zero_()
+        self._residual.zero_()
         for slot in layout.slots:
             if "error" in tensors.get(slot.name, {}):
-                slot.view(self._kept).copy_(tensors[slot.name]["error"])
+                slot.view(self._residual).copy_(tensors[slot.name]["error"])
 
 
 def train(plain: bool) -> None:
-    """A CNN on real digits, one epoch: `torchrun` starts this once per rank."""
+    """Train a CNN on handwritten digits for one epoch. `torchrun` calls this once per rank."""
     import time
 
     import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""Real digits with Lightning: what is fastest is found from the first steps, or you choose.
+"""Train on real digits with Lightning: Syncline tunes itself in the first steps, or you choose the exchange.
 
 torchrun --nproc-per-node 2 examples/lightning_digits.py
 torchrun --nproc-per-node 2 examples/lightning_digits.py --density 0.02 --folder /tmp/digits
@@ -22,9 +22,9 @@ from syncline.models.zoo import build_model, loss
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=200)
 parser.add_argument("--batch", type=int, default=32)
-parser.add_argument("--density", type=float, default=0.0, help="of gradients that travel; 0: tune, without loss")
-parser.add_argument("--folder", help="for a checkpoint after each epoch")
-parser.add_argument("--resume", action="store_true", help="from the last checkpoint in the folder")
+parser.add_argument("--density", type=float, default=0.0, help="fraction of the gradients to send; 0: tune, lossless")
+parser.add_argument("--folder", help="folder for a checkpoint after each epoch")
+parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the folder")
 options = parser.parse_args()
 
 torch.manual_seed(0)
@@ -45,7 +45,7 @@ class Digits(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
 
 
-local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # as torchrun was told
+local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # set by torchrun
 trainer = Trainer(
     accelerator="cpu",
     devices=local,

@@ -1,4 +1,4 @@
-"""A training that goes on where it was when a rank dies: DDP with a sparse exchange, on 5,000 real digits.
+"""Continue a training from its last checkpoint when a rank dies: DDP with a sparse exchange, on 5,000 real digits.
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/restart_digits.py --checkpoint-dir run
@@ -6,9 +6,9 @@ torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/restart_digit
 torchrun --standalone --nproc-per-node 3 examples/restart_digits.py --checkpoint-dir run --steps 200 \
     --on-world-size redistribute
 
-A checkpoint is a folder like `step-000060`: `training.pt`, by rank 0, with what is the same on all ranks, and
-`exchange/`, with what each of them keeps. It counts once the file `latest` names it, and that is replaced in one step
-when everything else is there.
+A checkpoint is a folder such as `step-000060`: rank 0 writes `training.pt`, with the state that all ranks share, and
+every rank writes its part of `exchange/`. A checkpoint is valid once the file `latest` names it, which is replaced
+atomically after everything else has been written.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def main(options: argparse.Namespace) -> None:
     model = DDP(build_model("cnn"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     handle = syncline.attach(model, syncline.OkTopk(density=options.density))
-    torch.manual_seed(1 + rank)  # each rank shifts its digits in its own way
+    torch.manual_seed(1 + rank)  # each rank shifts its digits differently
 
     step, seen = resume(options, model, optimizer, handle)
     while step < options.steps:
@@ -71,8 +71,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def refuse_stale_store() -> None:
-    """A torchrun that shares its store with its workers shares it with those of the next attempt, too: they find the
-    addresses of the dead in it, and their connections are refused."""
+    """Refuse a store that outlives the ranks: after a restart, ranks would find the addresses of dead ranks in it."""
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         raise syncline.UsageError(
@@ -82,15 +81,17 @@ def refuse_stale_store() -> None:
 
 
 def next_batch(images: int, seen: int, batch: int) -> tuple[torch.Tensor, int]:
-    """Which images are this rank's in the next step, and how many all ranks will have seen then. It depends on nothing
-    else, so that number is all that a checkpoint needs to know of the data."""
-    together = batch * dist.get_world_size()
-    if seen % images + together > images:  # too few are left of this epoch
+    """Return this rank's images for the next step, and how many images all ranks will have seen after it.
+
+    The order depends on nothing else, so a checkpoint needs only the number of images seen.
+    """
+    global_batch = batch * dist.get_world_size()
+    if seen % images + global_batch > images:  # too few are left in this epoch
         seen += images - seen % images
-    epoch, place = divmod(seen, images)
+    epoch, start = divmod(seen, images)
     order = torch.randperm(images, generator=torch.Generator().manual_seed(epoch))
-    place += batch * dist.get_rank()
-    return order[place : place + batch], seen + together
+    start += batch * dist.get_rank()
+    return order[start : start + batch], seen + global_batch
 
 
 def save(
@@ -101,7 +102,7 @@ def save(
     optimizer: torch.optim.Optimizer,
     handle: syncline.Handle,
 ) -> None:
-    """On all ranks, between steps."""
+    """Write a checkpoint; call it on all ranks, between steps."""
     folder = options.checkpoint_dir / f"step-{step:06d}"
     mine = torch.get_rng_state()
     random = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -118,7 +119,7 @@ def save(
         torch.save(training, folder / "training.pt")
         flush(folder / "training.pt")
         flush(folder)
-    handle.save(folder / "exchange")  # when it returns, every rank has written its own
+    handle.save(folder / "exchange")  # returns when every rank has written its part
     if dist.get_rank() == 0:
         draft = options.checkpoint_dir / "latest.new"
         draft.write_text(folder.name)
@@ -133,7 +134,7 @@ def save(
 def resume(
     options: argparse.Namespace, model: DDP, optimizer: torch.optim.Optimizer, handle: syncline.Handle
 ) -> tuple[int, int]:
-    """How many steps were made, and how many images seen, until the newest checkpoint."""
+    """Load the newest checkpoint, and return its numbers of steps and of images seen."""
     latest = options.checkpoint_dir / "latest"
     if not latest.exists():
         return 0, 0
@@ -145,28 +146,32 @@ def resume(
     if len(training["random"]) == dist.get_world_size():
         torch.set_rng_state(training["random"][dist.get_rank()])
     if dist.get_rank() == 0:
-        print(f"goes on after step {training['step']}, from {folder}", flush=True)
+        print(f"continuing after step {training['step']}, from {folder}", flush=True)
     return training["step"], training["seen"]
 
 
 def flush(path: Path) -> None:
-    """To the disk, a file or a folder's own list, so that a machine that loses its power keeps what `latest` names."""
-    opened = os.open(path, os.O_RDONLY)
-    os.fsync(opened)
-    os.close(opened)
+    """Write a file, or the list of files of a folder, to the disk, in case the machine loses power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def options_of(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--checkpoint-dir", type=Path, required=True, help="one that all ranks see")
-    parser.add_argument("--every", type=int, default=20, metavar="STEPS", help="between checkpoints")
+    parser.add_argument(
+        "--checkpoint-dir", type=Path, required=True, help="folder for checkpoints, shared by all ranks"
+    )
+    parser.add_argument("--every", type=int, default=20, metavar="STEPS", help="steps between checkpoints")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch", type=int, default=32, help="images per rank")
-    parser.add_argument("--density", type=float, default=0.01, help="of gradients that travel in a step")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="for a rank that is gone")
-    parser.add_argument("--on-world-size", default="refuse", help="refuse, redistribute or reset: on other ranks")
-    parser.add_argument("--losses", type=Path, metavar="FILE", help="where rank 0 adds a line for each step")
-    parser.add_argument("--die-at", type=int, metavar="STEP", help="has a rank kill itself there, in the first attempt")
+    parser.add_argument("--density", type=float, default=0.01, help="fraction of the gradients to send in a step")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="timeout of collectives")
+    parser.add_argument(
+        "--on-world-size", default="refuse", help="if the number of ranks has changed: refuse, redistribute or reset"
+    )
+    parser.add_argument("--losses", type=Path, metavar="FILE", help="file to which rank 0 appends a line for each step")
+    parser.add_argument("--die-at", type=int, metavar="STEP", help="kill a rank before this step, in the first attempt")
     parser.add_argument("--die-rank", type=int, default=1)
     options = parser.parse_args(arguments)
     for name in ("every", "steps", "batch"):

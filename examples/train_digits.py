@@ -1,4 +1,4 @@
-"""An ordinary DDP training of a CNN on 5,000 real digits, with one line for Syncline.
+"""Train a CNN on 5,000 real digits with ordinary DDP, and one line for Syncline.
 
 torchrun --nproc-per-node 2 examples/train_digits.py
 syncline cluster run --hosts 2 --per-host 2 --rate 100mbit -- torchrun examples/train_digits.py --tune
@@ -21,11 +21,13 @@ from syncline.models.data import digits
 from syncline.models.zoo import build_model, loss
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--tune", action="store_true", help="measure, plan, try, and keep what is fastest")
+parser.add_argument("--tune", action="store_true", help="measure, make a plan, try it, and keep it if it is faster")
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--batch", type=int, default=32)
-parser.add_argument("--wire", choices=["plain", "fp32", "bf16", "fp16"], default="fp32", help="plain: leave DDP alone")
-parser.add_argument("--hierarchical", action="store_true", help="inside hosts first; --wire is for between them")
+parser.add_argument(
+    "--wire", choices=["plain", "fp32", "bf16", "fp16"], default="fp32", help="plain: DDP without Syncline"
+)
+parser.add_argument("--hierarchical", action="store_true", help="sum inside hosts first; --wire applies between hosts")
 options = parser.parse_args()
 
 dist.init_process_group("gloo")
@@ -42,7 +44,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 handle = None
 if options.tune:
     images, labels = next(iter(batches))
-    tuned = syncline.tune(model, lambda one: loss(one(images), labels).backward())
+    tuned = syncline.tune(model, lambda model: loss(model(images), labels).backward())
     handle = tuned.handle
 elif options.wire != "plain":
     exchange = syncline.Dense(wire=options.wire)

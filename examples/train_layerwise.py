@@ -1,4 +1,4 @@
-"""A small GPT on the bytes of Python's own library, layer by layer: in little memory, over slow links.
+"""Train a small GPT on the bytes of Python's standard library, layer by layer: in little memory, over slow links.
 
 torchrun --nproc-per-node 2 examples/train_layerwise.py
 torchrun --nproc-per-node 2 examples/train_layerwise.py --memory-budget 200MiB
@@ -17,8 +17,8 @@ from syncline.models.gpt import CONTEXT, GPT
 from syncline.models.zoo import loss
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--memory-budget", metavar="SIZE", help="what tensors may take, like 200MiB")
-parser.add_argument("--density", type=float, default=0.0, help="of gradients that travel; 0: all of them")
+parser.add_argument("--memory-budget", metavar="SIZE", help="memory for tensors, for example 200MiB")
+parser.add_argument("--density", type=float, default=0.0, help="fraction of the gradients to send; 0: all of them")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--batch", type=int, default=8)
 options = parser.parse_args()
@@ -51,7 +51,7 @@ start = time.monotonic()
 for step in range(options.steps):
     inputs, targets = batch()
     value = loss(trainer(inputs), targets)
-    value.backward()  # exchanges, steps and frees, layer by layer
+    value.backward()  # exchanges, applies and frees gradients, layer by layer
     if dist.get_rank() == 0 and (step + 1) % max(1, options.steps // 4) == 0:
         per_step = (time.monotonic() - start) / (step + 1)
         print(f"step {step + 1}: {value.item() / 0.6931:.2f} bits per byte, {per_step * 1000:.0f} ms per step")

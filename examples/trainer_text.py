@@ -1,4 +1,4 @@
-"""A small GPT-2 on Python's own library with Hugging Face's Trainer: tuned from its first steps, or as you choose.
+"""Train a small GPT-2 on Python's standard library with Hugging Face's Trainer, tuned or with your own exchange.
 
 torchrun --nproc-per-node 2 examples/trainer_text.py
 torchrun --nproc-per-node 2 examples/trainer_text.py --density 0.05 --folder /tmp/text
@@ -23,14 +23,16 @@ CONTEXT = 64
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=100)
 parser.add_argument("--batch", type=int, default=8)
-parser.add_argument("--density", type=float, default=0.0, help="of gradients that travel; 0: tune, without loss")
-parser.add_argument("--folder", default=tempfile.gettempdir(), help="for a checkpoint after each half")
-parser.add_argument("--resume", action="store_true", help="from the last checkpoint in the folder")
+parser.add_argument("--density", type=float, default=0.0, help="fraction of the gradients to send; 0: tune, lossless")
+parser.add_argument(
+    "--folder", default=tempfile.gettempdir(), help="folder for a checkpoint after each half of the steps"
+)
+parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the folder")
 options = parser.parse_args()
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Bytes, so many at a time."""
+    """The text in windows of CONTEXT bytes."""
 
     def __init__(self, text: bytes) -> None:
         whole = len(text) // CONTEXT * CONTEXT

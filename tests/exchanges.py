@@ -1,4 +1,4 @@
-"""An exchange with memory, for tests of what carries state: the smallest honest error feedback."""
+"""The smallest exchange with a residual, for tests of checkpoints and of code that runs exchanges."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from syncline.exchange import Comm, Cost, Layout, Phase, Rounding, State, Topolo
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """Sends what bf16 can hold of gradient plus residual, and keeps the rest as the next step's residual."""
+    """Send gradient plus residual rounded to bf16, and keep the rounding error as the next step's residual."""
 
     @property
     def keeps(self) -> bool:

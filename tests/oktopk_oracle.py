@@ -1,6 +1,6 @@
-"""What sparse exchanges are given, and compared with: fixed slots filled by plain sorting, and Ok-Topk as published.
+"""Inputs and references for sparse exchanges: fixed slots filled by sorting, and Ok-Topk as published.
 
-All ranks in one place, everything dense, nothing fast: only what is meant.
+The references hold all ranks in one object and use dense tensors, to be simple rather than fast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS = (
 
 
 def made(kind: str, slots: Slots, generator: torch.Generator) -> Tensor:
-    """A gradient of this kind, with its large entries where this bucket's slots may have to fight for room."""
+    """Return a gradient of this kind. Some kinds put more large entries into a region than its slot can hold."""
     numel = slots.numel
     normal = torch.randn(numel, generator=generator)
     position = torch.arange(numel)
@@ -63,24 +63,24 @@ def made(kind: str, slots: Slots, generator: torch.Generator) -> Tensor:
 
 
 def keys(values: Tensor) -> Tensor:
-    """Exponent and four leading bits of mantissa, as an integer that grows with the magnitude."""
+    """Return exponent and four leading bits of the mantissa, as an integer that grows with the magnitude."""
     return ((values.to(torch.float32).view(torch.int32) & 0x7FFFFFFF) >> 19).to(torch.int64)
 
 
 def region_of(slots: Slots) -> Tensor:
-    """To which region each element of the bucket belongs."""
+    """Return the region of each element of the bucket."""
     return torch.arange(slots.numel) // slots.cell % slots.regions
 
 
 def largest(values: Tensor, among: Tensor, entries: int) -> Tensor:
-    """Of the positions `among`, those with the largest keys: the first of equal ones, none of key 0. In order."""
+    """Return the positions `among` with the largest keys, in order: the first of equal ones, and none of key 0."""
     where = among[keys(values[among]) > 0]
     order = torch.sort(keys(values[where]), descending=True, stable=True).indices[:entries]
     return where[order].sort().values
 
 
 def as_sent(values: Tensor, kind: torch.dtype) -> Tensor:
-    """What comes out of a slot that these were put in: fp16 with the largest scaled to just under 2^15."""
+    """Return the values as read from a slot. fp16 values are scaled so that the largest is just below 2^15."""
     if kind != torch.float16:
         return values.to(kind).to(torch.float32)
     top = values.abs().max() if len(values) else torch.zeros(())
@@ -90,19 +90,19 @@ def as_sent(values: Tensor, kind: torch.dtype) -> Tensor:
 
 @dataclass
 class Step:
-    """What happened in one step of `Plain`."""
+    """The results of one step of `Plain`."""
 
     sent: list[list[tuple[Tensor, Tensor]]]
-    """By rank and region: positions and values."""
+    """Positions and values by rank and region."""
     sums: Tensor
-    """Of what was sent, dense."""
+    """Dense sums of what was sent."""
     picked: list[tuple[Tensor, Tensor]]
-    """By region: positions and values, as sent to everyone."""
+    """Positions and values by region, as sent to all ranks."""
     applied: Tensor
 
 
 class Plain:
-    """OkTopk's own definition, with a sort for each selection and a dense buffer for everything that is kept."""
+    """The definition of `OkTopk`, with a sort for each selection and a dense buffer for each residual."""
 
     def __init__(self, slots: Slots, dtype: torch.dtype = torch.float32, momentum: float = 0.0) -> None:
         self.slots, self.dtype, self.momentum = slots, dtype, momentum
@@ -148,17 +148,17 @@ class Plain:
 
 @dataclass
 class PaperStep:
-    """What happened in one step of `Paper`."""
+    """The results of one step of `Paper`."""
 
     selected: list[Tensor]
-    """By rank: true where it sent something."""
+    """Masks by rank: true where the rank sent an entry."""
     applied: Tensor
     words: list[int]
-    """By rank: sent to others, two per entry."""
+    """Words sent to other ranks, by rank; two per entry."""
 
 
 class Paper:
-    """Ok-Topk as published, with exact thresholds in every step: as many entries as pass, wherever they lie."""
+    """Ok-Topk as published, with exact thresholds in every step and a variable number of entries."""
 
     def __init__(self, numel: int, ranks: int, k: int) -> None:
         self.numel, self.ranks, self.k = numel, ranks, k
@@ -178,7 +178,7 @@ class Paper:
                 words[rank] += 2 * int(where.sum()) * (rank != owner)
 
         accepted = self._at_least_the_kth(sums)
-        for owner in range(self.ranks):  # an all-gather sends what each owner has to all others
+        for owner in range(self.ranks):  # the all-gather sends each owner's entries to all other ranks
             words[owner] += 2 * int(accepted[bounds[owner] : bounds[owner + 1]].sum()) * (self.ranks - 1)
         self.residuals = [
             torch.where(mine & accepted, 0.0, values) for mine, values in zip(selected, accumulated, strict=True)
@@ -190,7 +190,7 @@ class Paper:
         return (values.abs() >= threshold) & (values != 0)
 
     def _consensus(self, selected: Sequence[Tensor]) -> list[int]:
-        """Where regions start: the mean of what would give each rank as many selected entries in each."""
+        """Return the bounds of the regions: the mean of the bounds that would divide each rank's entries evenly."""
         proposals = []
         for mine in selected:
             where = mine.nonzero().flatten()

@@ -1,4 +1,4 @@
-"""The bench measures what it says it measures."""
+"""The bench: its counted and predicted bytes, its times, its result file."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_every_method_is_predicted_and_none_below_its_computation(result: BenchR
 
 def test_a_network_of_another_size_is_refused_before_anything_runs() -> None:
     network = assumed_network(4, 1, 1_000_000_000, "gloo")
-    with pytest.raises(UsageError, match="the network is one of 4 ranks, and the bench has 2"):
+    with pytest.raises(UsageError, match="the network has 4 ranks, but the bench has 2"):
         run_bench(ClusterSpec(hosts=2), Workload("mlp", 4), ["ddp"], rounds=1, network=network)
 
 
 def test_a_network_with_other_links_is_refused_before_anything_runs() -> None:
     network = assumed_network(2, 1, 1_000_000_000, "gloo")
-    with pytest.raises(UsageError, match="the network's links are 1gbit, and the bench's 50mbit"):
+    with pytest.raises(UsageError, match="the network's links are 1gbit, but the bench's are 50mbit"):
         run_bench(ClusterSpec(hosts=2, rate_bps=50_000_000), Workload("mlp", 4), ["ddp"], rounds=1, network=network)
 
 
@@ -71,8 +71,8 @@ def test_counted_bytes_are_what_the_interfaces_saw(result: BenchResult) -> None:
     counted = [row for row in result.rows if row.sent_bytes]
     assert {"dense", "bf16", "fp16"} <= {row.method for row in counted}
     for row in counted:
-        # BatchNorm-free, so gradients are all that is sent, but for headers, acknowledgements and a barrier.
-        # What is sparse goes in many small messages, each with its own.
+        # The model has no buffers, so only gradients are sent, with headers, acknowledgements and a barrier.
+        # Sparse exchanges send many small messages, each with its own headers.
         others = 10_000 if row.sent_bytes > 200_000 else 25_000
         assert row.sent_bytes <= row.wire_bytes <= 1.05 * row.sent_bytes + others, row
 
@@ -178,7 +178,7 @@ def _marked(marker: str) -> list[int]:
 
 
 def _network_namespaces(processes: list[int]) -> set[str]:
-    """A network namespace lives as long as its last process."""
+    """Return the network namespaces of all processes: a namespace exists as long as its last process."""
     found = set()
     for process in processes:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What people type: answers on one screen, mistakes in one line."""
+"""The command line: each answer fits on one screen, and each mistake gets one line."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def test_help_fits_a_screen(command: list[str]) -> None:
         (["bench", "--device", "tpu"], "device 'tpu' is unknown"),
         (["bench", "--replay", "nope.json"], "nope.json: cannot be read: No such file"),
         (["bench", "--model", "cnn", "--replay", "cnn-cpu"], "exclude each other"),
-        (["bench", "--scale", "2,2"], "--scale is for a replayed profile"),
+        (["bench", "--scale", "2,2"], "--scale needs a recorded profile"),
         (["bench", "--replay", "cnn-cpu", "--scale", "0,nan"], "write two positive numbers"),
         (["bench", "--methods", " , "], "no method is named"),
-        (["bench", "--bucket-mb", "nan"], "a bucket needs a positive size"),
-        (["bench", "--timeout", "-1"], "a positive number of seconds"),
+        (["bench", "--bucket-mb", "nan"], "--bucket-mb nan: must be greater than 0"),
+        (["bench", "--timeout", "-1"], "--timeout -1: must be greater than 0"),
         (["bench", "--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
         (
             ["bench", "--methods", "ddp,plan", "--probe", "0", "--model", "mlp"],
-            "plan plans from a profile and a network",
+            "plan needs a network to plan from",
         ),
-        (["plan", "--profile", "bert-base-cuda"], "say at least how fast the hosts' links are"),
+        (["plan", "--profile", "bert-base-cuda"], "the rate of the hosts' links is needed"),
         (["plan", "--profile", "nope", "--rate", "1gbit"], "is neither a file nor a shipped profile"),
         (["plan", "--profile", "cnn-cpu", "--rate", "1gbit", "--allow", "int8"], "what may be allowed is bf16, fp16"),
         (["plan", "--profile", "cnn-cpu", "--rate", "fast"], "rate 'fast' is not a rate"),
         (["plan", "--profile", "cnn-cpu", "--network", "nope.json"], "nope.json: cannot be read"),
-        (["plan", "--profile", "cnn-cpu", "--rate", "1gbit", "--bucket-mb", "0"], "a bucket needs a positive size"),
+        (["plan", "--profile", "cnn-cpu", "--rate", "1gbit", "--bucket-mb", "0"], "--bucket-mb 0: must be greater"),
         (
             ["plan", "--profile", "cnn-cpu", "--rate", "1gbit", "--out", "/nowhere/p.json"],
             "there is no folder /nowhere",
@@ -116,7 +116,7 @@ def test_bench_shows_a_table_and_writes_the_file(tmp_path: Path) -> None:
         assert f"{row['step_ms']:.1f}" in answer.stdout
         assert f'data-step-ms="{row["step_ms"]:.6g}"' in page.read_text()
     assert all(len(line) <= 80 for line in answer.stdout.splitlines() if str(page) not in line)
-    # What was predicted from is in the file, so a page made of it later shows as much.
+    # The file has the inputs of the predictions, so a report that is made from it later shows the same.
     assert result["network"]["host_of_rank"] == [0, 1] and result["profile"]["model"] == "mlp"
     assert 'id="timeline"' in page.read_text() and 'id="links"' in page.read_text()
 
@@ -130,7 +130,7 @@ def test_the_demo_tunes_trains_and_ends_with_a_table_and_what_it_means(
     arguments = ["demo", "--hosts=2", "--rate=400mbit", "--steps=8", "--tune=5", f"--json={path}"]
     answer = runner.invoke(app, arguments)
     assert answer.exit_code == 0, answer.stderr
-    assert "A page to look at: syncline-report.html" in answer.stdout
+    assert "Report: syncline-report.html" in answer.stdout
     page = Path("syncline-report.html").read_text()
     assert all(f'id="{name}"' in page for name in ("demo", "step", "timeline", "plan", "training", "links"))
     told = " ".join(answer.stdout.split())
@@ -163,7 +163,7 @@ def test_plan_shows_the_alternatives_and_writes_a_plan_for_wrap(tmp_path: Path) 
     assert all(len(line) <= 80 for line in answer.stdout.splitlines())
 
 
-def test_plan_says_so_where_plain_ddp_is_best() -> None:
+def test_plan_reports_that_plain_ddp_is_best() -> None:
     answer = runner.invoke(app, ["plan", "--profile=bert-base-cuda", "--hosts=4", "--rate=10gbit"])
     assert answer.exit_code == 0, answer.stderr
     assert "not worth a change" in " ".join(answer.stdout.split())

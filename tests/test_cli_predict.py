@@ -31,13 +31,13 @@ def run(*arguments: str | Path) -> Result:
 
 
 def words(answer: Result) -> str:
-    """What it said, whatever the width of the screen."""
+    """Return the output without line breaks."""
     return " ".join(answer.stdout.split())
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str, str, str]:
-    """The options that name a small model and a small cluster."""
+    """Return the options for a small model and a small cluster."""
     SMALL.save(tmp_path / "profile.json")
     RICH_NETWORK.save(tmp_path / "network.json")
     return "--profile", str(tmp_path / "profile.json"), "--network", str(tmp_path / "network.json")
@@ -71,7 +71,7 @@ def test_the_first_screen_names_the_cause_and_the_remedy(name: str, tmp_path: Pa
     assert result.measured_network
 
 
-def test_where_nothing_is_lost_it_says_so(tmp_path: Path) -> None:
+def test_a_step_without_losses_is_reported_as_such(tmp_path: Path) -> None:
     SMALL.save(tmp_path / "profile.json")
     made_up.network(mbit=100_000.0, startup_s=1e-6).save(tmp_path / "network.json")
     answer = run("--profile", tmp_path / "profile.json", "--network", tmp_path / "network.json", "--hosts", "4")
@@ -118,7 +118,7 @@ def test_without_numbers_of_hosts_the_measured_one_comes_first(files: tuple[str,
     assert hosts[0] == 3 and hosts[1:] == [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
 
 
-def test_without_a_network_links_are_assumed_and_it_says_so(tmp_path: Path) -> None:
+def test_without_a_network_links_are_assumed_and_the_output_says_so(tmp_path: Path) -> None:
     answer = run(
         "--profile", "cnn-cpu", "--rate", "1gbit", "--hosts", "4", "--per-host", "2", "--json", tmp_path / "r.json"
     )
@@ -160,7 +160,7 @@ def test_the_racks_links_can_be_faster(files: tuple[str, ...], tmp_path: Path) -
     assert steps_ms[0] > steps_ms[1]
 
 
-def test_a_network_inside_one_host_is_not_asked_about_others(tmp_path: Path) -> None:
+def test_a_network_of_one_host_predicts_only_that_host(tmp_path: Path) -> None:
     inside = msgspec.structs.replace(made_up.network((0, 0)), links=(made_up.link("local", 9000.0),))
     inside.save(tmp_path / "network.json")
     arguments = ("--profile", "cnn-cpu", "--network", tmp_path / "network.json")
@@ -182,12 +182,12 @@ def assert_refused(answer: Result, *says: str) -> None:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--hosts", "2,x"], "--hosts '2,x': write numbers, like 2,4,8,16"),
-        (["--hosts", ""], "--hosts '': write numbers"),
-        (["--hosts", "0"], "--hosts 0: there may be 1 to 65536"),
-        (["--hosts", "-1"], "--hosts -1: there may be 1 to 65536"),
-        (["--hosts", "99999999"], "--hosts 99999999: there may be 1 to 65536"),
-        (["--hosts", "9" * 5000], "write numbers, like 2,4,8,16"),
+        (["--hosts", "2,x"], "--hosts '2,x': must be whole numbers, as in 2,4,8,16"),
+        (["--hosts", ""], "--hosts '': must be whole numbers"),
+        (["--hosts", "0"], "--hosts 0: must be 1 to 65536"),
+        (["--hosts", "-1"], "--hosts -1: must be 1 to 65536"),
+        (["--hosts", "99999999"], "--hosts 99999999: must be 1 to 65536"),
+        (["--hosts", "9" * 5000], "must be whole numbers, as in 2,4,8,16"),
         (["--rate", "fast"], "rate 'fast' is not a rate"),
         (["--rate", "1gbit,"], "rate '' is not a rate"),
         (["--rate", "1bit"], "under 100kbit"),
@@ -198,7 +198,7 @@ def assert_refused(answer: Result, *says: str) -> None:
         (["--plan", "dense,bucket_mb=0"], "bucket_mb is 0: a bucket needs a positive size"),
         (["--plan", "ddp", "--plan", "dense;lanes=2"], "no exchange is called 'dense;lanes=2'"),
         (["--scale", "0,1"], "write two positive numbers"),
-        (["--per-host", "2"], "--per-host is for links that are assumed: a --network knows its ranks"),
+        (["--per-host", "2"], "--per-host cannot be combined with --network, which has its own ranks per host"),
         (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at"),
         (["--profile", "nope"], "nope: is neither a file nor a shipped profile"),
         (["--profile", "nope.json"], "nope.json: cannot be read: No such file"),
@@ -212,11 +212,11 @@ def test_a_mistake_gets_one_line_and_exit_2(files: tuple[str, ...], options: lis
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ([], "without --network, say at least how fast the hosts' links are: --rate 10gbit"),
-        (["--rate", "1gbit", "--trunk-rate", "1gbit"], "--trunk-rate needs a --network with racks in it"),
+        ([], "without --network, the rate of the hosts' links is needed: add --rate"),
+        (["--rate", "1gbit", "--trunk-rate", "1gbit"], "--trunk-rate needs a --network that has racks"),
         (
             ["--rate", "1gbit", "--per-host", "1000000"],
-            "--per-host 1000000: on 1024 hosts that is more than 1048576 ranks",
+            "--per-host 1000000: with 1024 hosts, that is more than 1048576 ranks",
         ),
     ],
 )
@@ -224,7 +224,7 @@ def test_a_mistake_without_a_network_gets_one_line_and_exit_2(options: list[str]
     assert_refused(run("--profile", "cnn-cpu", *options), says)
 
 
-def test_racks_that_are_not_there_cannot_be_faster(tmp_path: Path) -> None:
+def test_a_trunk_rate_is_refused_without_racks(tmp_path: Path) -> None:
     made_up.network().save(tmp_path / "network.json")
     answer = run("--profile", "cnn-cpu", "--network", tmp_path / "network.json", "--trunk-rate", "1gbit")
     assert_refused(answer, "the network has no rack links: it has host")
@@ -232,7 +232,7 @@ def test_racks_that_are_not_there_cannot_be_faster(tmp_path: Path) -> None:
 
 def test_a_network_without_measurements_is_refused(files: tuple[str, ...]) -> None:
     msgspec.structs.replace(RICH_NETWORK, collectives=()).save(files[3])
-    assert_refused(run(*files), f"{files[3]}: holds no measured collectives: probe again")
+    assert_refused(run(*files), f"{files[3]}: has no measured collectives: probe again")
 
 
 bad_files = [

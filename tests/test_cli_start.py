@@ -1,4 +1,4 @@
-"""How `syncline` starts: help and mistakes without torch, work with it, and Ctrl-C in between without a traceback."""
+"""The start of `syncline`: help and mistakes do not import torch, and Ctrl-C during imports shows no traceback."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ COMMANDS = sorted(typer.main.get_command(app).commands)  # type: ignore[attr-def
 
 
 def environment(*first: Path) -> dict[str, str]:
-    """Of a child that imports this tree, and before it what is in the folders `first`."""
+    """Return the environment of a child that imports the modules in the folders `first`, and then this tree."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*first, SOURCE]))}
 
 
 def imported_by(*words: str) -> tuple[int, set[str]]:
-    """The exit status of `python -m …`, and the packages that it imported."""
+    """Run `python -m …`; return its exit status and the packages that it imported."""
     command = [sys.executable, "-X", "importtime", "-m", *words]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     lines = [line for line in done.stderr.splitlines() if line.startswith("import time:")]
@@ -64,18 +64,18 @@ def imported_by(*words: str) -> tuple[int, set[str]]:
 def test_help_and_mistakes_are_answered_without_torch(words: list[str], status: int) -> None:
     returned, packages = imported_by(*words)
     assert returned == status
-    assert "typer" in packages  # it was the command line that answered
+    assert "typer" in packages  # the command line was reached
     assert not packages & HEAVY
 
 
 def test_work_imports_torch() -> None:
-    """Otherwise the test above would see nothing."""
+    """Check that the test above would notice an import of torch."""
     returned, packages = imported_by("syncline", "predict", "--profile", "cnn-cpu", "--rate", "1gbit", "--hosts", "2")
     assert returned == 0
     assert packages >= {"torch", "numpy"}
 
 
-def test_help_shows_the_names_and_defaults_that_there_are() -> None:
+def test_help_shows_the_current_names_and_defaults() -> None:
     assert tuple(MODELS) == choices.MODELS
     assert tuple(AUTOCAST) == choices.AUTOCAST
     assert tuple(ALLOWED) == choices.ALLOWED
@@ -85,8 +85,8 @@ def test_help_shows_the_names_and_defaults_that_there_are() -> None:
     assert choices.RUN_PROBE_S == follow.PROBE_S
 
 
-def test_a_command_and_what_does_its_work_are_told_apart() -> None:
-    """`syncline.cli.plan` is the module of that name, whatever was imported before."""
+def test_modules_of_commands_are_not_hidden_by_their_options() -> None:
+    """`syncline.cli.plan` is the module that does the work, not the one with the options."""
     assert run_python("from syncline.cli import app, plan, run; print(plan.__name__, run.__name__)").split() == [
         "syncline.cli.plan",
         "syncline.cli.run",
@@ -105,7 +105,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
     assert run_python("import sys, syncline; syncline.UsageError; print('torch' in sys.modules)").strip() == "False"
 
 
-def test_every_public_name_is_there_on_first_use_and_in_dir() -> None:
+def test_every_public_name_can_be_used_and_is_in_dir() -> None:
     program = (
         "import syncline\n"
         "assert set(syncline.__all__) <= set(dir(syncline))\n"
@@ -117,8 +117,8 @@ def test_every_public_name_is_there_on_first_use_and_in_dir() -> None:
     assert run_python(program).split() == ["True", "syncline.exchange.oktopk"]
 
 
-def test_any_public_name_may_be_the_first_to_be_used() -> None:
-    """Whichever module is imported first, no circle of imports closes."""
+def test_every_public_name_can_be_the_first_to_be_used() -> None:
+    """No order of imports causes an import cycle."""
     program = (
         "import os, sys, syncline, torch, torch.distributed\n"
         "for name in [*syncline._MODULES, *syncline._PACKAGES]:\n"
@@ -133,13 +133,13 @@ def test_any_public_name_may_be_the_first_to_be_used() -> None:
 
 
 def test_no_public_name_is_also_a_module_of_the_package() -> None:
-    """Python would set the module as an attribute when it is imported, and hide the lazy name for good."""
+    """Importing such a module would set it as an attribute, and hide the lazy name."""
     modules = {module.name for module in pkgutil.iter_modules(syncline.__path__)}
     assert not modules & set(syncline.__all__)
 
 
 def test_type_checkers_see_the_same_modules_as_python() -> None:
-    """The imports for type checkers, and the table, name the same objects."""
+    """The imports for type checkers and the table name the same objects."""
     (block,) = (node for node in ast.parse(inspect.getsource(syncline)).body if isinstance(node, ast.If))
     seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert seen.keys() == syncline._MODULES.keys()
@@ -151,7 +151,7 @@ def test_type_checkers_see_the_same_modules_as_python() -> None:
         assert getattr(sys.modules[str(module)], name) is getattr(syncline, name)
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
+def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'syncline' has no attribute 'nope'"):
         _ = syncline.nope
     with pytest.raises(ImportError, match="cannot import name 'nope'"):
@@ -173,10 +173,10 @@ def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value[:2]),
 )
-def test_ctrl_c_while_modules_are_imported_ends_it_without_a_word(
+def test_ctrl_c_during_imports_ends_the_process_without_output(
     tmp_path: Path, module: str, words: list[str], swallows: bool
 ) -> None:
-    # In the module's place stands one that says that it is being imported and goes on until it is interrupted.
+    # A stand-in for the module, which prints when it is imported and then runs until it is interrupted.
     waits = "print('importing', flush=True)\nwhile True: pass\n"
     if swallows:
         waits = "print('importing', flush=True)\ntry:\n    while True: pass\nexcept BaseException: pass\n"

@@ -1,4 +1,4 @@
-"""A user's own command on emulated hosts: its variables, its output, its failures."""
+"""Commands on emulated hosts: their environment variables, output and failures."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_each_rank_has_its_own_number_and_no_torchrun() -> None:
     assert not any(name.startswith("PET_") for command in commands for name in command.variables)
 
 
-def test_ranks_that_share_a_gpu_are_strangers_to_nccl_and_meet_over_the_link() -> None:
+def test_ranks_that_share_a_gpu_have_different_nccl_host_ids() -> None:
     spec = ClusterSpec(hosts=2, per_host=(2, 2), device="cuda")
     ranks = commands_of(spec, shaped=False, per_rank=True)
     assert len({command.variables["NCCL_HOSTID"] for command in ranks}) == 4
@@ -78,7 +78,7 @@ def test_ranks_that_share_a_gpu_are_strangers_to_nccl_and_meet_over_the_link() -
 
 
 @both_ways
-def test_lines_come_behind_their_hosts_name(shaped: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_lines_start_with_the_name_of_their_host(shaped: bool, capfd: pytest.CaptureFixture[str]) -> None:
     script = "echo out $NODE_RANK; echo err $NODE_RANK >&2; printf 'no newline'"
     assert run_command(TWO, ["sh", "-c", script]) == 0
     captured = capfd.readouterr()
@@ -92,12 +92,12 @@ def test_lines_come_behind_their_hosts_name(shaped: bool, capfd: pytest.CaptureF
 
 
 @both_ways
-def test_one_host_speaks_for_itself(shaped: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_output_of_a_single_host_has_no_prefix(shaped: bool, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_command(ClusterSpec(hosts=1), ["sh", "-c", "echo plain"]) == 0
     assert capfd.readouterr().out == "plain\n"
 
 
-def test_there_is_nothing_to_read_on_standard_input(capfd: pytest.CaptureFixture[str]) -> None:
+def test_standard_input_is_empty(capfd: pytest.CaptureFixture[str]) -> None:
     assert run_command(TWO, ["cat"]) == 0
     assert capfd.readouterr().out == ""
 
@@ -112,7 +112,7 @@ def test_a_lot_of_output_arrives_complete(capfd: pytest.CaptureFixture[str]) -> 
 
 
 @both_ways
-def test_a_daemon_does_not_hold_the_caller_up(shaped: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_daemon_does_not_delay_the_caller(shaped: bool, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_command(TWO, ["sh", "-c", "setsid sleep 1000 & echo started"]) == 0
     assert sorted(capfd.readouterr().out.splitlines()) == ["host0 | started", "host1 | started"]
 
@@ -129,7 +129,7 @@ def test_the_first_host_that_fails_ends_the_others(
     assert capfd.readouterr().err.splitlines()[-1] == line
 
 
-def test_what_ignores_the_request_to_end_is_killed_after_the_grace(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_command_that_ignores_sigterm_is_killed_after_the_grace_period(capfd: pytest.CaptureFixture[str]) -> None:
     stubborn = "test $NODE_RANK = 1 && exit 3; trap '' TERM; sleep 1000"
     assert run_command(TWO, ["sh", "-c", stubborn], grace_s=0.2) == 1
     assert capfd.readouterr().err.splitlines()[-1] == "host 1: sh exited with 3"
@@ -215,7 +215,7 @@ def test_wrong_use_is_one_line_and_exit_2(arguments: list[str], message: str) ->
     assert line.startswith(f"syncline cluster run: {message}")
 
 
-def test_options_after_the_command_are_the_commands_own() -> None:
+def test_options_after_the_command_belong_to_the_command() -> None:
     result = syncline_cluster_run("--hosts", "1", "sh", "-c", "exit 0")
     assert result.exit_code == 0
 

@@ -1,4 +1,4 @@
-"""Ranks forked onto emulated hosts: what they see, what they return, and what becomes of them when they fail."""
+"""Ranks on emulated hosts: their environment, their results and their failures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_ranks_reduce_over_the_cluster_and_return_in_rank_order(shaped: bool) ->
 
 
 @both_ways
-def test_a_rank_0_that_never_joins_is_told_by_the_others(shaped: bool) -> None:
+def test_a_rank_0_that_never_joins_is_reported_by_the_others(shaped: bool) -> None:
     def main(rank: Rank) -> None:
         if rank.rank == 0:
             wait_for_ever()
@@ -65,8 +65,8 @@ def test_ranks_have_the_variables_that_torch_distributed_reads(shaped: bool) -> 
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SYNCLINE_HOST")
 
     def main(rank: Rank) -> list[str]:
-        dist.init_process_group("gloo")  # as a script does, from the environment alone
-        dist.barrier()  # one that ends earlier would leave the others half connected
+        dist.init_process_group("gloo")  # as a script does, from the environment
+        dist.barrier()  # a rank that ends earlier would break the others' connections
         return [os.environ[name] for name in names]
 
     found = launch(ClusterSpec(hosts=2, per_host=(2, 1)), main, shaped=shaped)
@@ -208,11 +208,11 @@ def test_what_a_rank_returns_must_be_json() -> None:
 @both_ways
 def test_launching_leaves_no_process_and_no_descriptor(shaped: bool) -> None:
     def main(rank: Rank) -> None:
-        if os.fork() == 0:  # a daemon, as a careless script may leave behind
+        if os.fork() == 0:  # a daemon
             os.setsid()
             wait_for_ever()
 
-    launch(TWO, main, shaped=shaped)  # whatever is imported and cached the first time
+    launch(TWO, main, shaped=shaped)  # the first launch imports and caches
     descriptors = open_descriptors()
     children = psutil.Process().children(recursive=True)
     launch(TWO, main, shaped=shaped)
@@ -256,7 +256,7 @@ def test_signal_handlers_and_masks_of_the_caller_do_not_matter(shaped: bool) -> 
     handlers = [(number, signal.getsignal(number)) for number in (signal.SIGTERM, signal.SIGCHLD)]
     try:
         signal.signal(signal.SIGTERM, lambda *_: None)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then collects our children for us
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel then reaps children
         outcomes = launch_outcomes(TWO, lambda _: wait_for_ever(), deadline_s=0.2, grace_s=1, shaped=shaped)
         assert {outcome.error for outcome in outcomes} == {"still running at the deadline"}
     finally:
@@ -266,7 +266,7 @@ def test_signal_handlers_and_masks_of_the_caller_do_not_matter(shaped: bool) -> 
 
 
 def test_ranks_do_not_collect_what_the_caller_left_behind() -> None:
-    """As a process group does, which waits for threads that a forked process lacks."""
+    """A process group in the garbage would wait for threads that a forked process does not have."""
 
     class Left:
         def __init__(self) -> None:
@@ -277,7 +277,7 @@ def test_ranks_do_not_collect_what_the_caller_left_behind() -> None:
                 wait_for_ever()
 
     def eager_fork() -> int:
-        """Python collects with the next allocations, which are those of libraries that look after a new fork."""
+        """Make Python collect at its next allocation, which libraries make in their fork handlers."""
         gc.set_threshold(1, 1, 1)
         return fork()
 
@@ -295,11 +295,11 @@ def test_ranks_do_not_collect_what_the_caller_left_behind() -> None:
         assert gc.isenabled()
     finally:
         gc.set_threshold(*thresholds)
-        gc.collect()  # or what is left would wait for a fork of another test
+        gc.collect()  # or the garbage would stay for a fork of another test
 
 
 @needs_namespaces
-def test_a_host_that_cannot_be_set_up_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_host_that_cannot_be_set_up_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from syncline.cluster import links
 
     def refuse(spec: ClusterSpec, host: int) -> None:
@@ -317,7 +317,7 @@ def test_the_reason_for_links_that_are_not_shaped_can_be_forced(monkeypatch: pyt
     assert launch(TWO, lambda rank: rank.shaped) == [False, False]
 
 
-def test_ranks_that_finish_but_do_not_end_do_not_hold_the_caller_up() -> None:
+def test_ranks_that_finish_but_do_not_exit_do_not_delay_the_caller() -> None:
     def main(rank: Rank) -> int:
         class Hanging:
             def flush(self) -> None:

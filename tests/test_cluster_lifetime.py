@@ -1,4 +1,4 @@
-"""Nothing outlives the process that asked for a cluster, however that process ends."""
+"""No process of a cluster outlives the process that started it, however that one ends."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLUSTER_RUN = [sys.executable, "-m", "syncline", "cluster", "run"]
 
 @contextlib.contextmanager
 def forked(main: Callable[[], int | None]) -> Iterator[psutil.Process]:
-    """A caller that we may kill, with everything that this process has imported."""
+    """Fork a caller that the test can kill."""
     process = psutil.Process(fork(lambda: main() or 0, Complaints(2)))
     try:
         yield process
@@ -53,7 +53,7 @@ def killed_at_last(command: subprocess.Popen[bytes]) -> Iterator[None]:
 
 
 def read_lines(pipe: int, count: int) -> list[str]:
-    """Blocks until so many lines have come; pytest-timeout is the deadline."""
+    """Wait for this many lines; pytest-timeout is the deadline."""
     data = b""
     while data.count(b"\n") < count:
         chunk = os.read(pipe, 4096)
@@ -68,7 +68,7 @@ def networks_of(processes: list[psutil.Process]) -> set[int]:
 
 
 def holders_of(networks: set[int]) -> list[psutil.Process]:
-    """Processes in these namespaces, wherever they are in the process tree."""
+    """Return all processes in these namespaces."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
@@ -90,7 +90,7 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     found = []
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
-            if process.status() != psutil.STATUS_ZOMBIE:  # which waits for init to collect it
+            if process.status() != psutil.STATUS_ZOMBIE:  # init will reap it
                 found.append(process)
     return found
 
@@ -114,7 +114,7 @@ def become_nobody() -> None:
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
-    # A process that changes its user may not write its own uid_map until it executes a program: we did not.
+    # A process that has changed its user may not write its uid_map before it executes a program.
     pr_set_dumpable = 4
     ctypes.CDLL(None).prctl(pr_set_dumpable, 1, 0, 0, 0)
     isolation._why_namespaces_fail.cache_clear()
@@ -135,7 +135,7 @@ def test_without_root_links_are_shaped_inside_a_user_namespace() -> None:
         from syncline.cluster import links
 
         rank.init_process_group()
-        dist.barrier()  # one that ends earlier would leave the other half connected
+        dist.barrier()  # a rank that ends earlier would break the other's connection
         return [os.getuid(), os.uname().nodename, links.sent_bytes() > 0]
 
     with forked(main):
@@ -212,7 +212,7 @@ def test_ctrl_c_ends_everything_and_is_status_130(shaped: bool, monkeypatch: pyt
     read_end, write_end = os.pipe()
 
     def main() -> int:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # these tests may run where it is ignored
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored where these tests run
         os.dup2(write_end, 1)
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 - not pytest's
         return run_command(ClusterSpec(hosts=2), ["sh", "-c", "trap '' TERM INT; echo up; sleep 1000"])

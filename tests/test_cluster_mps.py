@@ -1,4 +1,4 @@
-"""CUDA MPS for ranks that share a GPU, with a stand-in for NVIDIA's program: it writes down how it was called."""
+"""CUDA MPS for ranks that share a GPU, with a stand-in for NVIDIA's program that records its calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ needs_namespaces = pytest.mark.skipif(why_not_shaped() is not None, reason=f"no 
 both_ways = pytest.mark.parametrize("shaped", [pytest.param(True, marks=needs_namespaces), False])
 
 FAKE = """#!/bin/sh
-# Like the real one: -d leaves a daemon behind that holds what it inherits; without it, commands come on stdin.
+# Like the real one: -d starts a daemon that keeps inherited files open; without -d, it reads commands from stdin.
 log={log}
 if [ "$1" = -d ]; then
     echo "start $CUDA_MPS_PIPE_DIRECTORY $CUDA_MPS_LOG_DIRECTORY" >> $log
@@ -91,7 +91,7 @@ def test_a_daemon_that_the_user_runs_is_left_alone(
         ("#!/bin/sh\necho already running >&2; exit 1\n", "nvidia-cuda-mps-control -d exited with 1: already running"),
     ],
 )
-def test_one_line_says_when_ranks_time_slice_the_gpu(
+def test_a_missing_daemon_is_reported_in_one_line(
     text: str | None,
     reason: str,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""What an emulated cluster looks like: parsing, placement, and refusals that say what to do."""
+"""The specification of an emulated cluster: parsing, placement of ranks, and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_rates_are_read_with_decimal_units(text: str, rate_bps: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "fast", "-1gbit", "1gib", "1e9", "nan", "1 g b", "99kbit", "0gbit"])
-def test_what_is_no_rate_is_refused_by_name(text: str) -> None:
+def test_a_wrong_rate_is_refused_and_quoted(text: str) -> None:
     with pytest.raises(UsageError, match=f"rate {text!r}"):
         parse_rate(text)
 
@@ -48,7 +48,7 @@ def test_scrambled_ranks_are_dealt_round_robin() -> None:
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12), st.sampled_from(["host", "scrambled"]))
-def test_every_rank_sits_on_one_host_and_every_host_has_its_count(counts: list[int], order: str) -> None:
+def test_every_rank_is_on_one_host_and_every_host_has_its_count(counts: list[int], order: str) -> None:
     spec = ClusterSpec(hosts=len(counts), per_host=tuple(counts), rank_order=order)
     placed = [spec.ranks_of(host) for host in range(spec.hosts)]
     assert [len(ranks) for ranks in placed] == counts

@@ -24,7 +24,7 @@ from exchanges import ErrorFeedback, Residual
 from survivors import wait_for
 from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes
 from syncline.exchange import Comm, Layout, State, Work
-from syncline.health.failure import Failure
+from syncline.health.failure import FailureReport
 
 if __name__ != "__main__":  # asking for a GPU is already enough to keep CUDA from forked ranks
     pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -97,6 +97,43 @@ def _layerwise(rank: int, exchange: syncline.Exchange, plain: Tensor, options: d
     return seen
 
 
+class _Halves(torch.nn.Module):
+    """Two vectors, of which a step may use only the first; their gradients are the whole numbers that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.zeros(4000)) for _ in range(2))
+
+    def forward(self, a: Tensor, b: Tensor | None) -> Tensor:
+        return (self.a * a).sum() + (0 if b is None else (self.b * b).sum())
+
+
+def _lost(rank: int, options: dict[str, bool]) -> dict[str, float]:
+    """By parameter, the largest element that was neither applied nor kept, over steps that do not use `b`."""
+    ddp = DDP(_Halves().cuda(), device_ids=[0], **options)
+    handle = syncline.attach(ddp, syncline.OkTopk(density=0.05))
+    came_in, applied = ({name: torch.zeros(4000, device="cuda") for name in "ab"} for _ in range(2))
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(6):
+        a, b = (torch.randint(-1000, 1000, (4000,), generator=generator).float().cuda() for _ in range(2))
+        given = {"a": a, "b": 8 * b} if step % 3 == 0 or "static_graph" in options else {"a": a}
+        ddp.zero_grad(set_to_none=True)
+        ddp(given["a"], given.get("b")).backward()
+        for name, parameter in ddp.module.named_parameters():
+            if name in given:
+                mean = given[name] / dist.get_world_size()
+                dist.all_reduce(mean)
+                came_in[name] += mean
+            applied[name] += 0 if parameter.grad is None else parameter.grad
+    lost = {}
+    for name, kinds in handle.state_dict()["tensors"].items():
+        waiting = kinds["residual"].clone()
+        dist.all_reduce(waiting)
+        lost[name] = (came_in[name] - applied[name] - waiting).abs().max().item()
+    handle.detach()
+    return lost
+
+
 def _main(rank: Rank) -> dict[str, Any]:
     torch.cuda.set_device(0)
     rank.init_process_group()
@@ -131,6 +168,7 @@ def _main(rank: Rank) -> dict[str, Any]:
     _train(ddp, rank.rank, broken_step=3)
     kept = [t for kinds in handle.state_dict()["tensors"].values() for t in kinds.values()]
     seen["kept is finite"] = bool(kept) and all(bool(torch.isfinite(tensor).all()) for tensor in kept)
+    seen["lost"] = {option: _lost(rank.rank, {option: True}) for option in ("find_unused_parameters", "static_graph")}
     for where in ("run", "settle"):
         ddp = _ddp()
         handle = syncline.attach(ddp, Failing(where))
@@ -190,6 +228,11 @@ def test_dense_is_bit_equal_to_plain_ddp_on_any_number_of_lanes(seen: list[dict[
     assert all(rank[name]["equal"] for rank in seen for name in ("dense", "two lanes"))
 
 
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_residuals_of_unused_parameters_wait(seen: list[dict[str, Any]], option: str) -> None:
+    assert all(rank["lost"][option] == {"a": 0.0, "b": 0.0} for rank in seen)
+
+
 @pytest.mark.parametrize("name", ["leader", "sharded"])
 def test_a_hierarchical_exchange_differs_by_the_order_of_summation_alone(seen: list[dict[str, Any]], name: str) -> None:
     assert all(rank[name]["difference"] < 1e-6 for rank in seen)
@@ -236,14 +279,14 @@ def _ended_by(fault: str, folder: Path) -> list[Any]:
 def test_a_killed_rank_is_named_by_every_survivor(tmp_path: Path) -> None:
     for rank, (error, after_s, _) in enumerate(_ended_by("kill", tmp_path)):
         if rank != VICTIM:
-            assert "ExchangeError" in error and f"suspect: rank {VICTIM} (no sign of life" in error
+            assert "ExchangeError" in error and f"suspect: rank {VICTIM} (no heartbeat" in error
             assert after_s < TIMEOUT_S + 10
 
 
 def test_a_silent_rank_is_named_before_nccl_ends_the_survivors(tmp_path: Path) -> None:
     ended = _ended_by("stop", tmp_path)
     for rank in (rank for rank in range(len(ended)) if rank != VICTIM):
-        note = Failure.load(tmp_path / f"rank-{rank}.json")
+        note = FailureReport.load(tmp_path / f"rank-{rank}.json")
         assert [one.rank for one in note.suspects] == [VICTIM], note.suspects
         assert note.pending and "and NCCL ends this process after" in note.error
         assert "SIGABRT" in ended[rank][0]

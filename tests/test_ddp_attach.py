@@ -1,4 +1,4 @@
-"""Attaching and detaching: what is refused, what is replaced, what is left behind, and what is counted."""
+"""Tests of attach and detach: refused arguments, replaced exchanges, leaked resources and counted bytes."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def test_wrong_arguments_are_refused_in_one_line() -> None:
             line = refusal(lambda scaler=scaler: syncline.attach(model, scaler=scaler))
             assert f"scaler is a {type(scaler).__name__}: pass the GradScaler" in line
         assert open_groups() == 1
-        model.register_comm_hook(None, allreduce_hook)  # none of these has taken the model's one hook
+        model.register_comm_hook(None, allreduce_hook)  # the refused calls have not used up the model's only hook
 
     on_ranks(1, main)
 
 
 @pytest.mark.parametrize("builtin", [True, False])
-def test_a_hook_that_is_there_already_is_refused_and_goes_on_working(builtin: bool) -> None:
+def test_an_existing_hook_is_refused_and_keeps_working(builtin: bool) -> None:
     def main(rank: Rank) -> str:
         def with_hook() -> DDP:
             model = DDP(seeded(Mlp), **SMALL_BUCKETS)
@@ -86,7 +86,7 @@ def test_a_hook_that_is_there_already_is_refused_and_goes_on_working(builtin: bo
     assert all("has a communication hook already" in line for line in on_ranks(2, main))
 
 
-def test_what_differs_between_ranks_is_named_on_every_rank_and_nothing_is_left_behind() -> None:
+def test_differences_between_ranks_are_named_on_every_rank_and_nothing_leaks() -> None:
     def main(rank: Rank) -> list[str]:
         odd = rank.rank == 1
         model = DDP(seeded(Mlp), **SMALL_BUCKETS)
@@ -106,16 +106,16 @@ def test_what_differs_between_ranks_is_named_on_every_rank_and_nothing_is_left_b
         assert_alike(train(model, square_loss_step(rank), 3), plain, EXACT[0])
         return lines
 
-    everyone = on_ranks(3, main)
-    assert everyone[0] == everyone[1] == everyone[2]
-    wire, kind, lanes, hook = everyone[0]
+    first, second, third = on_ranks(3, main)
+    assert first == second == third
+    wire, kind, lanes, hook = first
     assert 'exchange.wire is "fp32" on ranks 0, 2; "bf16" on rank 1' in wire
     assert 'exchange.type is "Dense" on ranks 0, 2; "ErrorFeedback" on rank 1' in kind
     assert "lanes is 1 on ranks 0, 2; 2 on rank 1" in lanes
     assert 'ddp.other hooks is [] on ranks 0, 2; ["allreduce_hook"] on rank 1' in hook
 
 
-def test_of_long_values_the_part_that_differs_is_shown() -> None:
+def test_errors_show_the_differing_part_of_long_values() -> None:
     buckets = [f"layer{number}.weight" for number in range(200)]
     line = difference({0: {"buckets": buckets}, 1: {"buckets": [*buckets[:-1], "other"]}, 2: {"buckets": []}})
     assert len(line) < 400
@@ -127,7 +127,7 @@ def test_of_long_values_the_part_that_differs_is_shown() -> None:
     assert "layer0." not in line and "layer199" not in line
 
 
-def test_where_one_rank_has_an_error_the_others_are_told_nothing_else() -> None:
+def test_an_error_on_one_rank_is_the_only_thing_that_the_others_report() -> None:
     def main(rank: Rank) -> str:
         fields = {"error": "its disk is full"} if rank.rank % 2 else {"error": None, "steps": list(range(100))}
         return refusal(lambda: agree(dist.group.WORLD, fields, "what is loaded"), syncline.MismatchError)
@@ -150,7 +150,7 @@ def test_buckets_that_differ_between_ranks_are_named_before_anything_is_exchange
     assert 'on rank 0; "' in first
 
 
-def test_attach_replaces_what_was_attached_and_its_handle_says_so() -> None:
+def test_attach_replaces_the_attached_exchange_and_its_old_handle_raises() -> None:
     def main(rank: Rank) -> None:
         plain = train(DDP(seeded(Mlp), **SMALL_BUCKETS), square_loss_step(rank), 3)
         model = DDP(seeded(Mlp), **SMALL_BUCKETS)
@@ -177,7 +177,7 @@ def assert_unusable(handle: syncline.Handle) -> None:
         assert "this handle is detached, or another attach has replaced it" in refusal(use)
 
 
-def test_detach_gives_plain_ddp_back_and_attach_works_again() -> None:
+def test_detach_restores_plain_ddp_and_attach_works_again() -> None:
     def main(rank: Rank) -> None:
         def run(use: Callable[[DDP, int], None]) -> Any:
             model = DDP(seeded(Mlp), **SMALL_BUCKETS)
@@ -205,7 +205,7 @@ def test_detach_gives_plain_ddp_back_and_attach_works_again() -> None:
 
 
 @pytest.mark.parametrize("part_of_the_world", [True, False])
-def test_thirty_times_attached_and_detached_leaves_nothing_behind(part_of_the_world: bool) -> None:
+def test_attaching_and_detaching_thirty_times_leaks_nothing(part_of_the_world: bool) -> None:
     def main(rank: Rank) -> None:
         group = dist.new_group([0, 1]) if part_of_the_world else None
         if rank.rank == 2:
@@ -213,7 +213,7 @@ def test_thirty_times_attached_and_detached_leaves_nothing_behind(part_of_the_wo
         model = DDP(seeded(Mlp), process_group=group, **SMALL_BUCKETS)
         model(batch(rank.rank, 0)).sum().backward()
         before = open_groups(), native_threads()
-        gc.disable()  # what only the garbage collector finds would pile up until it looks
+        gc.disable()  # so that reference cycles show as leaks
         for number in range(30):
             handle = syncline.attach(model, lanes=1 + number % 2)
             model(batch(rank.rank, number)).sum().backward()
@@ -223,7 +223,7 @@ def test_thirty_times_attached_and_detached_leaves_nothing_behind(part_of_the_wo
     on_ranks(3 if part_of_the_world else 2, main)
 
 
-def test_a_model_that_is_forgotten_takes_its_lanes_along() -> None:
+def test_the_lanes_of_a_deleted_model_end() -> None:
     def main(rank: Rank) -> None:
         model = DDP(seeded(Mlp), **SMALL_BUCKETS)
         syncline.attach(model, lanes=2)
@@ -260,7 +260,7 @@ def test_an_attach_that_fails_half_way_leaves_the_model_as_it_was(monkeypatch: p
         assert len(created) == 2
         created.clear()
         assert_back_to(*before)
-        model.register_comm_hook(dist.group.WORLD, allreduce_hook)  # its one hook is still free
+        model.register_comm_hook(dist.group.WORLD, allreduce_hook)  # its only hook is still unused
         assert_alike(train(model, square_loss_step(rank), 3), plain, Way(syncline.Dense(), error=1e-6))
 
     on_ranks(2, main)
@@ -275,7 +275,7 @@ def test_a_copy_of_an_attached_model_is_plain_ddp() -> None:
             assert_alike(train(other, square_loss_step(rank), 3), plain, EXACT[0])
         assert handle.stats().steps == 0
         other = copy.deepcopy(model)
-        assert syncline.attach(other).stats().steps == 0  # and it can be attached itself
+        assert syncline.attach(other).stats().steps == 0  # and the copy can be attached
 
     on_ranks(2, main)
 
@@ -296,7 +296,7 @@ def test_disjoint_subgroups_train_different_models_at_once() -> None:
             assert_alike(train(model, square_loss_step(rank), 4), plain, way)
             assert handle.state_dict()["world_size"] == 2
             assert handle.state_dict()["rank"] == rank.rank % 2
-        dist.barrier()  # rank 0 serves the others' store
+        dist.barrier()  # rank 0 serves the store of the others
         return [float(tensor.double().sum()) for tensor in plain.final.values()]
 
     finals = on_ranks(4, main)
@@ -307,9 +307,9 @@ def test_only_the_members_of_a_subgroup_attach_whatever_other_groups_they_are_in
     def main(rank: Rank) -> str | None:
         group = dist.new_group([1, 2])
         if rank.rank == 0:
-            dist.barrier()  # it serves the others' store
+            dist.barrier()  # this rank serves the store of the others
             return None
-        if rank.rank == 1:  # torch would name the lanes' groups differently on its two members
+        if rank.rank == 1:  # torch would name the groups of lanes differently on the two members
             dist.new_group([1], use_local_synchronization=True)
         plain = train(DDP(seeded(Mlp), process_group=group, **SMALL_BUCKETS), square_loss_step(rank), 3)
         model = DDP(seeded(Mlp), process_group=group, **SMALL_BUCKETS)
@@ -327,13 +327,13 @@ def test_only_the_members_of_a_subgroup_attach_whatever_other_groups_they_are_in
 def test_bytes_are_counted_as_predicted_and_buckets_timed_in_order() -> None:
     runs_s: list[float] = []
 
-    class Noted(ErrorFeedback):
+    class Timed(ErrorFeedback):
         def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
             runs_s.append(time.monotonic())
             return super().run(flat, state, comm)
 
     def main(rank: Rank) -> None:
-        for way in (*WAYS, Way(ErrorFeedback(), lanes=2), Way(Noted())):
+        for way in (*WAYS, Way(ErrorFeedback(), lanes=2), Way(Timed())):
             model = DDP(seeded(Mlp), **SMALL_BUCKETS)
             handle = syncline.attach(model, way.exchange, lanes=way.lanes)
             total = 0
@@ -349,7 +349,7 @@ def test_bytes_are_counted_as_predicted_and_buckets_timed_in_order() -> None:
                 assert sum(bucket.bytes for bucket in stats.buckets) == 4 * sum(p.numel() for p in model.parameters())
                 for bucket in stats.buckets:
                     assert began_s <= bucket.ready_s <= bucket.start_s <= bucket.end_s <= ended_s, (way, bucket)
-                for bucket, run_s in zip(stats.buckets, runs_s, strict=False):  # where the exchange noted it
+                for bucket, run_s in zip(stats.buckets, runs_s, strict=False):  # only `Timed` records these
                     assert bucket.start_s <= run_s <= bucket.end_s, (way, bucket)
             assert len(stats.buckets) > 1
             assert {bucket.lane for bucket in stats.buckets} == set(range(way.lanes))

@@ -1,4 +1,4 @@
-"""What plain DDP promises holds with an exchange attached: bit for bit with `Dense()`, to rounding on 16-bit wires.
+"""DDP's semantics hold with an exchange attached: bit for bit with `Dense()`, up to rounding with 16-bit wires.
 
 Each test compares real processes over real gloo with plain DDP from the same start, on the same buckets.
 """
@@ -102,12 +102,12 @@ def test_join_by_the_effective_world_size_is_refused_on_every_rank(attached: boo
 
         def train_uneven() -> None:
             with model.join(divide_by_initial_world_size=False):
-                for number in range(rank.rank):  # rank 0 has nothing to do, and is refused all the same
+                for number in range(rank.rank):  # rank 0 has no inputs, and is refused too
                     model(batch(rank.rank, number)).sum().backward()
 
-        told = refusal(train_uneven)
-        wait_for(rank, 0, 1)  # whoever ends first would take its connections from the other, which is still in join's
-        return told
+        line = refusal(train_uneven)
+        wait_for(rank, 0, 1)  # a rank that ends would close its connections to the other, which may still be in join
+        return line
 
     assert all("divide_by_initial_world_size=False" in line for line in on_ranks(2, main))
 
@@ -121,7 +121,7 @@ def test_parameters_that_some_or_all_ranks_leave_unused() -> None:
     on_ranks(2, main)
 
 
-def test_frozen_parameters_stay_out_of_it() -> None:
+def test_frozen_parameters_are_not_exchanged() -> None:
     def frozen() -> nn.Module:
         net = Mlp()
         net.middle.requires_grad_(False)
@@ -134,7 +134,7 @@ def test_frozen_parameters_stay_out_of_it() -> None:
     on_ranks(2, main)
 
 
-def test_parameters_frozen_and_unfrozen_along_the_way() -> None:
+def test_parameters_frozen_and_unfrozen_during_training() -> None:
     def main(rank: Rank) -> None:
         plain_step = square_loss_step(rank)
 
@@ -153,7 +153,7 @@ def test_parameters_frozen_between_ddp_and_attach() -> None:
     def main(rank: Rank) -> None:
         def run(way: Way | None) -> Trained:
             model = DDP(seeded(Mlp), find_unused_parameters=True, **SMALL_BUCKETS)
-            model.module.first.requires_grad_(False)  # and yet in DDP's buckets
+            model.module.first.requires_grad_(False)  # still in DDP's buckets
             if way is not None:
                 syncline.attach(model, way.exchange, lanes=way.lanes)
             return train(model, square_loss_step(rank), 3)
@@ -181,7 +181,7 @@ def test_static_graph_with_no_sync_is_refused_while_attached() -> None:
             line = refusal(lambda: model(batch(rank.rank, 0)))
         handle.detach()
         with model.no_sync():
-            model(batch(rank.rank, 0))  # DDP's own business again
+            model(batch(rank.rank, 0))  # after detach, this is up to DDP
         return line
 
     assert all("no_sync() with static_graph=True" in line for line in on_ranks(2, main))
@@ -244,7 +244,7 @@ def test_parameters_of_several_types_in_one_model() -> None:
         model = DDP(seeded(MixedTypes), **SMALL_BUCKETS)
         handle = syncline.attach(model)
         train(model, square_loss_step(rank), 2)
-        assert handle.stats().sent_bytes == handle.predicted_sent_bytes()  # each bucket in its own type's bytes
+        assert handle.stats().sent_bytes == handle.predicted_sent_bytes()  # bytes depend on the dtype of each bucket
 
     on_ranks(2, main)
 
@@ -257,7 +257,7 @@ def test_channels_last_convolutions_and_batch_norm_buffers(broadcast: bool) -> N
         return plain.final["module.norm.running_mean"].tolist()
 
     first, second = on_ranks(2, main)
-    assert first != second  # a rank's own batch is in its buffers, and the helper compared them on each rank
+    assert first != second  # buffers depend on the rank's own batch; the helper has compared them on each rank
 
 
 def test_the_state_of_a_channels_last_parameter_has_its_logical_shape() -> None:
@@ -272,7 +272,9 @@ def test_the_state_of_a_channels_last_parameter_has_its_logical_shape() -> None:
     def main(rank: Rank) -> None:
         model = DDP(Weighted())
         handle = syncline.attach(model, ErrorFeedback())
-        gradient = 257.0 + torch.arange(48).reshape(4, 3, 2, 2)  # a residual of its own in most places
+        gradient = 257.0 + torch.arange(48).reshape(
+            4, 3, 2, 2
+        )  # bf16 cannot represent most of these, so residuals are nonzero
         model(gradient).backward()
         residual = handle.state_dict()["tensors"]["weight"]["residual"]
         half = gradient / 2
@@ -282,7 +284,7 @@ def test_the_state_of_a_channels_last_parameter_has_its_logical_shape() -> None:
 
 
 def test_models_that_take_turns_within_one_step() -> None:
-    """As adversarial training does: two forwards before two backwards, and a backward through both models."""
+    """Adversarial training: two forward passes before two backward passes, and one backward through both models."""
 
     def main(rank: Rank) -> None:
         def run(way: Way | None) -> list[Trained]:
@@ -382,7 +384,7 @@ def test_a_model_of_thousands_of_parameters() -> None:
 
 @pytest.mark.parametrize("outside", [True, False])
 def test_compiled_models(outside: bool) -> None:
-    width, buckets = 600, {"bucket_cap_mb": 1}  # the least at which torch.compile splits its graphs by DDP's buckets
+    width, buckets = 600, {"bucket_cap_mb": 1}  # the smallest at which torch.compile splits graphs at DDP's buckets
 
     def main(rank: Rank) -> None:
         def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:

@@ -1,4 +1,4 @@
-"""Sparse exchange in a model that trains: over real processes, through DDP's buckets, beside what people use."""
+"""Tests of sparse exchanges in DDP models: conservation, GradScaler, checkpoints, clipping and hosts."""
 
 from __future__ import annotations
 
@@ -45,13 +45,14 @@ def step(rank: int, model: nn.Module, optimizer: torch.optim.Optimizer, number: 
     optimizer.step()
 
 
-def kept(handle: syncline.Handle) -> dict[str, Tensor]:
+def residuals(handle: syncline.Handle) -> dict[str, Tensor]:
+    """Return this rank's residuals by parameter name."""
     tensors = handle.state_dict()["tensors"]
     return {name: kinds["residual"] for name, kinds in tensors.items() if "residual" in kinds}
 
 
 class Integers(nn.Module):
-    """Its gradients are what it is given: integers, so that sums are exact. Some of its buckets go whole."""
+    """A model whose gradients equal its integer inputs, so that sums are exact. Some buckets are sent dense."""
 
     SHAPES: ClassVar[dict[str, tuple[int, ...]]] = {"a": (70, 16), "b": (40,), "c": (24, 4, 5, 5), "d": (900,), "e": ()}
 
@@ -64,7 +65,7 @@ class Integers(nn.Module):
 
     def forward(self, factors: dict[str, Tensor]) -> Tensor:
         total = torch.zeros(())
-        for name in ("d", "a", "e", "c", "b"):  # another order than they are defined in, so buckets change
+        for name in ("d", "a", "e", "c", "b"):  # not the order of definition, so that DDP's buckets change
             total = total.sin() + (getattr(self, name) * factors[name]).sum()
         return total
 
@@ -79,7 +80,7 @@ class Integers(nn.Module):
 @pytest.mark.parametrize(
     "exchange", [SPARSE, syncline.OkTopk(density=0.05), AllgatherTopk(density=0.1)], ids=["fp32", "bf16", "allgather"]
 )
-def test_applied_plus_kept_is_what_came_in_while_ddp_changes_its_buckets(
+def test_applied_plus_residual_equals_what_came_in_while_ddp_changes_its_buckets(
     exchange: syncline.Exchange, lanes: int
 ) -> None:
     def main(rank: Rank) -> None:
@@ -94,22 +95,22 @@ def test_applied_plus_kept_is_what_came_in_while_ddp_changes_its_buckets(
             for name, parameter in model.module.named_parameters():
                 applied[name] += parameter.grad.double() * ranks
                 came_in[name] += sum(Integers.drawn(other, number)[name].double() for other in range(ranks))
-            left = kept(handle)
+            own = residuals(handle)
             for name in Integers.SHAPES:
-                waiting = left.get(name, torch.zeros(Integers.SHAPES[name])).double() * ranks
-                dist.all_reduce(waiting)
-                assert torch.equal(applied[name] + waiting, came_in[name]), (number, name)
+                residual = own.get(name, torch.zeros(Integers.SHAPES[name])).double() * ranks
+                dist.all_reduce(residual)
+                assert torch.equal(applied[name] + residual, came_in[name]), (number, name)
             layouts.append([bucket.bytes for bucket in handle.stats().buckets])
             assert handle.stats().sent_bytes == handle.predicted_sent_bytes()
         assert layouts[0] != layouts[-1]
         assert len(handle.ways) > 1 or not isinstance(exchange, syncline.OkTopk)
-        assert any(bool(tensor.any()) for tensor in kept(handle).values())
+        assert any(bool(tensor.any()) for tensor in residuals(handle).values())
 
     on_ranks(2, main)
 
 
 def test_with_the_scaler_known_a_changing_scale_changes_nothing() -> None:
-    """Powers of two, and values as they are: so not a bit. Without it, what is kept would be in another measure."""
+    """Scales are powers of two, so results are bit-identical. Without the scaler, residuals would have an old scale."""
 
     def run(rank: int, scaled: bool, known: bool = True) -> list[dict[str, Tensor | None]]:
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=2, enabled=scaled)
@@ -118,7 +119,7 @@ def test_with_the_scaler_known_a_changing_scale_changes_nothing() -> None:
         for number in range(8):
             optimizer.zero_grad()
             loss = model(batch(rank, number, 8, WIDTH)).square().mean()
-            if number in (3, 6):  # an overflow on one rank: plain training leaves the step out
+            if number in (3, 6):  # an overflow on one rank, so the step is skipped
                 if not scaled:
                     continue
                 loss = loss * (torch.inf if rank == 1 else 1.0)
@@ -147,12 +148,12 @@ def test_a_run_resumed_from_files_equals_the_uninterrupted_one(tmp_path: Path) -
     def begin(rank: Rank) -> dict[str, Tensor]:
         model, optimizer, handle = start(exchange, lanes=2)
         for number in range(7):
-            if number in (2, 5):  # while it is still dense, and later
+            if number in (2, 5):  # during the warm-up, and after it
                 handle.save(tmp_path / str(number))
                 if rank.rank == 0:
                     torch.save(model.state_dict(), tmp_path / f"{number}.pt")
             step(rank.rank, model, optimizer, number)
-        return {name: tensor.tolist() for name, tensor in {**model.state_dict(), **kept(handle)}.items()}
+        return {name: tensor.tolist() for name, tensor in {**model.state_dict(), **residuals(handle)}.items()}
 
     def resume(rank: Rank, number: int) -> dict[str, Tensor]:
         model, optimizer, handle = start(exchange, lanes=2)
@@ -161,7 +162,7 @@ def test_a_run_resumed_from_files_equals_the_uninterrupted_one(tmp_path: Path) -
         assert handle.stats().steps == number
         for later in range(number, 7):
             step(rank.rank, model, optimizer, later)
-        return {name: tensor.tolist() for name, tensor in {**model.state_dict(), **kept(handle)}.items()}
+        return {name: tensor.tolist() for name, tensor in {**model.state_dict(), **residuals(handle)}.items()}
 
     whole = on_ranks(2, begin)
     for number in (2, 5):
@@ -173,24 +174,26 @@ def test_a_run_resumed_from_files_equals_the_uninterrupted_one(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(4, 2), (3, 2), (2, 3), (1, 2)])
-def test_a_changed_number_of_ranks_is_refused_or_dealt_anew_as_asked(saved: int, loaded: int, tmp_path: Path) -> None:
+def test_a_changed_number_of_ranks_is_refused_or_residuals_are_redistributed(
+    saved: int, loaded: int, tmp_path: Path
+) -> None:
     def save(rank: Rank) -> dict[str, list[float]]:
         model, optimizer, handle = start()
         for number in range(3):
             step(rank.rank, model, optimizer, number)
         handle.save(tmp_path)
-        return {name: tensor.double().tolist() for name, tensor in kept(handle).items()}
+        return {name: tensor.double().tolist() for name, tensor in residuals(handle).items()}
 
     def load(rank: Rank) -> dict[str, list[float]]:
         model, optimizer, handle = start()
         line = refusal(lambda: handle.load(tmp_path))
-        assert f"{saved} ranks saved it, and {loaded} are here" in line
+        assert f"saved by {saved} ranks, but there are {loaded} now" in line
         assert "must be one of" in line or "redistribute" in line
         handle.load(tmp_path, on_world_size="reset")
-        assert not any(bool(tensor.any()) for tensor in kept(handle).values())
+        assert not any(bool(tensor.any()) for tensor in residuals(handle).values())
         assert handle.stats().steps == 3
         handle.load(tmp_path, on_world_size="redistribute")
-        dealt = {name: tensor.double().tolist() for name, tensor in kept(handle).items()}
+        dealt = {name: tensor.double().tolist() for name, tensor in residuals(handle).items()}
         step(rank.rank, model, optimizer, 3)
         return dealt
 
@@ -206,7 +209,7 @@ def test_a_changed_number_of_ranks_is_refused_or_dealt_anew_as_asked(saved: int,
 
 
 def rewrite(path: Path, tensors: dict[str, Tensor] | None = None, **fields: Any) -> None:
-    """A rank's file with other tensors, or other fields in its header."""
+    """Replace the tensors, or fields in the header, of a rank's file."""
     with safe_open(str(path), "pt") as file:
         about = {**json.loads(file.metadata()["syncline"]), **fields}
     held = safetensors.torch.load(path.read_bytes()) if tensors is None else tensors
@@ -245,20 +248,20 @@ def spoil(path: Path, how: str) -> None:
 SPOILED = {
     "cut": "is not a complete safetensors file",
     "pickle": "is not a complete safetensors file",
-    "gone": "the states of ranks [1] of 2 are missing: copy them there, or",
-    "folder": "is a folder, in the place of a state",
-    "nan": "is not finite",
-    "shape": "has shape (7,), the parameter",
-    "name": "the state holds 'nobody', which is not a parameter of this model: load it into the model",
-    "older": "was not saved with rank-00000-of-00002.safetensors: steps is 0, and there 1",
-    "density": "was not saved with rank-00000-of-00002.safetensors: exchange.density is 0.2, and there 0.1",
-    "renamed": "its rank is 0, and its name says 1",
-    "steps": "this is not the state of an exchange: steps: expected int, got str",
+    "gone": "the files of ranks [1] of 2 are missing: copy them into the folder, or",
+    "folder": "is a folder, not a state file",
+    "nan": "contains NaN or infinity",
+    "shape": "has shape (7,) in the checkpoint, but the parameter has shape",
+    "name": "the checkpoint contains 'nobody', which is not a parameter of this model: load it into the model",
+    "older": "was not saved together with rank-00000-of-00002.safetensors: steps is 0 instead of 1",
+    "density": "was not saved together with rank-00000-of-00002.safetensors: exchange.density is 0.2 instead of 0.1",
+    "renamed": "contains the state of rank 0, but its name says 1",
+    "steps": "this is not a valid exchange state: steps: expected int, got str",
 }
 
 
 @pytest.mark.parametrize("how", SPOILED)
-def test_files_that_do_not_fit_are_refused_on_every_rank_and_nothing_is_taken_over(how: str, tmp_path: Path) -> None:
+def test_unsuitable_files_are_refused_on_every_rank_and_nothing_is_loaded(how: str, tmp_path: Path) -> None:
     path = tmp_path / "rank-00001-of-00002.safetensors"
 
     def main(rank: Rank) -> None:
@@ -269,21 +272,21 @@ def test_files_that_do_not_fit_are_refused_on_every_rank_and_nothing_is_taken_ov
         if rank.rank == 0:
             spoil(path, how)
         dist.barrier()
-        before = kept(handle)
+        before = residuals(handle)
         line = refusal(lambda: handle.load(tmp_path), syncline.SynclineError)
-        told = "" if rank.rank == 1 or how == "gone" else "what is loaded is refused on rank 1: "
-        assert line.startswith(f"{told}{tmp_path if how == 'gone' else path}: ")
+        prefix = "" if rank.rank == 1 or how == "gone" else "the checkpoint is refused on rank 1: "
+        assert line.startswith(f"{prefix}{tmp_path if how == 'gone' else path}: ")
         assert SPOILED[how] in line
-        assert "take an earlier checkpoint" in line or "or start without it" in line
-        assert all(torch.equal(tensor, before[name]) for name, tensor in kept(handle).items())
+        assert "load an earlier checkpoint" in line or "or start without the checkpoint" in line
+        assert all(torch.equal(tensor, before[name]) for name, tensor in residuals(handle).items())
         step(rank.rank, model, optimizer, 2)
 
     on_ranks(2, main)
 
 
 @pytest.mark.parametrize("policy", ["redistribute", "reset"])
-def test_every_one_of_the_old_files_must_be_of_the_same_save(policy: str, tmp_path: Path) -> None:
-    """The last of four is no rank's first."""
+def test_all_files_must_belong_to_the_same_checkpoint(policy: str, tmp_path: Path) -> None:
+    """Rank 3's file is wrong. With two ranks, no rank reads it first."""
     others = {
         "steps": {"steps": 1},
         "exchange.type": {"exchange": {"type": "Dense", "wire": "bf16"}},
@@ -301,9 +304,9 @@ def test_every_one_of_the_old_files_must_be_of_the_same_save(policy: str, tmp_pa
         model, optimizer, handle = start()
         for field in others:
             line = refusal(lambda field=field: handle.load(tmp_path / field, on_world_size=policy), SynclineError)
-            assert f"{tmp_path / field / 'rank-00003-of-00004.safetensors'}: was not saved with" in line
+            assert f"{tmp_path / field / 'rank-00003-of-00004.safetensors'}: was not saved together with" in line
             assert f"{field} is " in line
-            assert line.startswith("what is loaded is refused on rank 1: ") == (rank.rank == 0)
+            assert line.startswith("the checkpoint is refused on rank 1: ") == (rank.rank == 0)
         handle.load(tmp_path / "good", on_world_size=policy)
         step(rank.rank, model, optimizer, 2)
 
@@ -321,14 +324,14 @@ def test_a_state_of_another_exchange_or_model_is_refused_with_what_differs_and_w
         handle.save(tmp_path)
         file = tmp_path / "rank-00000-of-00002.safetensors"
         others = {
-            "the state's exchange is another: density is 0.1, here it is 0.05": syncline.OkTopk(0.05, "fp32"),
-            'the state\'s exchange is another: type is "OkTopk", here it is "Dense"': syncline.Dense(),
+            "the checkpoint was saved with density=0.1, but this model uses 0.05": syncline.OkTopk(0.05, "fp32"),
+            'the checkpoint was saved with type="OkTopk", but this model uses "Dense"': syncline.Dense(),
         }
         for expected, exchange in others.items():
             line = refusal(lambda exchange=exchange: start(exchange)[2].load(tmp_path))
-            assert line == f"{file}: {expected}: attach the exchange that it was saved with, or start without it"
+            assert line == f"{file}: {expected}: use the same setting, or start without the checkpoint"
         wrapped = syncline.attach(DDP(nn.Sequential(wide()), **BUCKETS), SPARSE)
-        assert f"{file}: the state holds " in (line := refusal(lambda: wrapped.load(tmp_path)))
+        assert f"{file}: the checkpoint contains " in (line := refusal(lambda: wrapped.load(tmp_path)))
         assert "not a parameter of this model: load it into the model that it was saved with" in line
 
     on_ranks(2, main)
@@ -340,49 +343,49 @@ def test_a_folder_without_a_state_and_an_unknown_policy_are_refused_in_one_line(
     def main(rank: Rank) -> None:
         _, _, handle = start()
         folders = {
-            tmp_path: "holds no state of an exchange: pass the folder that save(folder) wrote",
+            tmp_path: "contains no exchange state: pass the folder that save(folder) wrote",
             tmp_path / "x": "there is no such folder: pass the folder",
             tmp_path / "file": "is not a folder: pass the folder",
-            "a\0b": "the state's folder is 'a\\x00b': pass the path of a folder",
-            "": "the state's folder is '': pass",
-            b"x": "the state's folder is b'x': pass",
+            "a\0b": "the checkpoint folder is 'a\\x00b': pass the path of a folder",
+            "": "the checkpoint folder is '': pass",
+            b"x": "the checkpoint folder is b'x': pass",
         }
         for folder, expected in folders.items():
             assert expected in refusal(lambda folder=folder: handle.load(folder))
         assert "one of refuse, reset, redistribute" in refusal(lambda: handle.load(tmp_path, on_world_size="guess"))
         mine = tmp_path / str(rank.rank)
-        assert str(mine) in refusal(lambda: handle.load(mine))  # not what the other is told
+        assert str(mine) in refusal(lambda: handle.load(mine))  # each rank reports its own error
 
     on_ranks(2, main)
 
 
-def test_where_a_state_cannot_be_written_every_rank_raises_and_the_old_one_stays(tmp_path: Path) -> None:
+def test_if_a_rank_cannot_write_every_rank_raises_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
     def main(rank: Rank) -> None:
         model, optimizer, handle = start()
         folders = {
-            tmp_path / "file": f"{tmp_path / 'file'}: cannot be made a folder: File exists: save to another path",
-            tmp_path / "file" / "below": "cannot be made a folder: Not a directory: save to another path",
-            tmp_path / ("x" * 300): "cannot be made a folder: File name too long: save to another path",
-            "a\0b": "the state's folder is 'a\\x00b': pass the path of a folder",
-            None: "the state's folder is None: pass the path of a folder",
+            tmp_path / "file": f"{tmp_path / 'file'}: cannot be created: File exists: save to another path",
+            tmp_path / "file" / "below": "cannot be created: Not a directory: save to another path",
+            tmp_path / ("x" * 300): "cannot be created: File name too long: save to another path",
+            "a\0b": "the checkpoint folder is 'a\\x00b': pass the path of a folder",
+            None: "the checkpoint folder is None: pass the path of a folder",
         }
         for folder, expected in folders.items():
             assert expected in refusal(lambda folder=folder: handle.save(folder))
         step(rank.rank, model, optimizer, 0)
         handle.save(tmp_path / "state")
-        before = kept(handle)
+        before = residuals(handle)
         step(rank.rank, model, optimizer, 1)
         mine = tmp_path / "state" if rank.rank == 0 else tmp_path / "file"
         line = refusal(lambda: handle.save(mine), syncline.SynclineError)
-        told = "" if rank.rank else "what is saved is refused on rank 1: "
-        assert line == f"{told}{tmp_path / 'file'}: cannot be made a folder: File exists: save to another path"
-        dist.barrier()  # a rank removes its own draft
+        prefix = "" if rank.rank else "the state to save is refused on rank 1: "
+        assert line == f"{prefix}{tmp_path / 'file'}: cannot be created: File exists: save to another path"
+        dist.barrier()  # each rank removes its own draft
         assert len(list((tmp_path / "state").iterdir())) == 2
         handle.load(tmp_path / "state")
         assert handle.stats().steps == 1
-        assert all(torch.equal(tensor, before[name]) for name, tensor in kept(handle).items())
+        assert all(torch.equal(tensor, before[name]) for name, tensor in residuals(handle).items())
         dist.barrier()
         if rank.rank == 0:
             (tmp_path / "other" / "rank-00001-of-00002.safetensors").mkdir(parents=True)
@@ -393,8 +396,8 @@ def test_where_a_state_cannot_be_written_every_rank_raises_and_the_old_one_stays
     on_ranks(2, main)
 
 
-def test_a_folder_holds_what_was_saved_last_whatever_the_number_of_ranks(tmp_path: Path) -> None:
-    """And one that a crash left with something else beside it is loaded all the same."""
+def test_a_folder_holds_the_last_checkpoint_whatever_the_number_of_ranks(tmp_path: Path) -> None:
+    """A folder in which a crash left other files can be loaded too."""
 
     def save(rank: Rank, folder: str, steps: int) -> None:
         model, optimizer, handle = start()
@@ -448,7 +451,7 @@ def test_a_folder_holds_what_was_saved_last_whatever_the_number_of_ranks(tmp_pat
         assert files(folder) == files("2 at 3")
 
 
-def test_clipping_clips_the_applied_gradients_alike_on_all_ranks() -> None:
+def test_clipping_gives_the_same_gradients_on_all_ranks() -> None:
     def main(rank: Rank) -> list[float]:
         model, _, _ = start()
         model(batch(rank.rank, 0, 8, WIDTH)).square().mean().backward()
@@ -462,7 +465,7 @@ def test_clipping_clips_the_applied_gradients_alike_on_all_ranks() -> None:
     assert ranks[0][1] == pytest.approx(1e-3, rel=1e-3)
 
 
-def test_inside_hosts_everything_is_summed_and_only_leaders_keep_something() -> None:
+def test_hosts_sum_everything_inside_and_only_leaders_have_a_residual() -> None:
     exchange = syncline.Hierarchical(across=syncline.OkTopk(density=0.1), levels=[[0, 1, 2], [3]])
 
     def main(rank: Rank) -> tuple[bool, list[float]]:
@@ -470,10 +473,8 @@ def test_inside_hosts_everything_is_summed_and_only_leaders_keep_something() -> 
         model, optimizer, handle = start(exchange)
         for number in range(4):
             step(rank.rank, model, optimizer, number)
-        sent = handle.stats().sent_bytes
-        assert sent == {level: sent.get(level, 0) for level in sent}
         weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-        return bool(kept(handle)), weights.tolist()
+        return bool(residuals(handle)), weights.tolist()
 
     ranks = launch(ClusterSpec(hosts=4), main, shaped=False, deadline_s=90.0)
     assert [keeps for keeps, _ in ranks] == [True, False, False, True]
@@ -481,10 +482,10 @@ def test_inside_hosts_everything_is_summed_and_only_leaders_keep_something() -> 
 
 
 @pytest.mark.parametrize("ranks", [4, 3])
-def test_what_hosts_kept_is_forgotten_or_refused_on_other_hosts(
+def test_residuals_of_hosts_are_discarded_or_refused_on_other_hosts(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many ranks there are on them, and whether hosts were found or named."""
+    """This holds for any number of ranks, and for hosts that were detected or named."""
     within: dict[str, Any] = {"across": syncline.OkTopk(density=0.1), "shape": "leader"}
 
     def on_hosts(rank: Rank, hosts: str) -> list[tuple[str, Any]]:
@@ -497,20 +498,22 @@ def test_what_hosts_kept_is_forgotten_or_refused_on_other_hosts(
         for name, (model, optimizer, handle) in on_hosts(rank, "aabb"):
             for number in range(3):
                 step(rank.rank, model, optimizer, number)
-            assert bool(kept(handle)) == (rank.rank in (0, 2))
+            assert bool(residuals(handle)) == (rank.rank in (0, 2))
             handle.save(tmp_path / name)
 
     def load(rank: Rank) -> None:
         for name, (model, optimizer, handle) in on_hosts(rank, "abab"[:ranks]):
             refused = refusal(lambda name=name, handle=handle: handle.load(tmp_path / name))
-            moved = "((0, 1), (2, 3)), and here it is ((0, 2), (1, 3))" if ranks == 4 else "4 ranks saved it, and 3 are"
+            moved = (
+                "((0, 1), (2, 3)), but they are on ((0, 2), (1, 3))" if ranks == 4 else "4 ranks, but there are 3 now"
+            )
             assert moved in refused
             dealt = refusal(lambda name=name, handle=handle: handle.load(tmp_path / name, on_world_size="redistribute"))
             for line in (refused, dealt):
-                assert line.endswith(": pass on_world_size='reset', which forgets what was kept")
+                assert line.endswith(": pass on_world_size='reset', which drops the residuals")
             handle.load(tmp_path / name, on_world_size="reset")
             assert handle.stats().steps == 3
-            assert not any(bool(tensor.any()) for tensor in kept(handle).values())
+            assert not any(bool(tensor.any()) for tensor in residuals(handle).values())
             step(rank.rank, model, optimizer, 3)
 
     on_ranks(4, save)
@@ -541,7 +544,7 @@ def test_a_model_that_sends_a_tenth_still_learns() -> None:
         assert dense < 0.5
 
 
-def test_numbers_of_numpy_are_settings_like_others(tmp_path: Path) -> None:
+def test_numpy_numbers_are_valid_settings(tmp_path: Path) -> None:
     exchange = syncline.OkTopk(density=np.float64(0.125), values="fp32", warmup=np.int64(2), momentum=np.float32(0.5))
     assert exchange == syncline.OkTopk(density=0.125, values="fp32", warmup=2, momentum=0.5)
     assert repr(exchange) == repr(syncline.OkTopk(density=0.125, values="fp32", warmup=2, momentum=0.5))

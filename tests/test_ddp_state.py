@@ -1,4 +1,4 @@
-"""What an exchange remembers: it follows its parameters, survives checkpoints, and is never poisoned by a failure."""
+"""Residuals follow their parameters, survive checkpoints, and are unusable after a failure."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from syncline.exchange import Comm, Layout, State
 
 SHAPES = {"a": (17, 16), "b": (40,), "c": (4, 3, 5, 5), "d": (300,), "e": ()}
 USED = ("d", "a", "e", "c", "b")
-"""Another order than they are defined in, so that their buckets change."""
+"""Not the order of definition, so that DDP rebuilds its buckets."""
 
 
 class Dots(nn.Module):
-    """Its gradients are what it is given: integers, so that sums are exact."""
+    """A model whose gradients are its inputs: integers, so that sums are exact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,9 @@ class Dots(nn.Module):
     def forward(self, factors: Mapping[str, Tensor]) -> Tensor:
         total = torch.zeros(())
         for name in USED:
-            total = total.sin() + (getattr(self, name) * factors[name]).sum()  # one after the other, also backwards
+            total = (
+                total.sin() + (getattr(self, name) * factors[name]).sum()
+            )  # a chain, so that gradients become ready one by one
         return total
 
 
@@ -59,7 +61,7 @@ def bucket_bytes(handle: syncline.Handle) -> list[int]:
 
 
 class Ledger:
-    """What came in and what was applied, by parameter, over all ranks."""
+    """Sums of the gradients that came in and were applied, by parameter, over all ranks."""
 
     def __init__(self, model: DDP, handle: syncline.Handle) -> None:
         self.model, self.handle = model, handle
@@ -75,11 +77,11 @@ class Ledger:
             self.came_in[name] += sum(integers(other, number)[name].double() for other in range(ranks))
 
     def check(self) -> None:
-        """Conservation: applied plus kept equals what came in, exactly."""
+        """Check conservation: applied gradients plus residuals equal the gradients that came in, exactly."""
         for name, residual in residuals(self.handle).items():
             kept = residual.double() * dist.get_world_size()
             assert residual.shape == SHAPES[name]
-            assert bool(kept.any()) or name == "e", f"{name}: nothing is kept, so nothing is tested"
+            assert bool(kept.any()) or name == "e", f"{name}: the residual is zero, so nothing is tested"
             dist.all_reduce(kept)
             assert torch.equal(self.applied[name] + kept, self.came_in[name]), name
 
@@ -105,7 +107,7 @@ def test_residuals_follow_their_parameters_when_ddp_rebuilds_its_buckets(lanes: 
 
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_non_finite_step_leaves_every_residual_as_it_was(lanes: int) -> None:
-    """Whichever bucket the infinity is in, and although only one rank has it."""
+    """For an infinity in any bucket, on one rank only."""
 
     def main(rank: Rank) -> None:
         model = DDP(Dots(), **SMALL_BUCKETS)
@@ -162,7 +164,7 @@ def test_a_run_resumed_from_its_state_equals_the_uninterrupted_one() -> None:
                 for part, state in zip(resumed, loaded(checkpoints[3]), strict=True):
                     part.load_state_dict(state)
                 for part, state in zip(resumed, loaded(checkpoint), strict=True):
-                    part.load_state_dict(state)  # of what was loaded before, too, nothing is left
+                    part.load_state_dict(state)  # replaces everything that was loaded before
                 assert residuals(handle).keys() >= state["tensors"].keys()
                 assert handle.stats().steps == number
                 for name, residual in residuals(handle).items():
@@ -199,19 +201,22 @@ def test_a_state_that_does_not_fit_is_refused_in_one_line() -> None:
         good = handle.state_dict()
         tensors: dict[str, Any] = good["tensors"]
         misfits = {
-            "the state's world_size is 3, here it is 2": {**good, "world_size": 3},
-            f"the state's rank is {1 - rank.rank}, here it is {rank.rank}": {**good, "rank": 1 - rank.rank},
-            'the state\'s exchange is another: type is "Dense", here it is "ErrorFeedback": attach': {
+            "the state was saved by 3 ranks, but there are 2 now: load it on 3 ranks": {**good, "world_size": 3},
+            f"the state was saved by rank {1 - rank.rank}, but this is rank {rank.rank}": {
+                **good,
+                "rank": 1 - rank.rank,
+            },
+            'the checkpoint was saved with type="Dense", but this model uses "ErrorFeedback": use the same': {
                 **good,
                 "exchange": {"type": "Dense", "wire": "bf16"},
             },
-            "the state's schema is 99": {**good, "schema": 99},
-            "the state's residual of 'd' has shape (7,), the parameter (300,)": {
+            "the checkpoint has schema 99": {**good, "schema": 99},
+            "the residual of 'd' has shape (7,) in the checkpoint, but the parameter has shape (300,)": {
                 **good,
                 "tensors": {**tensors, "d": {"residual": torch.zeros(7)}},
             },
-            "the state holds 'z', which is not a parameter": {**good, "tensors": {**tensors, "z": {}}},
-            "the state holds 'y', which is not a parameter": {**good, "buckets": [["a", "y"]]},
+            "the checkpoint contains 'z', which is not a parameter": {**good, "tensors": {**tensors, "z": {}}},
+            "the checkpoint contains 'y', which is not a parameter": {**good, "buckets": [["a", "y"]]},
             "it is a NoneType: pass what state_dict() returned": None,
             "it is a list: pass": [good],
             "steps: expected int, got str": {**good, "steps": "three"},
@@ -219,16 +224,16 @@ def test_a_state_that_does_not_fit_is_refused_in_one_line() -> None:
             "buckets: expected array, got int": {**good, "buckets": 3},
             "buckets[0][1]: expected str, got null": {**good, "buckets": [["a", None]]},
             "exchange: expected object, got str": {**good, "exchange": "OkTopk"},
-            "tensors: expected them by parameter name, then by kind: pass": {**good, "tensors": [1]},
-            "tensors: expected them by parameter name, then": {**good, "tensors": {"a": tensors["a"]["residual"]}},
-            "tensors: residual of 'a' is a int": {**good, "tensors": {"a": {"residual": 3}}},
+            "tensors: expected a mapping by parameter name, then by kind: pass": {**good, "tensors": [1]},
+            "tensors: expected a mapping by parameter name, then": {**good, "tensors": {"a": tensors["a"]["residual"]}},
+            "tensors: residual of 'a' is a int, not a tensor": {**good, "tensors": {"a": {"residual": 3}}},
             "is unsupported": {**good, "exchange": {"type": object()}},
             **{f"{field!r} is missing": {k: v for k, v in good.items() if k != field} for field in good},
         }
         for expected, misfit in misfits.items():
             line = refusal(lambda misfit=misfit: handle.load_state_dict(misfit))
             assert expected in line
-        for name, residual in residuals(handle).items():  # and nothing of them was taken over
+        for name, residual in residuals(handle).items():  # nothing was loaded
             assert torch.equal(residual, tensors[name]["residual"])
 
     on_ranks(2, main)
@@ -253,7 +258,7 @@ def test_when_a_rank_ends_within_a_step_every_survivor_raises_in_time(end: str, 
                 raise RuntimeError("the user's own mistake")
             store.wait(["0 has ended", "2 has ended"], timedelta(seconds=TIMEOUT_S))
 
-        if rank.rank == lost:  # within backward, when other buckets are on their way
+        if rank.rank == lost:  # in the backward pass, while other buckets are being exchanged
             model.module.first.weight.register_hook(come_to_an_end)
         began_s = time.monotonic()
         try:
@@ -272,7 +277,7 @@ def test_when_a_rank_ends_within_a_step_every_survivor_raises_in_time(end: str, 
             store.wait(["0 has ended", "2 has ended"], timedelta(seconds=TIMEOUT_S))
             if rank.rank == 2:
                 store.set("2 is through", "")
-            else:  # the store is in this process: it must not go while the other still asks it
+            else:  # this process hosts the store, so it must end last
                 store.wait(["2 is through"], timedelta(seconds=TIMEOUT_S))
         return seen
 
@@ -292,7 +297,7 @@ def test_when_a_rank_ends_within_a_step_every_survivor_raises_in_time(end: str, 
 
 @dataclass(frozen=True)
 class Unsettled(ErrorFeedback):
-    """An exchange whose last act of a step fails."""
+    """An exchange that fails when a step is settled."""
 
     def prepare(self, layout: Layout, comm: Comm) -> State:
         class Broken(Residual):

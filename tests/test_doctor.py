@@ -1,4 +1,4 @@
-"""`syncline doctor`: what it finds is what is there, and what it cannot find it says in a line."""
+"""`syncline doctor`: its findings, its remedies, and the ranks of a job that cannot connect."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def finding(found: dict[str, Any], what: str) -> dict[str, Any]:
     return next(one for one in found["findings"] if one["what"] == what)
 
 
-def test_here_everything_needed_works_and_it_fits_one_screen(tmp_path: Path) -> None:
+def test_on_this_machine_everything_needed_works_and_fits_one_screen(tmp_path: Path) -> None:
     answer = runner.invoke(app, ["doctor", "--json", str(tmp_path / "doctor.json")])
     assert answer.exit_code == 0, answer.output
     found = json.loads((tmp_path / "doctor.json").read_text())
@@ -54,7 +54,7 @@ def test_here_everything_needed_works_and_it_fits_one_screen(tmp_path: Path) -> 
 
 
 def test_the_next_command_is_one_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is missing here; a prediction needs neither namespaces nor process groups."""
+    """A prediction needs neither namespaces nor process groups."""
     monkeypatch.setenv("SYNCLINE_NO_NAMESPACES", "1")
     found = examine()
     assert found is not None
@@ -64,17 +64,17 @@ def test_the_next_command_is_one_that_exists(monkeypatch: pytest.MonkeyPatch) ->
     assert runner.invoke(app, arguments).exit_code == 0
 
 
-def test_an_interface_that_is_not_there_is_a_problem_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_interface_is_a_problem_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     answer = runner.invoke(app, ["doctor"])
     assert answer.exit_code == 1
     said = " ".join(answer.stdout.split())
     assert "GLOO_SOCKET_IFNAME=nosuch0: no interface nosuch0 is up" in said
     assert "unset GLOO_SOCKET_IFNAME" in said
-    assert "should work does not: gloo between hosts" in said
+    assert "This does not work: gloo between hosts" in said
 
 
-def test_what_this_torch_lacks_is_told_and_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_features_of_torch_are_reported_and_are_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(ddp_module, "_BucketCapacityConfig")
     found = examine()
     assert found is not None
@@ -93,7 +93,7 @@ def test_what_this_torch_lacks_is_told_and_is_no_failure(monkeypatch: pytest.Mon
         ("", "True", None),
     ],
 )
-def test_restarts_that_would_be_in_vain_are_told(
+def test_restarts_that_cannot_work_are_reported(
     asked: str, shared: str, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", asked)
@@ -115,7 +115,7 @@ def test_mistakes_get_one_line_and_exit_2(monkeypatch: pytest.MonkeyPatch) -> No
     assert "RANK=5 and WORLD_SIZE=2: a rank is one of 0 to 1" in answer.stderr
 
 
-def test_half_a_job_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_environment_of_a_job_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
@@ -124,7 +124,7 @@ def test_half_a_job_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "lacks MASTER_ADDR" in " ".join(answer.stdout.split())
 
 
-def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_connect_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with reserved_port() as port:
         for name, value in (
             ("RANK", "0"),
@@ -138,7 +138,7 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert f"ranks 1, 2 of 3 did not connect to 127.0.0.1:{port}" in " ".join(answer.stdout.split())
 
 
-def test_a_rank_that_nobody_can_see_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_reach_rank_0_reports_it_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     with reserved_port() as port:
         for name, value in (
             ("RANK", "1"),
@@ -164,7 +164,7 @@ def on_two_hosts(interface: str | None) -> list[Any]:
 
 
 @pytest.mark.skipif(why_not_shaped() is not None, reason="no namespaces here")
-def test_the_ranks_of_two_hosts_meet_and_only_rank_0_knows() -> None:
+def test_the_ranks_of_two_hosts_connect_and_only_rank_0_has_the_result() -> None:
     met, silent = on_two_hosts(None)
     assert silent is None
     assert met["host_of_rank"] == [0, 1]
@@ -172,7 +172,7 @@ def test_the_ranks_of_two_hosts_meet_and_only_rank_0_knows() -> None:
 
 
 @pytest.mark.skipif(why_not_shaped() is not None, reason="no namespaces here")
-def test_hosts_that_listen_where_nobody_reaches_them_are_found_out() -> None:
+def test_hosts_that_listen_on_an_unreachable_interface_are_reported() -> None:
     met, _ = on_two_hosts("lo")
     assert "gloo" in met["failed"]
     assert [note["listens_on"] for note in met["notes"]] == ["lo", "lo"]
@@ -215,9 +215,9 @@ def test_gloo_takes_what_is_named_and_otherwise_what_the_host_name_leads_to() ->
     assert any(is_loopback(one) for one in found)
 
 
-def test_what_never_returns_is_left_behind() -> None:
+def test_an_action_that_never_returns_raises_after_its_time() -> None:
     release = threading.Event()
-    with pytest.raises(TooLateError, match=r"nothing happened for 0\.05 s"):
+    with pytest.raises(TooLateError, match=r"no result within 0\.05 s"):
         within(0.05, lambda: release.wait(20))
     assert left_behind()
     waiting = [thread for thread in threading.enumerate() if thread.daemon and "syncline-trial" in thread.name]

@@ -151,7 +151,7 @@ def failed_run() -> Ran:
     """Three ranks, of which the second was killed in step 1."""
     steps = [{"event": "begin", "at_s": 1.0, "step": 0}, commit(0, "p"), {"event": "begin", "at_s": 1.0, "step": 1}]
     raised = {"event": "raised", "at_s": 3.0, "type": "ExchangeError", "told": True,
-              "text": "failed; suspect: rank 1 (no sign of life)"}  # fmt: skip
+              "text": "failed; suspect: rank 1 (no heartbeat)"}  # fmt: skip
     asked = [{"event": "asked", "at_s": 3.0, "what": what, "refused": True} for what in ("state_dict", "save")]
     survivor = [*steps, raised, *asked]
     fault = {"event": "fault", "at_s": 2.0}
@@ -209,7 +209,7 @@ BROKEN_FAILURES: dict[str, tuple[str, Callable[[Ran], Ran]]] = {
     "too late": ("c", change("raised", at_s=20.0)),
     "not by us": ("c", change("raised", told=False)),
     "nobody is named": ("d", change("raised", text="failed")),
-    "another is named": ("d", change("raised", text="rank 1 failed; suspect: rank 0 (gone); this rank's note")),
+    "another is named": ("d", change("raised", text="rank 1 failed; suspect: rank 0 (); this rank's failure report")),
     "state was given": ("f", change("asked", refused=False)),
     "state was not asked for": ("f", without("asked")),
     "resumed otherwise": ("f", differently("resumed")),

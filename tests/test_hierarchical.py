@@ -1,4 +1,4 @@
-"""Hierarchical in one process: the laws over many trees, what it keeps, which way it goes, in which order it issues."""
+"""Hierarchical in one process: the laws on many trees, residuals, the choice of a path, the order of collectives."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _flat(levels: Any) -> list[int]:
 
 
 def topology(levels: Any, seconds: Any = None) -> Topology:
-    """Ranks that meet at these levels."""
+    """Return a topology with these levels."""
     ranks = count(levels)
     return Topology(Level(WORLD, (tuple(range(ranks)),)), Tree.given(levels, ranks).levels, seconds=seconds)
 
@@ -60,7 +60,7 @@ TREES: dict[str, tuple[Any, tuple[int, ...]]] = {
     "one rank per host": (((0,), (1,), (2,)), (1, 50)),
     "a single host": (((0, 1, 2),), (1, 50)),
 }
-"""And numbers of elements."""
+"""Levels, and sizes of buckets."""
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_it_keeps_every_law_with_sixteen_bits_inside(levels: tuple[int, ...], wi
 
 @pytest.mark.parametrize("levels", [(2, 2, 2), (2, 2, 2, 2, 2)], ids=str)
 def test_numbers_just_above_what_sixteen_bits_hold_stay_within_the_stated_bound(levels: tuple[int, ...]) -> None:
-    """Each level rounds them down again."""
+    """Each level rounds them down once more."""
     exchange = Hierarchical(within=Dense(wire="bf16"), levels=levels)
     inputs = [
         1 + 2**-8 + 0.1 * torch.rand(50, generator=torch.Generator().manual_seed(r)) for r in range(count(levels))
@@ -126,7 +126,7 @@ def test_laws_hold_for_buckets_of_other_types(shape: str, dtype: torch.dtype) ->
 
 @st.composite
 def trees(draw: st.DrawFn) -> Any:
-    """Ranks in groups in groups, in any order and of any sizes."""
+    """Draw a tree of three levels, with ranks in any order and groups of any sizes."""
     sizes = draw(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=2), min_size=2, max_size=3))
     order = iter(draw(st.permutations(range(sum(map(sum, sizes))))))
     return [[list(itertools.islice(order, size)) for size in rack] for rack in sizes]
@@ -177,9 +177,9 @@ def test_two_levels_stay_within_their_stated_bound(within: str, across: str) -> 
 @pytest.mark.parametrize(
     ("levels", "shape", "expected"),
     [
-        # Leaders: gloo's reduce of q chunks and its broadcast tree; across 2(m−1) chunks of everything.
+        # Leaders: gloo's reduce of q chunks and its broadcast tree; across, 2(m−1) chunks of the whole bucket.
         ((2, 3), "leader", {"level1": 2 * 300 + 600, "level2": 2 * 2 * 200}),
-        # Shards: one of q parts to each, there and back; across 2(m−1) chunks of a part.
+        # Shards: one of q parts to each rank, and one back; across, 2(m−1) chunks of a part.
         ((2, 3), "sharded", {"level1": 2 * 300, "level2": 2 * 2 * 100}),
         ((2, 2, 2), "sharded", {"level1": 2 * 300, "level2": 2 * 150, "level3": 2 * 75}),
         (UNEQUAL, "sharded", {"level1": 3 * 200 + 2 * 600, "level2": 2 * 2 * 200}),
@@ -199,14 +199,14 @@ def test_bytes_by_hand(levels: Any, shape: str, expected: dict[str, int], chunks
 @pytest.mark.parametrize("levels", [UNEQUAL, SCRAMBLED])
 @pytest.mark.parametrize("shape", ["leader", "sharded"])
 def test_a_cost_lists_what_the_busiest_rank_issues_in_its_order(shape: str, levels: Any) -> None:
-    """Chunk by chunk; rank 0 leads in everything, so it issues all of it."""
+    """Rank 0 leads at every level, so it issues all collectives."""
     exchange = Hierarchical(levels=levels, shape=shape)
     ran = run_steps(exchange, [[torch.ones(240)] * count(levels)])
     cost = exchange.cost(240, torch.float32, place_ranks(exchange, count(levels)))
     assert [(phase.level.name, phase.kind) for phase in cost.phases] == [call[:2] for call in ran[0].calls]
 
 
-# --- what it keeps ----------------------------------------------------------------------------------------------
+# --- residuals --------------------------------------------------------------------------------------------------
 
 
 def test_only_leaders_keep_what_crosses() -> None:
@@ -266,7 +266,7 @@ def test_what_was_saved_and_loaded_goes_on_as_if_nothing_had_happened(levels: An
             slot = next(slot for slot in LAYOUT.slots if slot.name == name)
             assert {kind: tuple(tensor.shape) for kind, tensor in kinds.items()} == {"residual": slot.shape}
         resumed = exchange.prepare(LAYOUT, comm)
-        run_on(exchange, resumed, comm, range(90, 92))  # of this nothing may be left
+        run_on(exchange, resumed, comm, range(90, 92))  # `load` must discard these steps
         resumed.load(LAYOUT, saved)
         for mine, theirs in zip(
             run_on(exchange, whole, comm, range(3, 6)), run_on(exchange, resumed, comm, range(3, 6)), strict=True
@@ -345,28 +345,28 @@ def test_pieces_of_a_layout_cover_it_once_and_pad_the_rest(numel: int, start: in
     assert named(piece.piece(again, width)) == [*named(piece), *[""] * 200][again : again + width]
 
 
-# --- what is refused --------------------------------------------------------------------------------------------
+# --- refused settings -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("fields", "trouble"),
     [
-        ({"within": ErrorFeedback()}, "inside groups everything travels: use Dense"),
-        ({"within": Dense}, "inside groups everything travels"),
-        ({"within": "fp32"}, "inside groups everything travels"),
+        ({"within": ErrorFeedback()}, "within must be a Dense exchange, for example Dense()"),
+        ({"within": Dense}, "within must be a Dense exchange"),
+        ({"within": "fp32"}, "within must be a Dense exchange"),
         ({"across": Dense}, "pass an exchange, for example Dense()"),
         ({"across": "bf16"}, "pass an exchange"),
         ({"across": None}, "pass an exchange"),
-        ({"across": Hierarchical()}, "Hierarchical inside Hierarchical: one is enough"),
+        ({"across": Hierarchical()}, "use one Hierarchical, with as many levels as you need"),
         ({"shape": "ring"}, "shape is one of auto, leader, sharded"),
         ({"shape": None}, "shape is one of auto, leader, sharded"),
-        ({"shape": "leader", "within": Dense(wire="bf16")}, "leaders get gradients as they are"),
-        ({"chunks": 0}, "Hierarchical(chunks=0): there may be 1 to 1024"),
-        ({"chunks": -1}, "there may be 1 to 1024"),
-        ({"chunks": True}, "Hierarchical(chunks=True): there may be 1 to 1024"),
-        ({"chunks": 5000}, "Hierarchical(chunks=5000): there may be 1 to 1024"),
-        ({"chunks": 2.0}, "there may be 1 to 1024"),
-        ({"chunks": "2"}, "there may be 1 to 1024"),
+        ({"shape": "leader", "within": Dense(wire="bf16")}, "leaders receive gradients in their own type"),
+        ({"chunks": 0}, "Hierarchical(chunks=0): chunks must be from 1 to 1024"),
+        ({"chunks": -1}, "chunks must be from 1 to 1024"),
+        ({"chunks": True}, "Hierarchical(chunks=True): chunks must be from 1 to 1024"),
+        ({"chunks": 5000}, "Hierarchical(chunks=5000): chunks must be from 1 to 1024"),
+        ({"chunks": 2.0}, "chunks must be from 1 to 1024"),
+        ({"chunks": "2"}, "chunks must be from 1 to 1024"),
     ],
 )
 def test_impossible_settings_are_refused_at_construction_in_one_line(fields: dict[str, Any], trouble: str) -> None:
@@ -385,7 +385,7 @@ def test_sixteen_bits_inside_need_groups_of_equal_size() -> None:
 
 @pytest.mark.parametrize("options", [{"shape": "sharded"}, {"within": Dense(wire="bf16")}], ids=str)
 def test_what_is_kept_may_not_change_hands(options: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match="must stay with one rank") as refused:
+    with pytest.raises(UsageError, match="its residual must stay on one rank") as refused:
         Hierarchical(across=ErrorFeedback(), **options)
     assert "\n" not in str(refused.value)
 
@@ -417,7 +417,7 @@ def test_levels_without_an_end_are_refused_at_construction() -> None:
 
 @pytest.mark.parametrize("numel", [3, 9, 15])
 def test_bytes_are_those_of_the_group_that_sends_most_in_all(numel: int) -> None:
-    """Of three elements, a ring of two sends more than one of three in a reduce, and less in a broadcast."""
+    """With three elements, a group of two sends more than a group of three in a reduce, and less in a broadcast."""
     LAWS["honesty"](Hierarchical(levels=UNEQUAL, chunks=1), 6, numel, torch.float32, "cpu")
 
 
@@ -469,7 +469,7 @@ def test_it_is_lossless_where_both_of_its_parts_are(exchange: Hierarchical) -> N
     assert exchange.lossless == (exchange.within.lossless and exchange.across.lossless)
 
 
-# --- which way it goes ------------------------------------------------------------------------------------------
+# --- choice of a path -------------------------------------------------------------------------------------------
 
 LARGE, TINY = 16_000_000, 500
 HOST_BY_HOST = (0, 0, 0, 0, 1, 1, 1, 1)
@@ -505,7 +505,7 @@ def test_a_scrambled_order_is_climbed(backend: str) -> None:
 @pytest.mark.parametrize("exchange", [VARIANTS[1], VARIANTS[2], VARIANTS[3], VARIANTS[4], VARIANTS[5]])
 @pytest.mark.parametrize("numel", [1, TINY, LARGE])
 def test_an_explicit_shape_and_a_lossy_part_are_never_flat(exchange: Hierarchical, numel: int) -> None:
-    """Flat would lose between ranks of one host what was meant to be lost between hosts."""
+    """A flat path would also lose values between ranks of one host."""
     network = assumed_network(2, 2, 34_000_000_000, "nccl").with_rate(100_000_000, "local")
     assert str(way_of(Hierarchical(), LARGE, network)) == "flat"
     way = way_of(exchange, numel, network)
@@ -534,7 +534,7 @@ def test_local_links_slower_than_uplinks_make_it_flat() -> None:
 
 
 def test_start_ups_alone_may_make_it_flat() -> None:
-    """Two start-ups per level are more than one, where all are alike and bytes cost nothing."""
+    """Two start-ups per level take longer than one if all are equal and bytes cost nothing."""
     network = made_up_network((0, 0, 1, 1), mbit=1e7, startup_s=0.1)
     assert way_of(Hierarchical(), TINY, network) == way_of(Hierarchical(), TINY, network)
     assert str(way_of(Hierarchical(), TINY, network)) == "flat"
@@ -552,7 +552,7 @@ def test_the_way_taken_is_the_cheapest_of_all() -> None:
             auto = place.seconds(Hierarchical().cost(numel, torch.float32, place))
             for shape, chunks in itertools.product(("leader", "sharded"), (1, 2, 4, 8, 16, 32)):
                 if chunks > 1 and numel * 4 // chunks < 1 << 16:
-                    continue  # pieces so small are not considered
+                    continue  # the exchange does not consider such small chunks
                 fixed = Hierarchical(shape=shape, chunks=chunks).cost(numel, torch.float32, place)
                 assert auto <= place.seconds(fixed) * (1 + 1e-9), (shape, chunks, numel)
             assert auto <= place.seconds(Dense().cost(numel, torch.float32, place)) * (1 + 1e-9)
@@ -573,7 +573,7 @@ def test_without_knowledge_of_links_it_climbs_in_one_piece() -> None:
 
 
 def test_unequal_levels_take_leaders_and_equal_ones_what_was_asked_for() -> None:
-    levels = [[[0, 1], [2, 3]], [[4, 5]]]  # hosts alike, racks not
+    levels = [[[0, 1], [2, 3]], [[4, 5]]]  # hosts of equal size, racks of unequal size
     way = Hierarchical(levels=levels, shape="sharded").way(TINY, torch.float32, topology(levels))
     assert way.shapes == ("sharded", "leader")
 
@@ -585,7 +585,7 @@ def test_a_state_tells_which_way_its_bucket_goes() -> None:
 
 
 def test_what_was_priced_is_what_runs() -> None:
-    """Way, bytes and number of chunks, with links that make it choose."""
+    """The path, the bytes and the number of chunks agree, on links for which the path is not trivial."""
     network = assumed_links(ROUND_ROBIN[:4], 1_000_000_000, "gloo")
     place = topology_of(network)
     exchange = Hierarchical()
@@ -598,11 +598,11 @@ def test_what_was_priced_is_what_runs() -> None:
         assert max(rank.sent_bytes[level] for rank in ran) == sent
 
 
-# --- in which order it issues -----------------------------------------------------------------------------------
+# --- order of collectives ---------------------------------------------------------------------------------------
 
 
 def issued(exchange: Exchange, ranks: int, numel: int = 120) -> list[list[tuple[Any, Any]]]:
-    """By rank: at which level what."""
+    """Return level and kind of the collectives that each rank issues."""
     ran = run_steps(exchange, [[torch.ones(numel)] * ranks])
     return [[(call[0], call[1]) for call in rank.calls] for rank in ran]
 
@@ -613,7 +613,7 @@ def test_a_chunk_is_reduced_inside_before_anyone_waits_for_the_one_that_crosses(
     calls = issued(exchange, 4)
     assert calls[0] == [up, up, over, up, over, down, over, down, down]
     assert calls[1] == [up, up, up, down, down, down]
-    # The first broadcast is what comes after waiting for the first crossing: by then a second chunk is reduced.
+    # The first broadcast follows the wait for the first all-reduce. By then a second chunk is reduced.
     assert calls[0].index(down) > [place for place, call in enumerate(calls[0]) if call == up][1]
 
 
@@ -638,7 +638,7 @@ def test_all_ranks_of_a_group_issue_in_one_order(levels: Any, shape: str, chunks
 
 
 def test_no_more_chunks_are_under_way_than_there_are_steps_to_take() -> None:
-    """Buffers of a chunk are free when it is down again; that of the first is, before the fourth sets out."""
+    """The first chunk is complete, and its buffers are free, before the fourth one starts."""
     calls = issued(Hierarchical(levels=(2, 2), shape="leader", chunks=8), 4)[0]
     under_way = most = 0
     for _, kind in calls:

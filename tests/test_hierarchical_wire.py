@@ -341,9 +341,9 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_the_model_goes_on(tmp_pa
         "sizes": "levels=(2, 3): its sizes multiply to 6 ranks, and there are 4",
         "ranks": "it must name each of the ranks 0 to 3 once",
         "depth": "every rank must be nested equally deep",
-        "other ranks": "the network is one of 3 ranks, and the model has 4: probe this cluster again",
-        "other hosts": "the network's ranks sit on other hosts than the model's: probe this cluster again",
-        "other backend": "the network was probed over nccl, and the model uses gloo: probe this cluster again",
+        "other ranks": "the network was measured with 3 ranks, but the model has 4: probe this cluster again",
+        "other hosts": "the network was measured with ranks on other hosts than the model's: probe this cluster again",
+        "other backend": "the network was measured with nccl, but the model uses gloo: probe this cluster again",
     }
     for name, text in expected.items():
         assert text in everyone[0][name], everyone[0][name]
@@ -456,7 +456,7 @@ def test_state_of_other_levels_is_refused() -> None:
         state = attached([[0, 1], [2, 3]]).state_dict()
         return refusal(lambda: attached([[0, 2], [1, 3]]).load_state_dict(state))
 
-    assert all("the state's exchange is" in line for line in on_ranks(4, main))
+    assert all("the checkpoint was saved with" in line for line in on_ranks(4, main))
 
 
 # --- when a rank ends -------------------------------------------------------------------------------------------
@@ -507,4 +507,4 @@ def test_what_was_kept_on_other_leaders_is_refused_and_json_makes_no_difference(
 
     for refused, levels in on_ranks(4, main):
         assert levels == "((0, 1), (2, 3))"
-        assert "the state's levels is '((0, 2), (1, 3))', here it is '((0, 1), (2, 3))'" in refused
+        assert "the ranks on hosts ((0, 2), (1, 3)), but they are on ((0, 1), (2, 3)) now" in refused

@@ -1,4 +1,4 @@
-"""Hostile input: files and messages that nobody should send are read as what they are or refused, and nothing else."""
+"""Hostile input: wrong or malicious files and messages are read correctly or refused, without side effects."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from syncline.runtime import state_files as state_files
 from syncline.runtime.state_files import load_state, write_draft
 
 strict = pytest.mark.filterwarnings("error")
-"""For what is judged: no case may make anything warn."""
+"""No case may cause a warning."""
 needs_namespaces = pytest.mark.skipif(why_not_shaped() is not None, reason=f"no namespaces: {why_not_shaped()}")
 loose = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -61,7 +61,7 @@ SEED = 20
 
 @strict
 @pytest.mark.parametrize("name", FORMATS)
-def test_any_case_is_read_as_what_it_is_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
+def test_any_case_is_read_correctly_or_refused_in_one_line(name: str, tmp_path: Path) -> None:
     format = FORMATS[name]
     outcomes = [format.judge(format.case(SEED, number), tmp_path) for number in range(100 if name in MESSAGES else 300)]
     assert len(set(outcomes)) > 3, "cases that all end alike test little"
@@ -156,7 +156,7 @@ def test_large_files_are_answered_at_once(what: str, tmp_path: Path) -> None:
     assert FILES["profile"].judge(LARGE[what], tmp_path) != "accepted"
 
 
-def test_what_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_file_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncline.files._MOST_BYTES", 1 << 20)
     assert "/dev/zero: has more than 1 MiB" in refusal(lambda: Profile.load("/dev/zero"), FileError)
 
@@ -165,7 +165,7 @@ def test_what_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def found_in(format: Files[Any] | Messages, folder: Path, says: str, cases: int = 400) -> bool:
-    """Whether the oracle says so of one of a format's cases."""
+    """Return whether the oracle reports this for one of a format's cases."""
     for number in range(cases):
         try:
             format.judge(format.case(SEED, number), folder)
@@ -176,7 +176,7 @@ def found_in(format: Files[Any] | Messages, folder: Path, says: str, cases: int 
 
 
 def lenient_plan(path: Path) -> Any:
-    """What a reader gives that trusts its file."""
+    """A reader that trusts its file."""
     try:
         tree = json.loads(path.read_bytes())
         return Any if not isinstance(tree, dict) else msgspec.convert(tree, dict[str, Any])
@@ -185,7 +185,7 @@ def lenient_plan(path: Path) -> Any:
 
 
 def lenient_state(path: Path) -> dict[str, Any]:
-    """safetensors alone, which knows nothing of checksums."""
+    """Read with safetensors alone, without a checksum."""
     try:
         tensors = safetensors.torch.load(path.read_bytes())
     except (safetensors.SafetensorError, TypeError, ValueError, KeyError, RuntimeError) as error:
@@ -254,17 +254,17 @@ def test_the_oracle_catches_a_kernel_that_believes_what_it_receives(
 
 
 def fuzz() -> Any:
-    """The script in `benchmarks`."""
+    """Import the script in `benchmarks`."""
     spec = importlib.util.spec_from_file_location("fuzz", Path(__file__).parents[1] / "benchmarks" / "fuzz.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["fuzz"] = module  # dataclasses look for it there
+    sys.modules["fuzz"] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
 
 def crashes(path: Path) -> None:
-    """As native code does; but for the first bytes of some files."""
+    """Crash as native code would, except for files that start with a brace."""
     if path.read_bytes()[:1] != b"{":
         os._exit(11)
     raise FileError(f"{path}: is wrong")
@@ -278,7 +278,7 @@ def crashes(path: Path) -> None:
         (crashes, 1, "plan: its process ended with 11"),
     ],
 )
-def test_the_script_fails_if_anything_is_found_and_says_how_to_see_it(
+def test_the_script_fails_on_a_finding_and_shows_how_to_reproduce_it(
     read: Any,
     status: int,
     says: str,
@@ -302,13 +302,13 @@ def test_the_script_fails_if_anything_is_found_and_says_how_to_see_it(
     assert bool(found["failures"]) == bool(status)
 
 
-# --- what exchanges keep ----------------------------------------------------------------------------------------
+# --- states of exchanges ----------------------------------------------------------------------------------------
 
 
 @strict
 def test_no_flipped_bit_and_no_cut_is_overlooked(tmp_path: Path) -> None:
-    """In every byte of a file, and after every fourth; what is read all the same is what was written, as where the flip
-    turned one blank into another."""
+    """Flip a bit in every byte and cut after every fourth. If the file is still read, its contents must be the same: a
+    flip can turn one kind of white space into another."""
     content, format, read = STATES[0], FILES["state"], 0
     for place in range(len(content)):
         flipped = bytearray(content)
@@ -319,30 +319,31 @@ def test_no_flipped_bit_and_no_cut_is_overlooked(tmp_path: Path) -> None:
     assert read < 8
 
 
-def test_a_header_that_was_changed_is_noticed_without_its_tensors(tmp_path: Path) -> None:
+def test_a_changed_header_is_detected_without_reading_the_tensors(tmp_path: Path) -> None:
     path = tmp_path / "rank-00001-of-00004.safetensors"
     path.write_bytes(STATES[0])
     assert load_state(path, tensors=False)["steps"] == ABOUT["steps"]
     path.write_bytes(STATES[0].replace(b'steps\\":7', b'steps\\":9'))
     line = refusal(lambda: load_state(path, tensors=False), FileError)
-    assert line == f"{path}: is damaged: its header is not what was written: take an earlier checkpoint"
+    assert line == f"{path}: is damaged: the checksum of its header does not match: load an earlier checkpoint"
 
 
-def test_a_file_without_checksums_is_told_to_be_of_another_version(tmp_path: Path) -> None:
+def test_a_file_without_checksums_is_reported_as_another_version(tmp_path: Path) -> None:
     path = tmp_path / "rank-00001-of-00004.safetensors"
     path.write_bytes(safetensors.torch.save(TENSORS, {"syncline": json.dumps({**ABOUT, "schema": 1})}))
     assert refusal(lambda: load_state(path), FileError) == (
-        f"{path}: the state's schema is 1, here it is {state_files.SCHEMA}: load it with the syncline that saved it"
+        f"{path}: the checkpoint has schema 1, but this version of syncline reads schema {state_files.SCHEMA}: load it "
+        "with the version that saved it"
     )
 
 
-def test_a_pipe_in_a_states_place_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_state_is_refused_without_waiting(tmp_path: Path) -> None:
     path = tmp_path / "rank-00000-of-00001.safetensors"
     os.mkfifo(path)
-    assert "is a pipe or a device, in the place of a state" in refusal(lambda: load_state(path), FileError)
+    assert "is a pipe or a device, not a state file" in refusal(lambda: load_state(path), FileError)
 
 
-def test_a_states_checksum_does_not_depend_on_where_its_tensors_lie_in_memory(tmp_path: Path) -> None:
+def test_the_checksum_of_a_state_does_not_depend_on_memory_addresses(tmp_path: Path) -> None:
     strided = torch.arange(12.0).view(3, 4).t()
     state = {**ABOUT, "tensors": {"a": {"residual": strided}}}
     assert same_state(
@@ -386,7 +387,7 @@ def test_a_private_file_stays_private(tmp_path: Path) -> None:
     assert mode(path) == 0o644
 
 
-def test_a_state_is_not_written_through_a_link_that_somebody_put_there(tmp_path: Path) -> None:
+def test_a_state_is_not_written_through_a_symbolic_link(tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     state = {**ABOUT, "tensors": {}}
@@ -398,9 +399,7 @@ def test_a_state_is_not_written_through_a_link_that_somebody_put_there(tmp_path:
     assert victim.read_text() == "precious"
 
 
-def test_a_draft_has_a_name_that_nobody_can_know_and_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_has_an_unpredictable_name_and_is_a_new_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     opened = os.open
 
@@ -420,7 +419,7 @@ def test_a_draft_has_a_name_that_nobody_can_know_and_is_made_anew(
 
 
 class Malicious:
-    """Unpickled, it leaves a mark."""
+    """Creates a marker file when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -449,7 +448,7 @@ def test_a_malicious_pickle_is_refused_and_never_run(name: str, tmp_path: Path) 
     torch.save({"tensors": Malicious(marker)}, path)
     assert refusal(lambda: READERS[name](path), FileError).startswith(f"{path}: ")
     assert not marker.exists()
-    pickle.loads(pickle.dumps(Malicious(marker)))  # noqa: S301 - it would have worked
+    pickle.loads(pickle.dumps(Malicious(marker)))  # noqa: S301 - shows that the attack works
     assert marker.exists()
 
 
@@ -460,11 +459,11 @@ CALLS = {
     *("numpy.load", "np.load", "torch.package.PackageImporter"),
 }
 PICKLING = ("_object", "_object_list", "_objects")
-"""How the collectives of torch.distributed are called that pickle."""
+"""Names of the collectives of torch.distributed that pickle."""
 
 
 def dangers(source: str) -> list[str]:
-    """What in a module runs what others wrote."""
+    """Find code in a module that could execute untrusted input."""
     found = []
     for node in ast.walk(ast.parse(source)):
         names = []
@@ -509,7 +508,7 @@ def test_nothing_unpickles_evaluates_or_starts_a_shell() -> None:
         "os.system(text)",
     ],
 )
-def test_what_would_do_so_is_found(source: str) -> None:
+def test_code_that_does_so_is_found(source: str) -> None:
     assert dangers(source)
     assert not dangers("torch.load(path, weights_only=True)\nmodel.eval()\nsubprocess.run([a], shell=False)")
 
@@ -519,7 +518,7 @@ def test_what_would_do_so_is_found(source: str) -> None:
 
 @pytest.mark.parametrize("lie", ["noise", "twice", "nan"])
 def test_a_rank_that_sends_anything_makes_the_others_raise_or_skip_the_step(lie: str) -> None:
-    """Over real gloo, from rank 1; rank 0 has done nothing wrong."""
+    """Rank 1 sends wrong messages over gloo; rank 0 is correct."""
 
     def main(rank: Rank) -> None:
         model = DDP(seeded(lambda: Mlp(64)))
@@ -567,11 +566,11 @@ def test_a_rank_that_sends_anything_makes_the_others_raise_or_skip_the_step(lie:
     on_ranks(2, main)
 
 
-# --- who listens ------------------------------------------------------------------------------------------------
+# --- listening sockets ------------------------------------------------------------------------------------------
 
 
 def listeners(pids: list[int | str], at: str = "self") -> set[str]:
-    """Addresses, with ports, on which these processes listen in the network of process `at`."""
+    """Return the addresses and ports on which these processes listen in the network namespace of process `at`."""
     inodes = set()
     for pid in pids:
         with contextlib.suppress(FileNotFoundError):  # the process has ended, or closed it
@@ -617,7 +616,7 @@ def test_an_attached_model_listens_on_its_own_interface_alone(shaped: bool, tmp_
         return [sorted(before), sorted(joined), sorted(attached), [os.environ["SYNCLINE_HOST_ADDR"]]]
 
     def look(_: int, event: Any) -> None:
-        """At what is open in the network that everyone can see, in this process and all that it has started."""
+        """List the open ports of this process and its descendants in the machine's own network."""
         mine = psutil.Process()
         outside.append(listeners([mine.pid, *(child.pid for child in mine.children(recursive=True))]))
         if len(outside) == 2:
@@ -646,8 +645,8 @@ print(os.stat("/proc/self/ns/net").st_ino, server.getsockname()[1], flush=True)
 
 
 @needs_namespaces
-def test_what_a_command_opens_on_an_emulated_host_is_not_open_outside(capfd: pytest.CaptureFixture[str]) -> None:
-    """Also if it listens on all addresses, as torchrun's own store does."""
+def test_a_port_of_an_emulated_host_is_not_open_outside(capfd: pytest.CaptureFixture[str]) -> None:
+    """This includes ports on all addresses, such as that of torchrun's store."""
     already = listeners([os.getpid()])
     assert run_command(ClusterSpec(hosts=2), [sys.executable, "-I", "-c", LISTEN]) == 0
     lines = [line.partition(" | ")[2].split() for line in capfd.readouterr().out.splitlines() if " | " in line]

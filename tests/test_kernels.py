@@ -1,6 +1,7 @@
-"""Selection of large entries: on CPU against plain sorting, on CUDA against the CPU, and what damaged slots can do.
+"""Selection of large entries: the CPU against sorting, CUDA against the CPU, and damaged slots.
 
-Run as a script, this compares CUDA's kernels with the CPU's in Triton's interpreter, and prints what differs by case.
+Run as a script, this compares the CUDA kernels with the CPU's in Triton's interpreter, and prints the differences as
+JSON.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ settings = functools.partial(hypothesis_settings, deadline=None, derandomize=Tru
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-# --- ranks without anything between them ------------------------------------------------------------------------
+# --- ranks in one process without a Comm ------------------------------------------------------------------------
 
 
 @dataclass
 class Seen:
-    """Of one step: what each rank packed, summed, got and kept."""
+    """The slots, sums, results and residuals of one step, by rank."""
 
     slots: list[Tensor]
     sums: list[Tensor]
@@ -48,8 +49,8 @@ class Seen:
 
 
 class World:
-    """As many ranks as there are regions. Slots are handed over, and used again in the next step, whatever is left in
-    them; what ranks keep lies between guards that nobody may touch."""
+    """As many ranks as there are regions. Slots are reused in the next step without being cleared, and the residuals
+    lie between guard areas, which must stay zero."""
 
     def __init__(self, slots: Slots, make: Callable[[], Kernels], device: str = "cpu") -> None:
         self.slots = slots
@@ -78,7 +79,7 @@ class World:
             finite.append(bool(self.kernels[rank].spread(self.picked.clone(), flats[rank])))
             self.kernels[rank].release(flats[rank], self.kept[rank], self.turns[rank], self.velocity[rank])
             self.turns[rank] = 1 - self.turns[rank]
-        assert self.guarded(), "something was written outside of what is kept"
+        assert self.guarded(), "something was written outside of the residuals"
         return Seen(
             [slot.cpu().clone() for slot in self.sent],
             [total.cpu() for total in sums],
@@ -94,7 +95,7 @@ class World:
 
 
 def decoded(slot: Tensor, slots: Slots, region: int) -> tuple[Tensor, Tensor]:
-    """Positions in the bucket and values of the entries of one slot, read as its format says."""
+    """Return positions in the bucket and values of the entries of one slot."""
     words = slot.view(torch.int16)
     positions, first = [], slots.places_at
     for cell, count in enumerate(words[1 : 1 + slots.cells].tolist()):
@@ -109,7 +110,7 @@ def decoded(slot: Tensor, slots: Slots, region: int) -> tuple[Tensor, Tensor]:
 
 
 def dense_region(flat: Tensor, slots: Slots, region: int) -> Tensor:
-    """The cells of one region, one behind the other, zeros beyond the bucket's end."""
+    """Return the cells of one region, concatenated, with zeros beyond the end of the bucket."""
     whole = torch.zeros(slots.cells * slots.regions * slots.cell)
     whole[: slots.numel] = flat
     return whole.view(slots.cells, slots.regions, slots.cell)[:, region].reshape(-1)
@@ -117,7 +118,7 @@ def dense_region(flat: Tensor, slots: Slots, region: int) -> Tensor:
 
 @st.composite
 def any_slots(draw: st.DrawFn) -> Slots:
-    """Also such as no density gives: few cells, or many; more entries than a region has elements."""
+    """Draw slots, some of which no density gives: few cells or many, or more entries than a region has elements."""
     regions, cell = draw(st.integers(1, 7)), draw(st.sampled_from([1, 32, 64, 256]))
     numel = draw(st.integers(1, min(1600, cell * regions * 12)))
     entries = draw(st.integers(1, 2 + numel // regions))
@@ -161,7 +162,7 @@ def test_slots_sums_and_what_is_kept_are_those_of_plain_sorting(
 
 
 def plain_released(sent: list[tuple[Tensor, Tensor]], applied: Tensor) -> Tensor:
-    """True at what a rank sent and all ranks applied."""
+    """Return a mask of the entries that a rank sent and that were applied."""
     released = torch.zeros(applied.numel(), dtype=torch.bool)
     for where, _ in sent:
         released[where] = applied[where] != 0
@@ -228,7 +229,7 @@ def test_the_largest_cells_hold_places_up_to_their_end() -> None:
 def test_integers_are_conserved_exactly_whatever_they_travel_in(
     slots: Slots, seed: int, limit: int, steps: int
 ) -> None:
-    """16 bits hold a few leading bits of an integer: what they leave is an integer too."""
+    """16 bits hold the leading bits of an integer, so the rounding error is an integer too."""
     generator = torch.Generator().manual_seed(seed)
     world, came_in, applied = World(slots, lambda: CpuKernels(slots)), torch.zeros(slots.numel), 0
     for _ in range(steps):
@@ -268,7 +269,7 @@ def test_the_smallest_magnitudes_that_have_a_key_are_selected_and_those_below_ne
 def test_a_region_is_summed_in_the_order_of_ranks_in_fp32() -> None:
     slots = Slots(64, 3, 8, 32, torch.float32)
     big, tiny = torch.zeros(64), torch.zeros(64)
-    big[3], tiny[3] = 2.0**24, 1.0  # one more is lost, two more at once are not
+    big[3], tiny[3] = 2.0**24, 1.0  # adding 1 is lost to rounding, adding 2 is not
     for order, expected in (([big, tiny, tiny], 2.0**24), ([tiny, tiny, big], 2.0**24 + 2)):
         seen = World(slots, lambda: CpuKernels(slots)).step(order)
         assert seen.sums[0][3] == expected
@@ -281,11 +282,11 @@ def test_an_owner_keeps_what_casting_its_sums_loses(values: torch.dtype, dtype: 
     slots = Slots(64, 2, 8, 32, values)
     gradients = [torch.zeros(64), torch.zeros(64)]
     gradients[0][40] = 1.0
-    gradients[1][40] = 2.0**-6 + 2.0**-8  # their sum needs more bits than bf16 has, fewer than fp16 has
+    gradients[1][40] = 2.0**-6 + 2.0**-8  # the sum needs more bits than bf16 has, and fewer than fp16 has
     seen = World(slots, lambda: CpuKernels(slots)).step([gradient.to(dtype) for gradient in gradients])
     applied = seen.flats[0][40].float()
     assert applied == (1.0 + 2.0**-6 if torch.bfloat16 in (values, dtype) else 1.0 + 2.0**-6 + 2.0**-8)
-    assert seen.kept[1][40] == 1.0 + 2.0**-6 + 2.0**-8 - applied  # region 1 is rank 1's
+    assert seen.kept[1][40] == 1.0 + 2.0**-6 + 2.0**-8 - applied  # rank 1 owns region 1
     assert not bool(seen.kept[0].any())
 
 
@@ -368,7 +369,7 @@ def test_what_was_kept_is_scaled_before_the_gradient_is_added(ratio: float) -> N
     rows = torch.zeros(1, slots.bytes, dtype=torch.uint8)
     turn = torch.zeros((), dtype=torch.int32)
     CpuKernels(slots).pack(gradient.clone(), 1.0, kept, turn, torch.tensor(ratio), rows)
-    assert torch.equal(kept[0], before)  # in force until the step is known to count
+    assert torch.equal(kept[0], before)  # unchanged until the step is applied
     assert torch.equal(kept[1], before * torch.tensor(ratio) + gradient)
     where, values = decoded(rows[0], slots, 0)
     assert torch.equal(where, largest(kept[1], torch.arange(100), 3))
@@ -410,7 +411,7 @@ def test_slots_have_room_for_the_density_and_words_for_every_place(
     assert selected <= slots.entries * regions < selected + regions
     assert slots.cell & (slots.cell - 1) == 0
     assert slots.cell <= 1 << 15  # a place is 16 bits
-    assert slots.cells * slots.regions * slots.cell >= numel > (slots.regions - 1) * slots.cell  # none has nothing
+    assert slots.cells * slots.regions * slots.cell >= numel > (slots.regions - 1) * slots.cell  # no region is empty
     assert 1 + slots.cells <= slots.places_at
     assert slots.places_at + slots.entries <= slots.values_at
     assert slots.values_at % 2 == 0  # fp32 values lie on their own boundaries
@@ -432,11 +433,11 @@ def test_regions_of_a_large_bucket_have_their_share_of_it(regions: int, density:
 # --- damaged slots ----------------------------------------------------------------------------------------------
 
 ODD = Slots(333, 2, 20, 32, torch.float32)
-"""The last cell of region 0 is partly, that of region 1 wholly behind the bucket."""
+"""The last cell of region 0 is partly beyond the end of the bucket, and that of region 1 completely."""
 
 
 def packed(slots: Slots, seed: int = 0) -> Tensor:
-    """Slots as they should be: what two ranks sent to the first, or what two owners sent to all."""
+    """Return valid slots, as two ranks send them to an owner, or two owners to all ranks."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.zeros(slots.regions, slots.bytes, dtype=torch.uint8)
     turn = torch.zeros((), dtype=torch.int32)
@@ -452,7 +453,7 @@ def with_words(rows: Tensor, row: int, words: dict[int, int]) -> Tensor:
 
 
 BEHIND = "a place behind the bucket"
-"""In region 0 the first such. It depends on the region where that is, so an owner finds it when it selects."""
+"""The first place beyond the bucket in region 0. The valid places depend on the region, so `select` checks it."""
 
 _COUNTS = range(1, 1 + ODD.cells)
 
@@ -469,11 +470,11 @@ DEFECTS = {
     "a place before its cell": {ODD.places_at: -1},
     BEHIND: {**dict.fromkeys(_COUNTS, 0), ODD.cells: 1, ODD.places_at: ODD.numel % ODD.cell},
 }
-"""By name: words that take the place of others."""
+"""Words that replace others, by name of the defect."""
 
 
 def damaged(defect: str) -> Tensor:
-    """Slots of which the second has this defect."""
+    """Return slots of which the second has this defect."""
     return with_words(packed(ODD), 1, DEFECTS[defect])
 
 
@@ -540,7 +541,7 @@ def test_slots_with_any_words_in_them_are_refused_or_valid(
 @settings(max_examples=100)
 def test_slots_of_noise_are_refused_or_valid(noise: bytes, rank: int, blank: bool) -> None:
     rows = torch.frombuffer(bytearray(noise), dtype=torch.uint8).view(2, ODD.bytes)
-    if blank:  # or they are refused for the first count that is read
+    if blank:  # small counts, so that more than the first count is checked
         rows.view(torch.int16)[:, 1 : 1 + ODD.cells] %= 4
     check_refused_or_valid(ODD, rows, rank)
 
@@ -571,8 +572,8 @@ def check_refused_or_valid(slots: Slots, rows: Tensor, rank: int) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """Steps are kinds of data, by how many octaves larger, and what the kept is scaled by. `share`: of what comes in,
-    as averages have it."""
+    """Steps to run, each with a kind of data, octaves by which it is larger, and the factor for the residual. `share`
+    is the factor for the gradients."""
 
     slots: Slots
     steps: tuple[tuple[str, int, float | None], ...]
@@ -617,11 +618,11 @@ LARGE = {
     )
     for values, cell in ((torch.bfloat16, 32), (torch.float16, 1024), (torch.float32, 1 << 15))
 }
-"""More than an interpreter has patience for."""
+"""Cases that are too large for the interpreter."""
 
 
 def difference(case: Case, make: Callable[[Slots], Kernels], device: str) -> str:
-    """Between these kernels and the CPU's; nothing if all bits are the same."""
+    """Describe the first difference from the CPU kernels; return an empty string if all bits are the same."""
     slots = case.slots
     generator = torch.Generator().manual_seed(slots.numel)
     reference, world = World(slots, lambda: CpuKernels(slots)), World(slots, lambda: make(slots), device)
@@ -639,7 +640,7 @@ def difference(case: Case, make: Callable[[Slots], Kernels], device: str) -> str
 
 
 def harm(rows: Tensor, make: Callable[[Slots], Kernels], device: str) -> str:
-    """What damaged slots do that they may not: pass for a step that counts, or write where nothing is."""
+    """Describe the harm that damaged slots do: a step that is applied, or a write outside of the buffers."""
     kernels, found = make(ODD), []
     memory = torch.zeros(3 * ODD.numel, device=device)
     flat, beside = memory[ODD.numel : 2 * ODD.numel], memory.view(3, ODD.numel)[::2]
@@ -672,7 +673,7 @@ def not_finite(make: Callable[[Slots], Kernels], device: str) -> str:
 
 
 def carried(device: str) -> str:
-    """Whether counts of cells are carried on where there are more cells than one look takes in."""
+    """Check the prefix sums over cells when there are more cells than fit into one block."""
     from syncline.kernels import cuda
 
     generator = torch.Generator().manual_seed(0)
@@ -696,7 +697,7 @@ def carried(device: str) -> str:
 
 
 def report(make: Callable[[Slots], Kernels], device: str) -> dict[str, str]:
-    """By name of the check: what is wrong."""
+    """Run all checks and return what is wrong, by check; empty strings if nothing is."""
     cases = CASES if device == "cpu" else {**CASES, **LARGE}
     return {
         **{name: difference(case, make, device) for name, case in cases.items()},
@@ -711,7 +712,8 @@ CHECKS = [*CASES, *DEFECTS, "not a number", "many cells"]
 
 @pytest.fixture(scope="module", autouse=True)
 def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
-    """CUDA's kernels in Triton's interpreter, which must be asked for before an import; from the first test on."""
+    """Start the CUDA kernels in Triton's interpreter, in a process that runs beside the other tests. The interpreter
+    must be enabled before Triton is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(Path(__file__).resolve())]
     with beside(command, tmp_path_factory.mktemp("interpreter"), environment) as running:
@@ -720,7 +722,7 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
 
 @pytest.fixture(scope="module")
 def interpreted(interpreter: Beside) -> dict[str, str]:
-    """By check: what is wrong."""
+    """Return what is wrong in the interpreter, by check."""
     pytest.importorskip("triton")
     status, output, errors = interpreter.wait()
     assert status == 0, errors
@@ -767,7 +769,7 @@ def test_steps_that_are_replayed_give_the_bits_of_the_cpu_s(values: torch.dtype)
 
 
 class Rehearsal:
-    """All ranks of an exchange in one place, with the same tensors in every step."""
+    """All ranks of an exchange in one process, with the same tensors in every step."""
 
     def __init__(self, slots: Slots, device: torch.device) -> None:
         ranks = range(slots.regions)
@@ -782,7 +784,7 @@ class Rehearsal:
         self.picked = torch.zeros(slots.regions, slots.bytes, dtype=torch.uint8, device=device)
 
     def step(self, gradients: list[Tensor]) -> list[Tensor]:
-        """What each rank got, and what it keeps."""
+        """Run a step and return each rank's result and residual."""
         for rank, (kernels, flat) in enumerate(zip(self.kernels, self.flats, strict=True)):
             flat.copy_(gradients[rank])
             kernels.pack(flat, 0.25, self.kept[rank], self.turn, self.ratio, self.mine[rank])
@@ -799,7 +801,7 @@ class Rehearsal:
 
     @property
     def replays(self) -> int:
-        """Sequences of kernels that are launched as one."""
+        """Number of kernel sequences that are replayed as a graph."""
         names = ("pack", "total", "select", "spread", "release")
         return sum(getattr(one, f"_to_{name}")._graph is not None for one in self.kernels for name in names)
 

@@ -1,4 +1,4 @@
-"""The GPU kernels compile, for a GPU, on machines that have none: Triton's interpreter takes more than its compiler."""
+"""The CUDA kernels compile, also without a GPU. Triton's interpreter accepts code that its compiler does not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = ("num_warps", "enable_fp_fusion")
 
 
 class Launch:
-    """Stands for a kernel, and notes what it would be launched with."""
+    """Replaces a kernel, and records the arguments of its launches."""
 
     def __init__(self, kernel: Any, launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> None:
         self.kernel, self.launches = kernel, launches

@@ -1,4 +1,4 @@
-"""Every registered exchange keeps every law; and the laws can be broken."""
+"""Every registered exchange keeps every law, and every law detects an exchange that breaks it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from syncline.testing import LAWS, LawBrokenError, check_laws, run_steps
 
 
 def hosts(*groups: tuple[int, ...]) -> Topology:
-    """Ranks that also meet on their hosts."""
+    """Return a topology with a level of hosts."""
     return dataclasses.replace(Topology.flat(sum(map(len, groups))), levels=(Level("host", groups),))
 
 
@@ -89,7 +89,7 @@ def test_an_unknown_wire_is_refused_at_construction() -> None:
 
 @dataclass(frozen=True)
 class _Broken:
-    """Dense, with one defect of your choice."""
+    """A dense exchange with the named defect."""
 
     defect: str
     lossless: bool = True
@@ -133,7 +133,7 @@ class _Accumulating(State):
 
 
 class _AllOrNothing(_Accumulating):
-    """It keeps a part of a step, or all of it."""
+    """Applies a step to all elements even if it was applied to some only."""
 
     def __init__(self, numel: int) -> None:
         super().__init__(numel)
@@ -176,7 +176,7 @@ def test_waiting_for_the_device_is_caught(device: str) -> None:
 def test_what_is_issued_at_another_level_is_seen_too() -> None:
     @dataclass(frozen=True)
     class Nosy(_Broken):
-        """Asks its host whether there is anything at all to do."""
+        """Issues an additional collective inside the host, depending on the data."""
 
         def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
             if bool(flat.any()):

@@ -1,4 +1,4 @@
-"""Layer by layer: the same mathematics as DDP with the same exchange, on real ranks over gloo."""
+"""`Layerwise` gives the results of DDP with the same exchange, on real ranks over gloo."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RANKS = 2
 
 
 class Net(nn.Module):
-    """Convolutions, BatchNorm, a weight that is used at both ends, and layers of very different sizes."""
+    """A model with BatchNorm, a weight that is used twice, and layers of very different sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,9 @@ def as_ddp(rank: Rank, make: Callable[[Any], Optimizer], steps: int, exchange: A
 def as_layerwise(
     rank: Rank, make: Callable[[Any], Optimizer], steps: int, exchange: Any = None, **options: Any
 ) -> syncline.Layerwise:
-    trainer = syncline.Layerwise(net(rank.rank), make, exchange, **options)  # other weights: rank 0's count
+    trainer = syncline.Layerwise(
+        net(rank.rank), make, exchange, **options
+    )  # other weights on each rank: those of rank 0 are used
     scheduler = CosineAnnealingLR(trainer.optimizer, 300)
     for step in range(steps):
         loss_of(trainer, rank.rank, step).backward()
@@ -93,7 +95,7 @@ def as_layerwise(
 
 
 def distance(one: nn.Module, other: nn.Module) -> float:
-    """The largest difference of any weight or buffer, as a part of the largest of its tensor."""
+    """Return the largest difference of any weight or buffer, relative to the largest value of its tensor."""
     return max(
         float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-6))
         for (_, a), (_, b) in zip(one.state_dict().items(), other.state_dict().items(), strict=True)
@@ -101,7 +103,7 @@ def distance(one: nn.Module, other: nn.Module) -> float:
 
 
 def same_everywhere(module: nn.Module) -> bool:
-    """Bit for bit, on all ranks."""
+    """Return whether all ranks have the same parameters, bit for bit."""
     flat = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
     everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, flat)
@@ -125,7 +127,7 @@ def test_two_hundred_steps_are_those_of_ddp(make: Callable[[Any], Optimizer]) ->
     def main(rank: Rank) -> tuple[float, bool, int]:
         plain = as_ddp(rank, make, 200)
         trainer = as_layerwise(rank, make, 200, bucket_mb=0.01)
-        return distance(trainer.module, plain), same_everywhere(trainer.module), len(trainer._conveyor.buckets)
+        return distance(trainer.module, plain), same_everywhere(trainer.module), len(trainer._pipeline.buckets)
 
     for apart, same, buckets in on_ranks(RANKS, main):
         assert apart < 1e-4
@@ -167,25 +169,25 @@ def test_steps_are_those_of_ddp_with_the_same_exchange(exchange: syncline.Exchan
 
 
 class Oracle:
-    """U with plain dense buffers, all ranks in one place: what PAPERS calls r, v and w, and an accepted set."""
+    """A reference for mirror=True with plain dense buffers: weights, velocities and updates of all ranks."""
 
     def __init__(self, weights: list[Tensor], ranks: int) -> None:
         self.weights = [w.detach().clone() for w in weights]
         self.velocity = [[torch.zeros_like(w) for w in weights] for _ in range(ranks)]
         self.updates = [torch.zeros_like(w, dtype=torch.float64) for w in weights]
-        """Everything that any rank has computed, averaged."""
+        """The sum of all updates, averaged over the ranks."""
 
     def accumulate(self, rank: int, gradients: list[Tensor], lr: float, mu: float, decay: float) -> list[Tensor]:
-        made = []
-        for place, gradient in enumerate(gradients):
-            step = gradient + decay * self.weights[place]
-            self.velocity[rank][place] = mu * self.velocity[rank][place] + step
-            made.append(lr * self.velocity[rank][place])
-        return made
+        updates = []
+        for index, gradient in enumerate(gradients):
+            step = gradient + decay * self.weights[index]
+            self.velocity[rank][index] = mu * self.velocity[rank][index] + step
+            updates.append(lr * self.velocity[rank][index])
+        return updates
 
 
 def test_mirror_updates_follow_their_algebra() -> None:
-    """U with Dense is DDP; with OkTopk what was applied and what waits are together all that was computed."""
+    """With Dense the result is DDP's. With OkTopk, applied updates plus residuals equal all computed updates."""
     steps, rate, mu, decay = 25, 0.05, 0.9, 1e-3
 
     def plain_sgd(parameters: Any) -> Optimizer:
@@ -233,7 +235,7 @@ def test_mirror_updates_follow_their_algebra() -> None:
         assert same
 
 
-def test_a_checkpoint_goes_on_bit_for_bit() -> None:
+def test_training_resumes_from_a_checkpoint_bit_for_bit() -> None:
     def main(rank: Rank) -> list[bool]:
         same = []
         for make, mirror in ((momentum, True), (adam, False)):
@@ -263,7 +265,7 @@ def test_a_checkpoint_goes_on_bit_for_bit() -> None:
     assert on_ranks(RANKS, main) == [[True, True]] * RANKS
 
 
-def test_what_is_not_finite_is_dropped_on_all_ranks_and_told() -> None:
+def test_buckets_that_are_not_finite_are_dropped_on_all_ranks_with_a_warning() -> None:
     def main(rank: Rank) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for name, exchange, mirror in (
@@ -307,7 +309,7 @@ def test_what_is_not_finite_is_dropped_on_all_ranks_and_told() -> None:
 
 
 def velocity_of(state: dict[str, Any], trainer: syncline.Layerwise, parameter: nn.Parameter) -> Tensor:
-    """As the optimizer's state had it in a checkpoint."""
+    """Return the velocity of a parameter from a state dict."""
     place = [id(p) for group in trainer.optimizer.param_groups for p in group["params"]].index(id(parameter))
     velocity: Tensor = state["optimizer"]["state"][place]["momentum_buffer"]
     return velocity
@@ -368,7 +370,7 @@ def test_accumulation_clipping_and_unused_parameters_are_as_in_ddp() -> None:
         assert max(found.values()) < 1e-5, found
 
 
-def test_a_backward_that_breaks_off_is_told_and_not_saved() -> None:
+def test_an_interrupted_backward_is_reported_and_cannot_be_saved() -> None:
     class Trap(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -402,7 +404,7 @@ def test_a_backward_that_breaks_off_is_told_and_not_saved() -> None:
     for early, early_state, late, late_state in on_ranks(RANKS, main):
         assert early == "early: went on"  # nothing had been exchanged
         assert early_state == "early: went on"
-        assert "Some layers have taken that step and others have not: go on from a checkpoint" in late
+        assert "Some layers have taken that step and others have not: resume from a checkpoint" in late
         assert "failed" in late_state or "taken that step" in late_state
 
 
@@ -410,11 +412,11 @@ def test_a_backward_that_breaks_off_is_told_and_not_saved() -> None:
     ("changes", "told"),
     [
         ({"exchange": 3}, "is not an exchange"),
-        ({"optimizer": 3}, "pass one, or a function that makes one"),
+        ({"optimizer": 3}, "pass an optimizer, or a function that creates one"),
         ({"optimizer": lambda p: None}, "not an optimizer"),
-        ({"optimizer": lambda p: SGD(list(p)[:1], lr=1.0)}, "the optimizer does not have"),
+        ({"optimizer": lambda p: SGD(list(p)[:1], lr=1.0)}, "the optimizer does not have it"),
         ({"optimizer": torch.optim.LBFGS}, "cannot step layer by layer"),
-        ({"optimizer": adam, "mirror": True}, "mirror=True is for torch.optim.SGD"),
+        ({"optimizer": adam, "mirror": True}, "mirror=True supports only torch.optim.SGD"),
         ({"mirror": True, "clip_norm": 1.0}, "leave out clip_norm"),
         ({"bucket_mb": 0}, "bucket_mb is 0"),
         ({"residual": "moon"}, "residual is 'moon'"),
@@ -424,7 +426,7 @@ def test_a_backward_that_breaks_off_is_told_and_not_saved() -> None:
         ({"exchange": syncline.OkTopk(momentum=0.9)}, "both have momentum"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_a_reason(changes: dict[str, Any], told: str, one_rank: None) -> None:
+def test_invalid_arguments_are_refused_with_a_reason(changes: dict[str, Any], told: str, one_rank: None) -> None:
     options: dict[str, Any] = {"optimizer": momentum, **changes}
     with pytest.raises(syncline.UsageError, match=told):
         syncline.Layerwise(net(), **options)
@@ -441,7 +443,7 @@ def test_what_does_not_fit_is_refused_with_a_reason(changes: dict[str, Any], tol
         (torch.optim.Adagrad, 1),
     ],
 )
-def test_what_an_optimizer_keeps_is_found_out(make: Callable[[Any], Optimizer], words: int) -> None:
+def test_the_state_size_of_an_optimizer_is_measured(make: Callable[[Any], Optimizer], words: int) -> None:
     assert state_bytes(make([nn.Parameter(torch.zeros(3))])) == pytest.approx(4 * words)
 
 
@@ -449,7 +451,7 @@ def test_half_precision_autocast_and_ddp_are_refused(one_rank: None) -> None:
     trainer = syncline.Layerwise(net(), momentum)
     with (
         torch.autocast("cpu", torch.float16),
-        pytest.raises(syncline.UsageError, match="GradScaler, which decides at the end"),
+        pytest.raises(syncline.UsageError, match="GradScaler would skip a step only after some layers"),
     ):
         loss_of(trainer, 0, 0)
     trainer.close()
@@ -458,7 +460,7 @@ def test_half_precision_autocast_and_ddp_are_refused(one_rank: None) -> None:
 
 
 def test_blocks_that_are_recomputed_change_nothing_but_memory(one_rank: None) -> None:
-    """Dropout draws the same numbers again, and BatchNorm counts a batch once."""
+    """Dropout repeats its random numbers, and BatchNorm counts each batch once."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -482,7 +484,7 @@ def test_blocks_that_are_recomputed_change_nothing_but_memory(one_rank: None) ->
             assert torch.equal(tensor, found["keep"][name]), (way, name)
 
 
-def test_memory_stays_level_and_closing_gives_it_back() -> None:
+def test_memory_stays_constant_and_closing_frees_it() -> None:
     def main(rank: Rank) -> tuple[int, int, int, bool]:
         with metered(torch.device("cpu")) as meter:
             model = nn.Sequential(nn.Linear(12, 100), nn.Linear(100, 12))
@@ -504,9 +506,8 @@ def test_memory_stays_level_and_closing_gives_it_back() -> None:
         assert kept
 
 
-def test_what_waits_is_not_lost_where_a_parameter_is_unused_or_another_is_not_finite() -> None:
-    """What was applied and what waits, before and after: of unused layers, and of others than the one that is dropped
-    when all step together."""
+def test_residuals_are_not_lost_if_a_parameter_is_unused_or_another_is_not_finite() -> None:
+    """Applied updates plus residuals are conserved: for unused layers, and beside a dropped layer with clip_norm."""
 
     class Branched(nn.Module):
         def __init__(self) -> None:
@@ -517,7 +518,7 @@ def test_what_waits_is_not_lost_where_a_parameter_is_unused_or_another_is_not_fi
             return self.rare(self.common(x)) if rare else self.common(x)
 
     def account(trainer: syncline.Layerwise, name: str) -> Tensor:
-        """With SGD without momentum: -w/lr + what waits, over all ranks, is all that was ever computed."""
+        """Return the residuals of all ranks minus w/lr: with plain SGD, the sum of all gradients so far."""
         state = trainer.state_dict()
         waits = state["tensors"][name]["residual"].double()
         dist.all_reduce(waits)
@@ -556,7 +557,7 @@ def test_what_waits_is_not_lost_where_a_parameter_is_unused_or_another_is_not_fi
         assert max(found.values()) < 1e-3, found
 
 
-def test_ranks_that_load_different_things_are_told_and_load_nothing() -> None:
+def test_ranks_that_load_different_states_are_refused_and_load_nothing() -> None:
     def main(rank: Rank) -> list[str]:
         said = []
         trainer = as_layerwise(rank, momentum, 3, bucket_mb=0.01)
@@ -583,7 +584,7 @@ def test_ranks_that_load_different_things_are_told_and_load_nothing() -> None:
     assert first[2] == "3"
 
 
-def test_a_backward_that_breaks_off_is_forgotten_with_unused_parameters_too(one_rank: None) -> None:
+def test_an_interrupted_backward_is_discarded_with_unused_parameters_too(one_rank: None) -> None:
     trainer = syncline.Layerwise(net(), momentum, find_unused_parameters=True)
     hook = trainer.module.blocks[1][0].weight.register_hook(lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -594,12 +595,12 @@ def test_a_backward_that_breaks_off_is_forgotten_with_unused_parameters_too(one_
     loss_of(trainer, 0, 1).backward()
     assert trainer.steps == 1
     trainer.module.wide.requires_grad_(False)
-    with pytest.raises(syncline.UsageError, match="other parameters are trained"):
+    with pytest.raises(syncline.UsageError, match="other parameters require gradients"):
         loss_of(trainer, 0, 2)
 
 
-def test_a_budgets_ways_go_to_the_blocks_that_were_measured(one_rank: None) -> None:
-    """Blocks run in another order than they are defined in, and one does not run at all."""
+def test_a_memory_budget_applies_its_choice_to_the_measured_blocks(one_rank: None) -> None:
+    """Blocks run in another order than that of their definition, and one does not run at all."""
 
     class Block(nn.Module):
         def __init__(self, width: int) -> None:
@@ -645,19 +646,21 @@ def test_a_plan_gives_buckets_lanes_and_exchanges() -> None:
         network = assumed_network(1, RANKS, 10_000_000, "gloo")
         alone = predict(profile, network, named(profile, network, "wfbp"))
         plan = plan_for(profile, network, alone, plain_s=1.0, reason="every gradient alone")
-        with pytest.raises(syncline.UsageError, match="the plan's: leave them out"):
+        with pytest.raises(
+            syncline.UsageError, match="exchange, lanes and bucket_mb come from the plan: leave them out"
+        ):
             syncline.Layerwise(net(), momentum, syncline.Dense(), plan=plan)
         trainer = as_layerwise(rank, momentum, 3, plan=plan)
-        buckets = [bucket.pieces for bucket in trainer._conveyor.buckets]
+        buckets = [bucket.pieces for bucket in trainer._pipeline.buckets]
         assert [tuple(piece.name for piece in pieces) for pieces in buckets] == [b.parameters for b in plan.buckets]
-        with pytest.raises(syncline.UsageError, match="the plan is for something else"):
+        with pytest.raises(syncline.UsageError, match="the plan was made for another model or cluster"):
             syncline.Layerwise(nn.Linear(3, 3), momentum, plan=plan)
         return distance(trainer.module, as_ddp(rank, momentum, 3))
 
     assert max(on_ranks(RANKS, main)) < 1e-5
 
 
-def test_a_budget_is_kept_or_refused_before_training(one_rank: None) -> None:
+def test_a_memory_budget_is_met_or_refused_before_training(one_rank: None) -> None:
     torch.manual_seed(0)
     model = gpt.GPT(width=64, layers=4, heads=4)
     inputs, targets = zoo.make_batch("gpt-small", 8)
@@ -669,9 +672,9 @@ def test_a_budget_is_kept_or_refused_before_training(one_rank: None) -> None:
     def sgd(parameters: Any) -> Optimizer:
         return SGD(parameters, lr=0.01, momentum=0.9)
 
-    with pytest.raises(syncline.UsageError, match="memory_budget is 5 MiB, and the least") as refused:
+    with pytest.raises(syncline.UsageError, match="memory_budget is 5 MiB, but this batch needs at least") as refused:
         syncline.Layerwise(model, sgd, memory_budget="5MiB", step=step)
-    least = re.search(r"can be trained is (\S+) MiB: allow", str(refused.value))
+    least = re.search(r"needs at least (\S+) MiB: raise", str(refused.value))
     assert least is not None
     assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
     budget = int(float(least[1]) * 2**20)

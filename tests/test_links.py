@@ -1,4 +1,4 @@
-"""Links as the kernel sees them: their rate and burst, who shares a trunk, and what was sent."""
+"""Emulated links: their rate and burst, racks and trunks, and the bytes that were sent."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(why_not_shaped() is not None, reason=f"no namesp
 
 
 def token_buckets() -> dict[str, tuple[int, int]]:
-    """Interface → (rate in bit/s, burst in bytes), of the namespace we are in."""
+    """Return the rate in bit/s and the burst in bytes of each interface in this namespace."""
     from pyroute2 import IPRoute
 
     with IPRoute() as netlink:
@@ -40,7 +40,7 @@ def _rate_and_burst(qdisc: Any) -> tuple[int, int]:
 
 
 def _ticks_per_us() -> float:
-    """The kernel counts a burst in its own ticks of time at the link's rate."""
+    """Return the length of the kernel's ticks, in which it counts a burst at the link's rate."""
     with open("/proc/net/psched") as file:  # noqa: PTH123
         ticks_to_us, us_to_ticks, _, _ = (int(field, 16) for field in file.read().split())
     return ticks_to_us / us_to_ticks
@@ -114,7 +114,7 @@ def test_the_interface_counter_sees_what_was_sent_and_little_else() -> None:
     assert receiver < 0.1 * payload  # acknowledgements
 
 
-def test_ranks_of_one_host_talk_without_touching_the_link() -> None:
+def test_ranks_of_one_host_send_nothing_over_the_link() -> None:
     from syncline.cluster import links
 
     def main(rank: Rank) -> int:
@@ -128,7 +128,7 @@ def test_ranks_of_one_host_talk_without_touching_the_link() -> None:
     assert max(launch(ClusterSpec(hosts=1, per_host=(2,)), main)) < 100_000
 
 
-def test_the_counter_says_when_there_is_no_link() -> None:
+def test_the_counter_raises_without_an_emulated_link() -> None:
     from syncline.cluster import links
 
     if "eth0" in {name for _, name in socket.if_nameindex()}:
@@ -164,7 +164,7 @@ def test_a_reshaped_link_holds_its_new_rate() -> None:
 
 
 def test_a_cut_link_carries_nothing_and_breaks_nothing_until_it_is_mended() -> None:
-    """As with a pulled cable: nobody is told, ranks of one host still reach each other, and TCP goes on afterwards."""
+    """As with a pulled cable, ranks of one host still reach each other, and TCP connections continue afterwards."""
     from syncline.cluster import links
 
     def main(rank: Rank) -> tuple[float, float]:

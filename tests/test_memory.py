@@ -209,7 +209,7 @@ def test_a_block_that_remembers_is_not_recomputed() -> None:
     with pytest.raises(UsageError, match="use_cache=False"):
         row[0](torch.ones(1, 2, requires_grad=True), cache=DynamicCache())
     managed.close()
-    with pytest.raises(UsageError, match="no block called nobody"):
+    with pytest.raises(UsageError, match="no module named 'nobody'"):
         Managed(row, {"nobody": "recompute"})
 
 

@@ -1,4 +1,4 @@
-"""The named models have the sizes they claim, learn, and come with data that is the same everywhere."""
+"""The built-in models have the stated sizes and learn, and their data is the same on every machine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_digits_are_normalised_and_shuffled_the_same_way_everywhere() -> None:
     digits = data.digits()
     assert abs(digits.train_images.mean().item()) < 0.05
     assert abs(digits.train_images.std().item() - 1) < 0.05
-    # A batch from any part of the set holds most classes; the first labels are the split's fingerprint.
+    # A batch from any part of the set has most classes. The first labels identify the split.
     assert digits.train_labels[:64].unique().numel() == 10
     assert digits.train_labels[:10].tolist() == [1, 0, 7, 9, 2, 3, 8, 5, 3, 3]
 

@@ -232,7 +232,7 @@ def wrong_layer_by_layer(rank: int, exchange: Exchange, where: str) -> list[str]
         seen.sent.append(trainer.stats().sent_bytes)
         seen.kept.append(kept_by(trainer))
         seen.parameters.append({**weights_and_velocities(trainer)})
-    (dropped,) = [b for b in trainer._conveyor.buckets if ENDS[where] in {piece.name for piece in b.pieces}]
+    (dropped,) = [b for b in trainer._pipeline.buckets if ENDS[where] in {piece.name for piece in b.pieces}]
     names = {piece.name for piece in dropped.pieces}
     before_it, then = BAD_STEP - 1, BAD_STEP
     weights = [part(seen.parameters[step], names, True) for step in (before_it, then, -1)]

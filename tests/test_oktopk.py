@@ -1,4 +1,4 @@
-"""OkTopk in one process: what it applies, what it keeps, what it sends, and what it shares with the published one."""
+"""OkTopk in one process: results, residuals, bytes, and a comparison with the published algorithm."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def one_step(
     scale: float | None = None,
     others_finite: bool = True,
 ) -> Tensor:
-    """As the engine runs it: the gradient comes scaled, and all buckets of the step must be finite for it to count."""
+    """Run a step as the engine does: the gradient is scaled, and the step is applied if all buckets are finite."""
     flat = gradient.clone() if scale is None else gradient * scale
     state.begin(step, None if scale is None else torch.tensor(scale))
     if (last := exchange.run(flat, state, comm)) is not None:
@@ -75,7 +75,7 @@ def one_step(
 
 @dataclass
 class Played:
-    """What one rank saw: after each step what it got, kept, would save, and sent."""
+    """The results, residuals, checkpoints and sent bytes of one rank, by step."""
 
     results: list[Tensor] = field(default_factory=list)
     kept: list[Tensor | None] = field(default_factory=list)
@@ -91,8 +91,15 @@ def play(
     resume_after: int | None = None,
     share: float | None = None,
 ) -> list[Played]:
-    """`scales`: by step. `resume_after`: so many steps, another state takes over from what the first one saved.
-    `share`: to multiply what comes in by, for a state that can."""
+    """Run some steps on all ranks.
+
+    Args:
+        exchange: The exchange.
+        inputs: The gradients of each step and rank.
+        scales: The loss scale of each step.
+        resume_after: The number of steps after which a new state loads what the first one saved.
+        share: The factor for the gradients, applied by the state if it can.
+    """
     layout = Layout.flat(inputs[0][0].numel(), inputs[0][0].dtype)
 
     def main(comm: LocalComm) -> Played:
@@ -123,7 +130,7 @@ def same(ours: Tensors, theirs: Tensors) -> bool:
     )
 
 
-# --- the laws, with buckets that do travel in slots -------------------------------------------------------------
+# --- the laws, with buckets that are sent in slots --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("values", VALUES)
@@ -148,7 +155,7 @@ def test_sparse_buckets_of_other_types_keep_every_law(dtype: torch.dtype, values
 
 @pytest.mark.parametrize("exchange", [OkTopk(0.2, warmup=warmup, momentum=0.9) for warmup in (0, 1, 3)], ids=str)
 def test_momentum_and_warmup_leave_no_trace_of_a_step_that_does_not_count(exchange: OkTopk) -> None:
-    """With momentum a gradient is applied more than once, so there is no sum to conserve."""
+    """With momentum, a gradient is applied more than once, so conservation does not hold."""
     for law in ("agreement", "commit_on_success", "data_independence"):
         LAWS[law](exchange, 3, 400, torch.float32, "cpu")
 
@@ -163,7 +170,7 @@ def test_a_warmup_conserves_what_comes_in() -> None:
 def adversarial(
     steps: int, ranks: int, slots: Slots, finish: Callable[[Tensor], Tensor]
 ) -> tuple[list[list[Tensor]], list[bool]]:
-    """Steps of every kind, and whether each is finite: now and then one rank has something that is no number."""
+    """Return steps of every kind, and whether each is finite: in some, one rank has a NaN or an infinity."""
     generator = torch.Generator().manual_seed(steps + ranks)
     inputs, finite = [], []
     for step in range(steps):
@@ -178,8 +185,10 @@ def adversarial(
 
 
 def accounts(exchange: OkTopk, inputs: Inputs, finite: Sequence[bool]) -> tuple[Tensor, Tensor]:
-    """By step: what is missing of all that came in until then, and all that came in. Along the way: that ranks agree,
-    and that a step which is not finite is so on all of them and changes nothing."""
+    """Return, by step, the gradients so far minus applied values and residuals, and the gradients of the step.
+
+    Also check that ranks agree, and that a step that is not finite is detected on all ranks and changes nothing.
+    """
     ran = run_steps(exchange, inputs)
     came_in, applied = torch.zeros(len(inputs), inputs[0][0].numel(), dtype=torch.float64), []
     for step, given in enumerate(inputs):
@@ -212,12 +221,12 @@ def test_gradients_of_all_kinds_are_conserved_to_rounding_in_every_step(values: 
     inputs, finite = adversarial(steps, ranks, slots, lambda made: made.clamp(-4096, 4096))
     missing, _ = accounts(exchange, inputs, finite)
     magnitude = torch.stack([torch.stack(list(given)).double().abs().nan_to_num(0, 0, 0).sum(0) for given in inputs])
-    # Each step rounds sums of what is kept, which is no more than a few steps' gradients.
+    # Each step rounds sums with the residual, which is at most a few steps' gradients.
     allowed = ranks * 2.0**-23 * (magnitude.cumsum(0) + magnitude.amax())
     assert bool((missing.abs() <= allowed).all())
 
 
-# --- agreement with what it says it does ------------------------------------------------------------------------
+# --- comparison with the reference ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -234,7 +243,7 @@ def test_gradients_of_all_kinds_are_conserved_to_rounding_in_every_step(values: 
 def test_it_applies_and_keeps_what_plain_sorting_and_dense_buffers_do(
     ranks: int, dtype: torch.dtype, values: str, momentum: float
 ) -> None:
-    """With momentum m: u = m·u + g, v += u on each rank, and what it sent and all applied is cleared in both."""
+    """With momentum m: u = m·u + g and v += u on each rank; entries that it sent and that were applied are cleared."""
     exchange = OkTopk(density=0.2, values=values, momentum=momentum)
     inputs = [[gradient.to(dtype) for gradient in given] for given in steps_of(heavy, 8, ranks, 433)]
     inputs[4][1][7] = float("inf")
@@ -267,7 +276,7 @@ def test_it_applies_and_keeps_what_plain_sorting_and_dense_buffers_do(
     ids=str,
 )
 def test_it_averages_by_itself_as_plain_ddp_does(exchange: Exchange, dtype: torch.dtype) -> None:
-    """To the bit, in the bucket's type."""
+    """The results are bit-equal, in the bucket's type."""
     inputs = [[gradient.to(dtype) for gradient in given] for given in steps_of(heavy, 4, 3, 300)]
     averaged = play(exchange, inputs, share=1 / 3)
     beforehand = play(exchange, [[gradient * (1 / 3) for gradient in given] for given in inputs])
@@ -288,7 +297,7 @@ def test_whole_buckets_apply_momentum_as_an_optimizer_would(momentum: float) -> 
             assert torch.allclose(mine.results[step], torch.stack(velocity).sum(0), rtol=1e-6, atol=1e-6)
 
 
-# --- what it sends ----------------------------------------------------------------------------------------------
+# --- bytes ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -300,9 +309,9 @@ def test_whole_buckets_apply_momentum_as_an_optimizer_would(momentum: float) -> 
         (1000, 2, 0.0001, "bf16", torch.float32),  # less than one entry
         (159, 2, 0.1, "bf16", torch.float32),  # 15 of 16
         (559, 7, 0.1, "bf16", torch.float32),  # 55 of 56
-        (5000, 1, 0.1, "bf16", torch.float32),  # alone
-        (400, 2, 1.0, "bf16", torch.float32),  # more bytes
-        (100, 2, 0.95, "bf16", torch.float32),  # as many bytes
+        (5000, 1, 0.1, "bf16", torch.float32),  # one rank
+        (400, 2, 1.0, "bf16", torch.float32),  # slots would have more bytes
+        (100, 2, 0.95, "bf16", torch.float32),  # slots would have as many bytes
         (400, 3, 0.7, "fp32", torch.float32),
         (400, 2, 0.5, "bf16", torch.bfloat16),
     ],
@@ -332,8 +341,8 @@ def test_eight_entries_for_each_rank_are_the_fewest_that_travel_in_slots(numel: 
 
 
 def test_bytes_by_hand() -> None:
-    """1,000 of 100,000 elements among four: three slots of 250 entries each way. A cell of 1,024 elements has about 10
-    entries, and a word of its own: 25 of them and the header make 26 words."""
+    """Four ranks select 1,000 of 100,000 elements: each sends three slots of 250 entries in each collective. A region
+    has 25 cells of 1,024 elements. The counts of its cells and the exponent take 26 words."""
     for values, slot in (
         ("bf16", 2 * (26 + 250 + 250)),
         ("fp16", 2 * (26 + 250 + 250)),
@@ -351,7 +360,7 @@ def test_bytes_by_hand() -> None:
 
 
 def bound_words(values: str, k: int, ranks: int) -> float:
-    """Of a step. The paper's is 6k."""
+    """Return the most words that a rank may send in a step. The paper's bound is 6k."""
     if values == "fp32":
         return 4.6 * k * (ranks - 1) / ranks
     return 2.5 * k
@@ -416,15 +425,15 @@ def test_the_bound_holds_where_slots_are_smallest(entries: int, ranks: int, valu
                 assert sent <= 4 * bound_words(values, k, ranks)
 
 
-# --- and the published one --------------------------------------------------------------------------------------
+# --- the published one ------------------------------------------------------------------------------------------
 
 
 def balanced(slots: Slots, step: int) -> list[Tensor]:
-    """For each rank, as many large entries in each region as a slot has, and nothing near them.
+    """Return gradients with as many large entries in each region as a slot has room for; all others are far smaller.
 
-    Half of a region's largest sums are of entries that all ranks have; of those that one rank alone has some are twice
-    as large as the others, just enough to fill the other half. Signs and magnitudes differ, and each step's are so much
-    larger than the one's before that what was left of it is in nobody's way.
+    Half of a region's largest sums are entries that all ranks have. The other half are entries that only one rank has,
+    and that are larger than other such entries. Signs and magnitudes differ. Each step's entries are so much larger
+    than those of the step before that residuals do not affect the selection.
     """
     generator = torch.Generator().manual_seed(step)
     ranks, half = slots.regions, slots.entries // 2
@@ -461,15 +470,17 @@ def test_where_no_slot_overflows_it_applies_and_keeps_exactly_what_the_published
     for step, given in enumerate(inputs):
         published = paper.step(given)
         assert int((published.applied != 0).sum()) == entries * ranks
-        assert bool((torch.stack(published.selected).sum(0)[published.applied == 0] > 0).any())  # some in vain
+        assert bool(
+            (torch.stack(published.selected).sum(0)[published.applied == 0] > 0).any()
+        )  # some entries were sent but not applied
         for rank, mine in enumerate(ran):
             assert torch.equal(mine.results[step], published.applied)
             assert torch.equal(mine.kept[step], paper.residuals[rank])
 
 
 def test_on_any_input_it_applies_most_of_what_the_published_one_does_with_the_same_values() -> None:
-    """Given the same gradients and the same residuals in each step. Slots are filled by region, so at the edge of what
-    is selected the two differ: here in four to seven of a hundred."""
+    """Both get the same gradients and the same residuals in each step. Slots are filled by region, so the selections
+    differ in the smallest entries: here in four to seven per cent."""
     ranks, numel, density = 4, 20_000, 0.02
     exchange = OkTopk(density=density, values="fp32")
     slots = slots_of(exchange, numel, ranks)
@@ -499,7 +510,7 @@ def test_on_any_input_it_applies_most_of_what_the_published_one_does_with_the_sa
 
 
 def test_the_published_one_conserves_and_stays_within_its_own_bound() -> None:
-    """Or it would be no one to compare with."""
+    """Otherwise it could not serve as a reference."""
     ranks, numel, k = 4, 2000, 80
     paper = Paper(numel, ranks, k)
     inputs = steps_of(heavy, 5, ranks, numel)
@@ -513,11 +524,11 @@ def test_the_published_one_conserves_and_stays_within_its_own_bound() -> None:
     assert torch.allclose(missing, kept, rtol=1e-5, atol=1e-4)
 
 
-# --- what is kept, by name --------------------------------------------------------------------------------------
+# --- residuals by name ------------------------------------------------------------------------------------------
 
 
 def layout_of(*names: str) -> Layout:
-    """A bucket of some of these parameters, in this order."""
+    """Return the layout of a bucket with these parameters, in this order."""
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
         "matrix": ((20, 15), (15, 1)),
         "images": ((4, 6, 3, 5), (90, 1, 30, 6)),  # channels-last
@@ -535,7 +546,7 @@ def layout_of(*names: str) -> Layout:
 
 
 def integers(layout: Layout, step: int, rank: int) -> Tensor:
-    """Each parameter's are the same in every layout."""
+    """Return integer gradients. Each parameter's gradient is the same in every layout."""
     flat = torch.zeros(layout.numel)
     for slot in layout.slots:
         generator = torch.Generator().manual_seed(1000 * step + 10 * rank + len(slot.name))
@@ -563,7 +574,7 @@ BUCKETS = {
     ],
 )
 def test_nothing_is_lost_when_parameters_change_buckets(before: str, after: str, values: str) -> None:
-    """Buckets that travel in slots, and small ones that go whole, in any order; there and back."""
+    """Parameters move to other buckets and back; some buckets are sent in slots, and small ones are sent dense."""
     exchange = OkTopk(density=0.1, values=values)
 
     def main(comm: LocalComm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -723,7 +734,7 @@ def test_what_was_saved_and_loaded_goes_on_as_if_nothing_had_happened(
 def test_scaled_gradients_give_the_scaled_result_whatever_the_scale_was_before(
     values: str, momentum: float, octaves: list[int], broken: set[int]
 ) -> None:
-    """To the bit with powers of two, also across steps that do not count; what would be saved is not scaled."""
+    """With powers of two, results are bit-equal, also after steps that are not applied. Checkpoints are not scaled."""
     inputs = steps_of(heavy, 6, 2, 300)
     for step in broken:
         inputs[step][1][step] = float("inf")
@@ -803,7 +814,7 @@ def test_velocity_grows_during_a_warmup_and_what_a_checkpoint_kept_waits_for_its
 
 
 def test_steps_that_are_counted_anew_are_warmed_up_anew() -> None:
-    """As after going back to an early checkpoint."""
+    """This happens after going back to an early checkpoint."""
     exchange, layout = OkTopk(density=0.1, warmup=2), Layout.flat(500)
 
     def main(comm: LocalComm) -> None:
@@ -813,7 +824,7 @@ def test_steps_that_are_counted_anew_are_warmed_up_anew() -> None:
         flat = torch.full((500,), float("nan") if comm.rank else 1.0)
         state.begin(1)
         exchange.run(flat, state, comm).wait()
-        assert not bool(state.finite(flat))  # whatever was known of the last sparse one
+        assert not bool(state.finite(flat))  # the result of an earlier sparse step must not be reused
 
     run_ranks(2, main)
 
@@ -849,7 +860,7 @@ def test_only_the_first_of_each_host_keeps_anything(hosts: str) -> None:
 
 
 def test_between_hosts_it_exchanges_what_they_add_up_to() -> None:
-    """As if the leaders were alone, with their hosts' sums."""
+    """The result is the same as if only leaders took part, with their hosts' sums."""
     inputs = steps_of(normal, 4, 4, 500)
     across = OkTopk(density=0.2, values="fp32")
     ran = play(Hierarchical(across=across, levels=[[0, 1], [2, 3]], chunks=1), inputs)
@@ -866,7 +877,7 @@ def test_between_hosts_it_exchanges_what_they_add_up_to() -> None:
     ("fields", "trouble"),
     [
         *(
-            ({"density": density}, f"OkTopk(density={density!r}): it is a share of all gradients")
+            ({"density": density}, f"OkTopk(density={density!r}): density must be a fraction of the gradients")
             for density in (0, 0.0, -1, 2, 1.0001, float("nan"), float("inf"), True, "0.01", None)
         ),
         *(
@@ -874,11 +885,11 @@ def test_between_hosts_it_exchanges_what_they_add_up_to() -> None:
             for values in ("int8", "", None, 16, torch.bfloat16)
         ),
         *(
-            ({"warmup": warmup}, f"OkTopk(warmup={warmup!r}): it is a number of steps")
+            ({"warmup": warmup}, f"OkTopk(warmup={warmup!r}): warmup must be a number of steps, at least 0")
             for warmup in (-1, 1.5, 2.0, True, "3", None)
         ),
         *(
-            ({"momentum": momentum}, f"OkTopk(momentum={momentum!r}): it is at least 0, for none, and less than 1")
+            ({"momentum": momentum}, f"OkTopk(momentum={momentum!r}): momentum must be at least 0 and less than 1")
             for momentum in (1, 1.0, 1.5, -0.1, float("nan"), float("inf"), "0.9", None)
         ),
     ],

@@ -242,7 +242,7 @@ def test_a_number_that_is_none_is_named(path: Path, place: Place, value: float) 
         (("buckets", 0, "exchange", "wires"), 1, "buckets[0].exchange: Dense has no setting 'wires'; it has: wire"),
         (("buckets", 1, "exchange", "wire"), "fp8", "buckets[1].exchange: Dense(wire='fp8'): wire is one of"),
         (("buckets", 1, "exchange", "wire"), ["bf16"], "buckets[1].exchange: Dense: "),
-        (("buckets", 2, "exchange", "across", "density"), 7, "buckets[2].exchange: OkTopk(density=7): it is a share"),
+        (("buckets", 2, "exchange", "across", "density"), 7, "buckets[2].exchange: OkTopk(density=7): density must be"),
         (("buckets", 2, "exchange", "across", "k"), 7, "buckets[2].exchange: OkTopk has no setting 'k'"),
         (("buckets", 2, "exchange", "across", "type"), "Mine", "buckets[2].exchange: no exchange is of type 'Mine'"),
         (("buckets", 2, "exchange", "across"), "OkTopk", "buckets[2].exchange: Hierarchical(across='OkTopk'): pass an"),
@@ -427,10 +427,10 @@ def test_settings_that_are_left_out_are_the_usual_ones() -> None:
         ({"type": ["Dense"]}, "no exchange is of type"),
         ({"type": "dense"}, "no exchange is of type 'dense'"),
         ({"type": "OkTopk", "k": 3}, "OkTopk has no setting 'k'; it has: density, momentum, values, warmup"),
-        ({"type": "OkTopk", "warmup": 1.5}, r"OkTopk\(warmup=1.5\): it is a number of steps"),
-        ({"type": "Hierarchical", "across": {"type": "Hierarchical"}}, "Hierarchical inside Hierarchical"),
-        ({"type": "Hierarchical", "within": {"type": "OkTopk"}}, "inside groups everything travels"),
-        ({"type": "Hierarchical", "shape": "sharded", "across": {"type": "OkTopk"}}, "must stay with one rank"),
+        ({"type": "OkTopk", "warmup": 1.5}, r"OkTopk\(warmup=1.5\): warmup must be a number of steps"),
+        ({"type": "Hierarchical", "across": {"type": "Hierarchical"}}, "use one Hierarchical, with as many levels"),
+        ({"type": "Hierarchical", "within": {"type": "OkTopk"}}, "within must be a Dense exchange"),
+        ({"type": "Hierarchical", "shape": "sharded", "across": {"type": "OkTopk"}}, "residual must stay on one rank"),
     ],
 )
 def test_settings_of_no_exchange_say_what_does_not_fit(described: dict[str, Any], expected: str) -> None:

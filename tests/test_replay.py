@@ -1,4 +1,4 @@
-"""A replayed model hands out real gradients, in the recorded order, never before their time."""
+"""A replayed model returns real gradients in the recorded order, and never before the recorded time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def recorded(dtype: str = "float32", step_s: float = 0.002) -> Profile:
 
 
 def step(model: nn.Module) -> dict[str, Tensor]:
-    """One step from no gradients; returns copies of the new ones."""
+    """Take one step without previous gradients; return copies of the new ones."""
     model.zero_grad()
     model().backward()
     return gradients_of(model)
@@ -92,7 +92,7 @@ def test_gradients_come_in_order_and_never_early() -> None:
 
 
 def test_a_late_start_delays_everything_but_sleeps_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock of our own: each sleep overshoots by 1 ms, and the last gradient is only 1 ms late."""
+    """With a simulated clock, each sleep is 1 ms too long, and the last gradient is only 1 ms late."""
     now_s = 100.0
     sleeps: list[float] = []
 
@@ -126,7 +126,7 @@ def test_gradients_are_dense_random_numbers_that_change_with_step_and_seed() -> 
     assert large.std().item() == pytest.approx(1e-3, rel=0.05)
 
 
-def test_whatever_is_done_to_a_gradient_later_ones_are_not_touched() -> None:
+def test_changing_a_gradient_does_not_change_later_ones() -> None:
     model, untouched = ReplayModel(recorded()), ReplayModel(recorded())
 
     def spoil(p: Tensor) -> None:
@@ -185,7 +185,7 @@ def test_every_dtype_of_a_profile_replays(dtype: str) -> None:
     assert {value.dtype for value in step(model).values()} == {getattr(torch, dtype)}
 
 
-def test_names_that_no_module_could_have_are_refused() -> None:
+def test_parameter_names_that_no_module_can_have_are_refused() -> None:
     gradients = tuple(
         Gradient(name=name, shape=(1,), dtype="float32", bytes=4, ready_s=0.0) for name in ("a.b", "a.b.c")
     )

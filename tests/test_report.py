@@ -621,7 +621,7 @@ def test_files_are_known_by_their_content_in_any_order(folder: Path) -> None:
     said = json.loads(Path("said.json").read_text())
     told = " ".join(answer.stdout.split())
     assert said["verdict"] in told and said["verdict"] in seen.text
-    assert "A page to look at: report.html" in told
+    assert "Report: report.html" in told
     assert len(answer.stdout.splitlines()) <= 40
 
 
@@ -697,7 +697,7 @@ def test_predict_and_plan_write_a_page_with_the_command_that_made_it(
         monkeypatch.setattr(sys, "argv", ["/somewhere/bin/syncline", *words])
         answer = runner.invoke(app, words)
         assert answer.exit_code == 0, answer.stderr
-        assert f"A page to look at: {command}.html" in answer.stdout
+        assert f"Report: {command}.html" in answer.stdout
         seen = Seen(Path(f"{command}.html").read_text())
         assert section in seen.sections and "timeline" in seen.sections
         assert f"syncline {command} --profile profile.json --network network.json --report {command}.html" in seen.text

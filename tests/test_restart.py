@@ -1,4 +1,4 @@
-"""A training that is killed, at any moment, goes on from its last checkpoint as if nothing had happened."""
+"""Training that is killed at any moment resumes from its last checkpoint with the same result."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes
 from syncline.runtime import checkpoint
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))  # and not in a fixture: ranks are forked
+sys.path.insert(0, str(EXAMPLES))  # not in a fixture, because ranks are forked
 import restart_digits  # noqa: E402
 
 STEPS, EVERY = 15, 5
 SETTINGS = ["--steps", str(STEPS), "--every", str(EVERY), "--batch", "8", "--timeout", "30"]
 DIE_AT = random.Random(2026).choice([step for step in range(EVERY + 1, STEPS - EVERY) if step % EVERY])
-"""In the first attempt."""
+"""The step before which a rank is killed in the first attempt."""
 
 
 def torchrun(script: Path, *arguments: str, ranks: int = 2, restarts: int = 0) -> subprocess.CompletedProcess[str]:
-    """In a group of its own, so that none of its workers outlives it."""
+    """Run torchrun in its own process group, so that no worker outlives it."""
     launcher = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
     with subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *launcher, str(script), *arguments],
@@ -59,7 +59,7 @@ def torchrun(script: Path, *arguments: str, ranks: int = 2, restarts: int = 0) -
 
 
 def run_example(ranks: int, *arguments: str) -> None:
-    """On ranks that are forked from here, where torch is loaded already."""
+    """Run the example on forked ranks, which need not import torch again."""
     options = options_of(*arguments)
     launch(ClusterSpec(hosts=ranks), lambda rank: restart_digits.main(options), shaped=False, deadline_s=90)
 
@@ -73,7 +73,7 @@ def killed() -> None:
 
 
 def losses_in(path: Path) -> list[tuple[int, str]]:
-    """Steps in the order in which they were made, some of them again, with their losses to the last bit."""
+    """Return the steps in the order in which they ran, including repeated ones, with their exact losses."""
     return [(entry["step"], entry["loss"]) for entry in map(json.loads, path.read_text().splitlines())]
 
 
@@ -83,7 +83,7 @@ def training_in(folder: Path) -> dict[str, Any]:
 
 
 def kept_in(folder: Path) -> dict[str, Tensor]:
-    """The sum over ranks of what is kept, by its name in the files."""
+    """Return the sum of each saved tensor over all ranks, by its name in the files."""
     total: dict[str, Tensor] = {}
     for path in sorted(folder.glob("rank-*.safetensors")):
         for name, tensor in load_file(path).items():
@@ -93,7 +93,7 @@ def kept_in(folder: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Straight:
-    """A run that was left alone."""
+    """A run without interruptions."""
 
     folder: Path
     losses: list[tuple[int, str]]
@@ -112,7 +112,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
 
 
 def assert_ends_like(straight: Straight, folder: Path) -> None:
-    """With the same weights and random numbers, and the same kept by each rank."""
+    """Assert equal weights, random states and residuals on each rank."""
     assert [step for step, _ in straight.losses] == list(range(1, STEPS + 1))
     assert sorted(path.name for path in folder.iterdir()) == ["latest", straight.last.name]
     mine, theirs = (training_in(path) for path in (folder / straight.last.name, straight.last))
@@ -133,26 +133,26 @@ def assert_same(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Non
 # --- DDP ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_in_which_a_rank_was_killed_ends_with_the_bits_of_one_that_was_left_alone(
+def test_a_run_in_which_a_rank_was_killed_ends_with_the_bits_of_an_uninterrupted_one(
     straight: Straight, tmp_path: Path
 ) -> None:
-    """torchrun starts it again, and only the steps since the last checkpoint are made again."""
+    """torchrun restarts it, and only the steps since the last checkpoint run again."""
     folder, losses = tmp_path / "run", tmp_path / "losses"
     places = ["--checkpoint-dir", str(folder), "--losses", str(losses)]
     ran = torchrun(EXAMPLES / "restart_digits.py", *SETTINGS, *places, "--die-at", str(DIE_AT), restarts=3)
     assert ran.returncode == 0, ran.stderr
     last = DIE_AT // EVERY * EVERY
     assert f"rank 1 kills itself before step {DIE_AT}" in ran.stdout
-    assert re.findall(r"goes on after step (\d+)", ran.stdout) == [str(last)]
+    assert re.findall(r"continuing after step (\d+)", ran.stdout) == [str(last)]
     assert losses_in(losses) == straight.losses[:DIE_AT] + straight.losses[last:]
     assert_ends_like(straight, folder)
 
 
 @pytest.mark.parametrize("moment", ["write_draft", "put_in_place", "latest"])
-def test_a_run_that_was_killed_while_saving_goes_on_from_a_checkpoint_that_is_complete(
+def test_a_run_that_was_killed_while_saving_resumes_from_a_complete_checkpoint(
     straight: Straight, tmp_path: Path, moment: str
 ) -> None:
-    """Of the second checkpoint nothing counts before `latest` names it, whichever of its moves was the last."""
+    """The second checkpoint is not used before `latest` names it, whenever saving was interrupted."""
     folder, losses = tmp_path / "run", tmp_path / "losses"
     options = options_of("--checkpoint-dir", str(folder), "--losses", str(losses))
 
@@ -185,13 +185,13 @@ def test_a_run_that_was_killed_while_saving_goes_on_from_a_checkpoint_that_is_co
     assert_ends_like(straight, folder)
 
 
-def test_another_number_of_ranks_is_refused_or_shares_what_was_kept_or_forgets_it(
+def test_another_number_of_ranks_is_refused_or_shares_residuals_or_drops_them(
     straight: Straight, tmp_path: Path
 ) -> None:
     more = ["--checkpoint-dir", str(tmp_path / "run"), "--steps", str(STEPS + 2)]
 
     def go_on(ranks: int, policy: str) -> dict[str, Tensor]:
-        """What is kept before the first step that follows."""
+        """Resume on this number of ranks, and return the residuals before the next step."""
         shutil.copytree(straight.folder, tmp_path / "run", dirs_exist_ok=True)
         options = options_of(*more, "--on-world-size", policy)
 
@@ -211,7 +211,7 @@ def test_another_number_of_ranks_is_refused_or_shares_what_was_kept_or_forgets_i
         return kept_in(tmp_path / policy)
 
     told = str(outcome_of(lambda: go_on(3, "refuse")))
-    assert "2 ranks saved it, and 3 are here: pass on_world_size='redistribute', or 'reset'" in told
+    assert "saved by 2 ranks, but there are 3 now: pass on_world_size='redistribute', or 'reset'" in told
     before, shared = kept_in(straight.last / "exchange"), go_on(3, "redistribute")
     assert shared.keys() == before.keys()
     for name, tensor in before.items():
@@ -225,7 +225,7 @@ def outcome_of(call: Callable[[], Any]) -> syncline.ClusterError:
     return raised.value
 
 
-def test_a_state_that_was_cut_short_ends_the_run_with_a_line(straight: Straight, tmp_path: Path) -> None:
+def test_a_truncated_state_file_ends_the_run_with_a_one_line_error(straight: Straight, tmp_path: Path) -> None:
     shutil.copytree(straight.folder, tmp_path / "run")
     path = tmp_path / "run" / straight.last.name / "exchange" / "rank-00001-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -233,7 +233,7 @@ def test_a_state_that_was_cut_short_ends_the_run_with_a_line(straight: Straight,
     ran = torchrun(EXAMPLES / "restart_digits.py", *SETTINGS, *options, ranks=1)
     assert ran.returncode != 0
     (told,) = (line for line in ran.stderr.splitlines() if line.startswith(f"restart_digits: {path}"))
-    assert "take an earlier checkpoint" in told
+    assert "load an earlier checkpoint" in told
     (traceback,) = ran.stderr.split("Traceback (most recent call last)")[1:]
     assert "torch/distributed/run.py" in traceback and "syncline" not in traceback.partition("FAILED")[0]
 
@@ -246,7 +246,7 @@ def test_a_state_that_was_cut_short_ends_the_run_with_a_line(straight: Straight,
         (["--checkpoint-dir", __file__], "is not a folder"),
     ],
 )
-def test_what_the_example_cannot_do_is_refused_in_a_line(
+def test_invalid_options_of_the_example_are_refused_in_one_line(
     wrong: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -254,14 +254,14 @@ def test_what_the_example_cannot_do_is_refused_in_a_line(
     assert caught.value.code == 2 and capsys.readouterr().err.rstrip().endswith(told)
 
 
-def test_a_torchrun_that_would_restart_in_vain_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_torchrun_settings_that_prevent_a_restart_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     told = refusal(lambda: restart_digits.main(options_of("--checkpoint-dir", str(tmp_path))))
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in told
 
 
-# --- layer by layer -------------------------------------------------------------------------------------------------
+# --- Layerwise ------------------------------------------------------------------------------------------------------
 
 SPARSE = syncline.OkTopk(density=0.05)
 
@@ -274,7 +274,7 @@ def adam(parameters: Any) -> Optimizer:
     return AdamW(parameters, lr=0.003)
 
 
-WAYS: list[tuple[Callable[[Any], Optimizer], dict[str, Any]]] = [(adam, {}), (momentum, {"mirror": True})]
+CONFIGURATIONS: list[tuple[Callable[[Any], Optimizer], dict[str, Any]]] = [(adam, {}), (momentum, {"mirror": True})]
 
 
 def trainer_of(make: Callable[[Any], Optimizer], options: dict[str, Any]) -> syncline.Layerwise:
@@ -287,7 +287,7 @@ def train(trainer: syncline.Layerwise, steps: range) -> None:
 
 
 def save(trainer: syncline.Layerwise, folder: Path) -> None:
-    """As a script does: what is the same on all ranks once, and what is each rank's own by all."""
+    """Save as a script does: rank 0 saves the weights, and each rank its own state."""
     if dist.get_rank() == 0:
         folder.mkdir(exist_ok=True)
         torch.save([trainer.module.state_dict(), trainer.optimizer.state_dict()], folder / "training.pt")
@@ -302,7 +302,7 @@ def load(trainer: syncline.Layerwise, folder: Path, **options: Any) -> None:
 
 
 def own_of(trainer: syncline.Layerwise) -> dict[str, Tensor]:
-    """Weights, what waits, and what the optimizer has of each weight."""
+    """Return weights, residuals and the optimizer's state."""
     state = trainer.state_dict()
     kept = {f"{name}/{kind}": tensor for name, kinds in state["tensors"].items() for kind, tensor in kinds.items()}
     optimizer = {
@@ -314,10 +314,10 @@ def own_of(trainer: syncline.Layerwise) -> dict[str, Tensor]:
     return {**state["model"], **kept, **optimizer}
 
 
-def test_layer_by_layer_a_run_that_was_saved_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_layerwise_resumes_a_saved_run_bit_for_bit(tmp_path: Path) -> None:
     def main(rank: Rank) -> list[bool]:
         same = []
-        for number, (make, options) in enumerate(WAYS):
+        for number, (make, options) in enumerate(CONFIGURATIONS):
             folder = tmp_path / str(number)
             one = trainer_of(make, options)
             train(one, range(5))
@@ -337,7 +337,7 @@ def test_layer_by_layer_a_run_that_was_saved_goes_on_bit_for_bit(tmp_path: Path)
     assert on_ranks(2, main) == [[True, True]] * 2
 
 
-def test_layer_by_layer_what_would_let_ranks_drift_apart_is_refused_on_all_of_them(tmp_path: Path) -> None:
+def test_layerwise_refuses_on_all_ranks_what_would_make_them_diverge(tmp_path: Path) -> None:
     def main(rank: Rank) -> list[str]:
         told = []
         one = trainer_of(adam, {})
@@ -357,7 +357,7 @@ def test_layer_by_layer_what_would_let_ranks_drift_apart_is_refused_on_all_of_th
             other.optimizer.load_state_dict(optimizer)
         told.append(refusal(lambda: other.load(exchange), syncline.SynclineError))
 
-        if rank.rank == 0:  # a rank whose weights went their own way
+        if rank.rank == 0:  # a rank whose weights have diverged
             next(iter(other.module.parameters())).data.add_(1)
         told.append(refusal(lambda: other.save(tmp_path / "apart"), syncline.SynclineError))
         assert other.steps == 0
@@ -366,17 +366,19 @@ def test_layer_by_layer_what_would_let_ranks_drift_apart_is_refused_on_all_of_th
         return told
 
     for rank, (early, one_rank, optimizer, apart, closed) in enumerate(on_ranks(2, main)):
-        assert "the weights here are not those of step 3" in early
-        assert ("refused on rank 1: the weights" if rank == 0 else "the weights here are not those") in one_rank
+        assert "the model's weights are not those of step 3" in early
+        assert (
+            "refused on rank 1: the model's weights" if rank == 0 else "the model's weights are not those"
+        ) in one_rank
         assert "optimizer.state is" in optimizer
-        assert "what is saved differs between ranks: weights is" in apart
+        assert "the state to save differs between ranks: weights is" in apart
         assert "closed" in closed
     assert not list((tmp_path / "apart").glob("*"))
 
 
-def test_layer_by_layer_another_number_of_ranks_is_refused_or_shares_or_forgets(tmp_path: Path) -> None:
+def test_layerwise_on_another_number_of_ranks_refuses_shares_or_drops_residuals(tmp_path: Path) -> None:
     def first(rank: Rank) -> None:
-        for number, (make, options) in enumerate(WAYS):
+        for number, (make, options) in enumerate(CONFIGURATIONS):
             trainer = trainer_of(make, options)
             train(trainer, range(4))
             save(trainer, tmp_path / str(number))
@@ -384,7 +386,7 @@ def test_layer_by_layer_another_number_of_ranks_is_refused_or_shares_or_forgets(
 
     def then(rank: Rank) -> list[str]:
         told = []
-        for number, (make, options) in enumerate(WAYS):
+        for number, (make, options) in enumerate(CONFIGURATIONS):
             folder, trainer = tmp_path / str(number), trainer_of(make, options)
             for policy in ("refuse", "redistribute", "reset"):
                 try:
@@ -399,9 +401,9 @@ def test_layer_by_layer_another_number_of_ranks_is_refused_or_shares_or_forgets(
 
     on_ranks(2, first)
     shares, went, _, mirror, velocities, forgot = on_ranks(3, then)[0]
-    assert "2 ranks saved it, and 3 are here: pass on_world_size='redistribute', or 'reset'" in shares
-    assert "2 ranks saved it, and 3 are here: pass on_world_size='reset'" in mirror
-    assert "velocities are each rank's own: pass on_world_size='reset'" in velocities
+    assert "saved by 2 ranks, but there are 3 now: pass on_world_size='redistribute', or 'reset'" in shares
+    assert "saved by 2 ranks, but there are 3 now: pass on_world_size='reset'" in mirror
+    assert "velocities that belong to one rank cannot be redistributed: pass on_world_size='reset'" in velocities
     assert went == forgot == "went on"
     before, after = kept_in(tmp_path / "0" / "exchange"), kept_in(tmp_path / "0" / "redistribute")
     assert any(tensor.any() for tensor in before.values())
@@ -412,9 +414,9 @@ def test_layer_by_layer_another_number_of_ranks_is_refused_or_shares_or_forgets(
         assert not any(tensor.any() for tensor in kept_in(folder).values())
 
 
-def test_layer_by_layer_a_rank_killed_while_saving_leaves_the_old_or_the_new_and_no_mixture(tmp_path: Path) -> None:
-    """In one folder, over what was saved before: the last moment at which the old one counts is that of the drafts."""
-    make, options = WAYS[1]
+def test_layerwise_killed_while_saving_leaves_the_old_or_the_new_checkpoint_and_no_mixture(tmp_path: Path) -> None:
+    """Both checkpoints use one folder. The old one is valid until all drafts of the new one are written."""
+    make, options = CONFIGURATIONS[1]
 
     def dies(rank: Rank, moment: str, folder: Path) -> None:
         rank.init_process_group(30)

@@ -1,4 +1,4 @@
-"""The last step in numbers, and what of it reaches TensorBoard's files."""
+"""Tests of `Handle.scalars` and `Handle.log_to`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DENSE = {"step_ms", "exchange_ms", "exposed_ms", "sent_bytes", "sent_bytes/world
 
 
 def _wide() -> nn.Module:
-    """Its larger layer is worth a sparse exchange, its smaller one is not."""
+    """Return two layers, of which only the larger is suitable for a sparse exchange."""
     return nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 2))
 
 
@@ -44,15 +44,15 @@ def _plain(scalars: dict[str, float]) -> dict[str, float]:
     return {name.removeprefix("syncline/"): value for name, value in scalars.items()}
 
 
-def test_scalars_say_what_a_step_took_sent_and_kept() -> None:
+def test_scalars_give_times_bytes_and_the_residual_of_a_step() -> None:
     def main(rank: Rank) -> None:
         model, handle = _attached(Dense())
         assert handle.scalars() == handle.scalars(deep=True) == {}
         _step(rank, model, 0)
-        assert set(_plain(handle.scalars())) == DENSE - {"step_ms"}, "there is no step before the first"
+        assert set(_plain(handle.scalars())) == DENSE - {"step_ms"}, "the first step has no period"
         _step(rank, model, 1)
         dense = _plain(handle.scalars(deep=True))
-        assert set(dense) == DENSE, "it keeps nothing back"
+        assert set(dense) == DENSE, "a dense exchange has no residual"
         buckets = handle.stats().buckets
         first, last = min(b.ready_s for b in buckets), max(b.ready_s for b in buckets)
         end = max(b.end_s for b in buckets)
@@ -70,7 +70,7 @@ def test_scalars_say_what_a_step_took_sent_and_kept() -> None:
         assert levels == {f"sent_bytes/{level}" for level in handle.stats().sent_bytes}
 
         model, handle = _attached(OkTopk(density=0.1))
-        log = handle.log_to(_Kept(), every=2, deep=True)
+        log = handle.log_to(_Recorder(), every=2, deep=True)
         for number in range(4):
             _step(rank, model, number)
         sparse = _plain(handle.scalars(deep=True))
@@ -83,17 +83,17 @@ def test_scalars_say_what_a_step_took_sent_and_kept() -> None:
         assert 0.08 < sparse["density"] < 0.3
         assert sparse["sent_share"] == pytest.approx(sparse["sent_bytes"] / dense["sent_bytes"])
         assert sparse["sent_share"] < 0.3
-        assert {"density", "residual_norm"}.isdisjoint(_plain(handle.scalars())), "only if asked for"
+        assert {"density", "residual_norm"}.isdisjoint(_plain(handle.scalars())), "only with deep=True"
         log.close()
         _step(rank, model, 4)
         _step(rank, model, 5)
-        assert "density" not in _plain(handle.scalars(deep=True)), "nobody was going to write this step"
+        assert "density" not in _plain(handle.scalars(deep=True)), "no log was going to write this step"
 
     on_ranks(2, main)
 
 
-class _Kept:
-    """A writer that keeps what it is given."""
+class _Recorder:
+    """A writer that stores its arguments."""
 
     def __init__(self) -> None:
         self.written: list[tuple[str, float, int]] = []
@@ -118,7 +118,7 @@ class _Full:
             raise OSError("no space left on device")
 
 
-def test_tensorboard_reads_what_a_training_wrote_every_so_many_steps(tmp_path: Path) -> None:
+def test_tensorboard_reads_the_scalars_of_every_third_step(tmp_path: Path) -> None:
     def main(rank: Rank) -> dict[str, float] | None:
         model, handle = _attached(OkTopk(density=0.1))
         expected: dict[str, float] = {}
@@ -129,7 +129,7 @@ def test_tensorboard_reads_what_a_training_wrote_every_so_many_steps(tmp_path: P
             if number == 5:
                 expected = handle.scalars(deep=True)
         if writer is not None and log is not None:
-            log.close()  # with the ninth step, which no other followed
+            log.close()  # writes the ninth step, after which no other began
             for number in range(9, 13):
                 _step(rank, model, number)
             writer.close()
@@ -153,22 +153,22 @@ def _assert_refuses(handle: syncline.Handle) -> None:
     for wrong in (None, "runs/", SummaryWriter, object()):
         assert "pass an object with add_scalar" in refusal(lambda wrong=wrong: handle.log_to(wrong))
     for every in (0, -1, 2.0, True):
-        assert f"every is {every!r}" in refusal(lambda every=every: handle.log_to(_Kept(), every))
+        assert f"every is {every!r}" in refusal(lambda every=every: handle.log_to(_Recorder(), every))
 
 
-def test_a_log_never_breaks_a_training_and_ends_with_its_handle() -> None:
+def test_a_failing_log_does_not_stop_training_and_logs_end_with_their_handle() -> None:
     def main(rank: Rank) -> list[str]:
         model, handle = _attached(Dense())
         _assert_refuses(handle)
-        full, kept = _Full(), _Kept()
+        full, kept = _Full(), _Recorder()
         handle.log_to(full, 1)
         log = handle.log_to(kept, every=2)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for number in range(6):
                 _step(rank, model, number)
         with warnings.catch_warnings():
-            warnings.simplefilter("error")  # also where warnings are errors
+            warnings.simplefilter("error")  # a failing log must not raise then either
             handle.log_to(_Full(), 1)
             for number in range(6, 8):
                 _step(rank, model, number)
@@ -181,17 +181,16 @@ def test_a_log_never_breaks_a_training_and_ends_with_its_handle() -> None:
         assert kept.steps == [2, 4, 6]
         gc.disable()
         del handle
-        assert engine() is None, "a log keeps no engine alive"
+        assert engine() is None, "a log must not keep the engine alive"
         gc.enable()
-        log.close()  # of which nothing is left to do
-        return [str(warning.message) for warning in told if "scalars" in str(warning.message)]
+        log.close()  # does nothing after detach
+        return [str(warning.message) for warning in caught if "scalars" in str(warning.message)]
 
-    for told in on_ranks(2, main):
-        (line,) = told
+    for (line,) in on_ranks(2, main):
         assert line.endswith("failed at step 1: no space left on device")
 
 
-def test_a_log_goes_on_counting_from_a_checkpoint() -> None:
+def test_a_log_continues_the_step_count_of_a_checkpoint() -> None:
     def main(rank: Rank) -> list[int]:
         model, handle = _attached(Dense())
         for number in range(3):
@@ -199,7 +198,7 @@ def test_a_log_goes_on_counting_from_a_checkpoint() -> None:
         state = handle.state_dict()
         model, handle = _attached(Dense())
         handle.load_state_dict(state)
-        kept = _Kept()
+        kept = _Recorder()
         handle.log_to(kept, every=2)
         for number in range(3, 8):
             _step(rank, model, number)

@@ -1,4 +1,4 @@
-"""A rank that is stopped, killed or unreachable is named by the others while plain DDP runs, and a slow one is not."""
+"""Silent ranks under plain DDP: a stopped or killed rank is named by the others, and a slow one is not."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ from syncline.cluster import Rank
 from syncline.cluster.ports import reserved_port
 from syncline.dist.comm import group_timeout
 from syncline.errors import UsageError
-from syncline.health import heartbeat, suspects
-from syncline.health.suspects import Heard, Sign, Silence
+from syncline.health import heartbeat, silence
+from syncline.health.silence import SilenceLog
+from syncline.health.suspects import Beat, Heartbeats
 from syncline.measure.assumed_network import assumed_links
 from syncline.records.run_record import LOST, RUNNING, RunRecord
 from syncline.report.inputs import Inputs
@@ -45,24 +46,24 @@ SCRIPT = Path(__file__).parent / "scripts" / "halts.py"
 RANKS, HALTED = 3, 1
 WARNS_S = 10.0
 OVER = "over"
-"""The file at whose appearance a script ends."""
+"""The file that ends a script when it appears."""
 STARTS_S = 60.0
-"""Three interpreters that import torch, on a busy machine."""
+"""Time for three interpreters to import torch on a busy machine."""
 
 
 @dataclass
 class Process:
-    """A rank, and the lines that it prints as they come."""
+    """A rank, and the lines that it prints."""
 
     popen: subprocess.Popen[str]
     lines: queue.Queue[str | None]
     seen: list[str]
 
     def wait_for(self, text: str, limit_s: float) -> str:
-        """The first line with this text, which may have been printed already."""
+        """Return the first line with this text, which may have been printed already."""
         until_s = time.monotonic() + limit_s
-        found = [line for line in self.seen if text in line]
-        while not found:
+        matching = self.said(text)
+        while not matching:
             try:
                 line = self.lines.get(timeout=max(0.0, until_s - time.monotonic()))
             except queue.Empty:
@@ -70,8 +71,8 @@ class Process:
             if line is None:
                 pytest.fail(f"ended without {text!r}: {self.seen}")
             self.seen.append(line)
-            found = [line] if text in line else []
-        return found[0]
+            matching = [line] if text in line else []
+        return matching[0]
 
     def wait(self, limit_s: float) -> int:
         code = self.popen.wait(limit_s)
@@ -85,7 +86,7 @@ class Process:
 
 @contextlib.contextmanager
 def started(arguments: list[str], folder: Path) -> Iterator[list[Process]]:
-    """Three ranks, without a launcher: rank 0 serves the store. None of them outlives this."""
+    """Run three ranks without a launcher, so that rank 0 serves the store. All of them end with the block."""
     with reserved_port() as port, contextlib.ExitStack() as ends:
         processes = []
         for rank in range(RANKS):
@@ -95,7 +96,7 @@ def started(arguments: list[str], folder: Path) -> Iterator[list[Process]]:
                 "WORLD_SIZE": str(RANKS),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
-                "SYNCLINE_FAILURES": str(folder / "notes"),
+                "SYNCLINE_FAILURES": str(folder / "reports"),
                 "OMP_NUM_THREADS": "1",
             }
             popen = subprocess.Popen(
@@ -123,7 +124,7 @@ def end(popen: subprocess.Popen[str], reader: threading.Thread) -> None:
 
 
 def wait_until_stopped(process: Process, limit_s: float) -> None:
-    """Polls: a stop that is waited for by waitpid would be seen only once."""
+    """Poll, because waitpid would report the stop only once."""
     until_s, status = time.monotonic() + limit_s, ""
     while status != psutil.STATUS_STOPPED:
         assert time.monotonic() < until_s and process.popen.poll() is None, process.seen
@@ -143,11 +144,13 @@ def under_run(folder: Path, signal_name: str, where: int, *options: str, rank: i
 
 
 WATCHED, DECIDED = 5, 40
-"""Steps in which a followed model is still watched, and in which it stays plain DDP."""
+"""A step in which a followed model is still measured, and one in which it has been left as plain DDP."""
 
 
 @pytest.mark.parametrize("where", [WATCHED, DECIDED, "tune", "tuned"])
-def test_a_stopped_rank_is_named_once_by_every_other_and_once_when_it_is_back(where: int | str, tmp_path: Path) -> None:
+def test_every_other_rank_logs_once_that_a_rank_is_stopped_and_once_that_it_is_back(
+    where: int | str, tmp_path: Path
+) -> None:
     if isinstance(where, int):
         command = under_run(tmp_path, "SIGSTOP", where)
     else:
@@ -170,10 +173,10 @@ def test_a_stopped_rank_is_named_once_by_every_other_and_once_when_it_is_back(wh
         assert ranks[0].said("Nothing that is allowed is faster than plain DDP")
     for other in others:
         assert len(other.said("no heartbeat")) == len(other.said("is back")) == 1
-    assert not halted.said("heartbeat") and not halted.said("store")  # whoever was stopped itself accuses nobody
+    assert not halted.said("heartbeat") and not halted.said("store")  # a rank that was stopped itself names no other
 
 
-def test_a_stopped_rank_that_serves_the_store_is_named_too(tmp_path: Path) -> None:
+def test_a_stopped_rank_that_serves_the_store_is_named(tmp_path: Path) -> None:
     with started(under_run(tmp_path, "SIGSTOP", DECIDED, rank=0), tmp_path) as ranks:
         wait_until_stopped(ranks[0], STARTS_S)
         until_s = time.monotonic() + WARNS_S
@@ -189,13 +192,13 @@ def test_a_stopped_rank_that_serves_the_store_is_named_too(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("where", [WATCHED, DECIDED])
-def test_a_killed_rank_is_named_by_every_survivor_and_in_their_records(where: int, tmp_path: Path) -> None:
+def test_every_survivor_names_a_killed_rank_in_its_log_and_record(where: int, tmp_path: Path) -> None:
     with started(under_run(tmp_path, "SIGKILL", where), tmp_path) as ranks:
         assert [process.wait(STARTS_S) for process in ranks] == [1, -signal.SIGKILL, 1]
     records = [RunRecord.load(tmp_path / "out" / f"rank-{rank:04d}.json") for rank in range(RANKS)]
     for rank in (0, 2):
-        assert len(ranks[rank].said(f"suspect: rank {HALTED} (no sign of life")) == 1
-        assert f"suspect: rank {HALTED} (no sign of life" in records[rank].ended
+        assert len(ranks[rank].said(f"suspect: rank {HALTED} (no heartbeat")) == 1
+        assert f"suspect: rank {HALTED} (no heartbeat" in records[rank].ended
     assert records[HALTED].ended == RUNNING and records[HALTED].state.startswith(LOST)
 
 
@@ -205,12 +208,12 @@ def test_the_timeout_bounds_plain_ddps_collectives(tmp_path: Path) -> None:
         for rank in (0, 2):
             assert ranks[rank].wait(6 + 2 * WARNS_S) == 1
             assert ranks[rank].said("Timed out waiting 6000ms")
-            assert ranks[rank].said(f"suspect: rank {HALTED} (no sign of life")
+            assert ranks[rank].said(f"suspect: rank {HALTED} (no heartbeat")
 
 
-def test_a_rank_that_computes_for_long_is_not_a_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_computes_for_long_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
-    monkeypatch.setattr(suspects, "ALARM_S", 1.0)
+    monkeypatch.setattr(silence, "ALARM_S", 1.0)
 
     def main(rank: Rank) -> list[str]:
         said: list[str] = []
@@ -229,23 +232,23 @@ def test_a_rank_that_computes_for_long_is_not_a_silent_one(monkeypatch: pytest.M
 
 
 class Clock:
-    """Rank 1's heartbeats, as rank 0 reads them once per second."""
+    """The heartbeats of rank 1, which rank 0 reads once per second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s, self.beat, self.heard, self.silence = 100.0, 0, Heard(1.0), Silence(0, 1.0)
-        monkeypatch.setattr(suspects.time, "monotonic", lambda: self.now_s)
+        self.now_s, self.count, self.heartbeats, self.log = 100.0, 0, Heartbeats(1.0), SilenceLog(0, 1.0)
+        monkeypatch.setattr(silence.time, "monotonic", lambda: self.now_s)
 
     def goes(self, seconds: int, *, beats: bool, **more: Any) -> list[str]:
         lines = []
         for _ in range(seconds):
             self.now_s += 1.0
-            self.beat += beats
-            self.heard.note({1: Sign(self.beat, **more)})
-            lines += self.silence.changes(self.heard, [1, 2])
+            self.count += beats
+            self.heartbeats.update({1: Beat(self.count, **more)})
+            lines += self.log.update(self.heartbeats, [1, 2])
         return lines
 
 
-def test_silence_is_logged_once_and_so_is_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silence_and_its_end_are_logged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     assert clock.goes(3, beats=True) == clock.goes(4, beats=False) == clock.goes(3, beats=True) == []
     (line,) = clock.goes(60, beats=False)
@@ -257,17 +260,21 @@ def test_silence_is_logged_once_and_so_is_its_end(monkeypatch: pytest.MonkeyPatc
     assert len(clock.goes(8, beats=False)) == 1
 
 
-@pytest.mark.parametrize("last", [{"idle": True}, {"left": "its program ended"}, {"failed": "it met with a failure"}])
-def test_who_said_that_it_leaves_is_not_missed(last: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "last", [{"detached": True}, {"ended": "its program ended"}, {"failed": "it met with a failure"}]
+)
+def test_a_rank_that_announced_its_end_is_not_called_silent(
+    last: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = Clock(monkeypatch)
     assert clock.goes(3, beats=True) == clock.goes(1, beats=True, **last) == []
     assert clock.goes(60, beats=False, **last) == []
 
 
-def test_a_program_that_ends_early_is_not_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a launcher, whose store outlives the ranks."""
+def test_a_program_that_ends_early_is_not_called_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a launcher whose store outlives the ranks."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
-    monkeypatch.setattr(suspects, "ALARM_S", 1.0)
+    monkeypatch.setattr(silence, "ALARM_S", 1.0)
 
     def main(rank: Rank) -> list[str]:
         said: list[str] = []
@@ -275,9 +282,9 @@ def test_a_program_that_ends_early_is_not_missed(tmp_path: Path, monkeypatch: py
         syncline.follow(model := DDP(seeded(Mlp)), change=False, quiet=True)
         dist.barrier()
         if rank.rank == HALTED:
-            heartbeat._leave()
+            heartbeat._at_exit()
         store = dist.distributed_c10d._get_default_store()
-        with pytest.raises(RuntimeError):  # what else a rank may wait for while another one has ended
+        with pytest.raises(RuntimeError):  # any wait, while another rank has ended
             store.wait(["what never comes"], timedelta(seconds=3))
         assert model is not None
         return said
@@ -286,7 +293,7 @@ def test_a_program_that_ends_early_is_not_missed(tmp_path: Path, monkeypatch: py
 
 
 def ends_early(rank: int, port: int, ended: Any, said: Any) -> None:
-    heartbeat.BEAT_S, suspects.ALARM_S = 0.2, 1.0
+    heartbeat.BEAT_S, silence.ALARM_S = 0.2, 1.0
     heartbeat.log = said.put
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     syncline.follow(DDP(seeded(Mlp)), change=False, quiet=True)
@@ -297,8 +304,8 @@ def ends_early(rank: int, port: int, ended: Any, said: Any) -> None:
             dist.distributed_c10d._get_default_store().wait(["what never comes"], timedelta(seconds=3))
 
 
-def test_a_child_of_multiprocessing_that_ends_early_is_not_missed() -> None:
-    """Nothing that is registered with atexit is run in one."""
+def test_a_child_of_multiprocessing_that_ends_early_is_not_called_silent() -> None:
+    """Such a child does not run functions that are registered with atexit."""
     context = multiprocessing.get_context("fork")
     ended, said = context.Event(), context.Queue()
     with reserved_port() as port:
@@ -323,13 +330,13 @@ def record(**changed: Any) -> RunRecord:
     return msgspec.structs.replace(RECORD, **{**running, **changed})
 
 
-def test_a_record_tells_a_process_that_runs_from_one_that_is_gone() -> None:
+def test_a_record_distinguishes_a_running_process_from_one_that_has_ended() -> None:
     now = "2999-01-01T00:00:00+00:00"
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait(STARTS_S)
     assert record(began=now).state == RUNNING
     assert record(began=now, process=child.pid).state.startswith(LOST)
-    assert record().state.startswith(LOST), "a process that began later is another one"
+    assert record().state.startswith(LOST), "a process that started later is another process"
     assert record(host="elsewhere").state.startswith("still running on elsewhere at ")
     assert record(ended="finished", process=child.pid).state == "finished"
     assert record(host="", process=None, began="").state == RUNNING, "as earlier versions wrote it"
@@ -337,11 +344,11 @@ def test_a_record_tells_a_process_that_runs_from_one_that_is_gone() -> None:
     assert LOST in gone.warning
 
 
-def test_failure_tells_of_ranks_that_were_killed_and_left_no_failure_report(
+def test_failure_shows_ranks_that_were_killed_without_a_failure_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SYNCLINE_FAILURES", str(tmp_path / "notes"))
+    monkeypatch.setenv("SYNCLINE_FAILURES", str(tmp_path / "reports"))
     refused = CliRunner().invoke(app, ["failure"])
     assert refused.exit_code == 2 and "nothing has failed here" in refused.output
     (tmp_path / "syncline-run").mkdir()

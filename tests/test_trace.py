@@ -1,4 +1,4 @@
-"""Phases of exchanges, as real ranks note them, and the trace that viewers open."""
+"""Tests of recorded collectives, and of the trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WAYS: dict[str, syncline.Exchange] = {
 
 
 def _wide() -> nn.Module:
-    """Of two layers, the larger of which is worth a sparse exchange."""
+    """Return two layers, of which only the larger is suitable for a sparse exchange."""
     return nn.Sequential(nn.Linear(16, 256), nn.Linear(256, 32))
 
 
@@ -83,7 +83,7 @@ def _trained(rank: Rank, name: str, exchange: syncline.Exchange) -> tuple[ModelR
     gc.collect()
     gc.disable()
     handle.detach()
-    seen["left"] = sum(job() is not None for job in jobs)  # no circle keeps them
+    seen["left"] = sum(job() is not None for job in jobs)  # there is no reference cycle
     gc.enable()
     return _model(name, spans), seen
 
@@ -120,12 +120,12 @@ def _record(rank: int, models: Sequence[ModelRecord], *, ranks: int = 4, clock_s
 
 
 Recorded = tuple[list[RunRecord], list[dict[str, dict[str, Any]]]]
-"""What ranks recorded, and what else they saw of each way."""
+"""The run record of each rank, and further observations by method."""
 
 
 @pytest.fixture(scope="module")
 def recorded() -> Recorded:
-    """Of four ranks, with a model per way."""
+    """Train one model per method on four ranks."""
 
     def main(rank: Rank) -> Any:
         rank.init_process_group(TIMEOUT_S)
@@ -133,8 +133,8 @@ def recorded() -> Recorded:
         record = _record(rank.rank, [model for model, _ in ran.values()], clock_s=time.time() - time.monotonic())
         return msgspec.to_builtins(record), {name: seen for name, (_, seen) in ran.items()}
 
-    everyone = launch(ClusterSpec(hosts=2, per_host=(2, 2)), main, shaped=False, deadline_s=90.0)
-    return [msgspec.convert(record, RunRecord) for record, _ in everyone], [seen for _, seen in everyone]
+    results = launch(ClusterSpec(hosts=2, per_host=(2, 2)), main, shaped=False, deadline_s=90.0)
+    return [msgspec.convert(record, RunRecord) for record, _ in results], [seen for _, seen in results]
 
 
 def _last_step(record: RunRecord, way: str) -> StepSpan:
@@ -148,7 +148,7 @@ def _calls(step: StepSpan) -> list[list[tuple[str, str]]]:
 # --- phases -----------------------------------------------------------------------------------------------------
 
 
-def test_every_collective_of_an_exchange_is_noted_with_its_level(recorded: Recorded) -> None:
+def test_every_collective_of_an_exchange_is_recorded_with_its_level(recorded: Recorded) -> None:
     records, _ = recorded
     for record in records:
         assert _calls(_last_step(record, "dense")) == [[("all_reduce", "world")]] * 2
@@ -163,7 +163,7 @@ def test_every_collective_of_an_exchange_is_noted_with_its_level(recorded: Recor
             assert Counter(calls) == Counter({up: 3, across: 3, down: 3})
 
 
-def test_their_bytes_add_up_to_what_the_step_sent(recorded: Recorded) -> None:
+def test_the_bytes_of_collectives_add_up_to_those_of_the_step(recorded: Recorded) -> None:
     records, seen = recorded
     for record, saw in zip(records, seen, strict=True):
         for way in WAYS:
@@ -174,7 +174,7 @@ def test_their_bytes_add_up_to_what_the_step_sent(recorded: Recorded) -> None:
             assert dict(total) == saw[way]["sent"], way
 
 
-def test_they_lie_inside_their_bucket_and_pipelined_chunks_overlap(recorded: Recorded) -> None:
+def test_collectives_lie_inside_their_bucket_and_pipelined_chunks_overlap(recorded: Recorded) -> None:
     records, _ = recorded
     overlaps: Counter[str] = Counter()
     for record in records:
@@ -186,10 +186,10 @@ def test_they_lie_inside_their_bucket_and_pipelined_chunks_overlap(recorded: Rec
                 pairs = zip(bucket.phases, bucket.phases[1:], strict=False)
                 overlaps[model.name] += sum(after.start_s < before.end_s for before, after in pairs)
     assert overlaps["leader"] > 0 and overlaps["sharded"] > 0, overlaps
-    assert overlaps["bf16"] == overlaps["sparse"] == 0, "these wait for one before they issue the next"
+    assert overlaps["bf16"] == overlaps["sparse"] == 0, "these wait for each collective before they issue the next"
 
 
-def test_without_tracing_nothing_is_noted_and_tracing_leaves_nothing_behind(recorded: Recorded) -> None:
+def test_nothing_is_recorded_without_tracing_and_tracing_leaks_nothing(recorded: Recorded) -> None:
     _, seen = recorded
     for saw in seen:
         for way in WAYS:
@@ -197,7 +197,7 @@ def test_without_tracing_nothing_is_noted_and_tracing_leaves_nothing_behind(reco
             assert saw[way]["left"] == 0, way
 
 
-def test_a_bucket_tells_through_what_it_went(recorded: Recorded) -> None:
+def test_a_bucket_records_the_name_of_its_exchange(recorded: Recorded) -> None:
     records, _ = recorded
     assert {bucket.exchange for bucket in _last_step(records[0], "sparse").buckets} == {"oktopk(density=0.1)"}
     assert [name_of(exchange) for exchange in (Dense(), Dense(wire="fp16"), OkTopk())] == ["dense", "fp16", "oktopk"]
@@ -207,7 +207,7 @@ def test_a_bucket_tells_through_what_it_went(recorded: Recorded) -> None:
 
 
 class _NoFuture:
-    """A backend's work that has no future."""
+    """The work of a backend without futures."""
 
     def wait(self) -> None: ...
 
@@ -215,7 +215,7 @@ class _NoFuture:
         raise RuntimeError("not implemented for this backend")
 
 
-def test_where_a_collective_has_no_future_its_end_is_when_it_was_waited_for() -> None:
+def test_a_collective_without_a_future_ends_when_wait_returns() -> None:
     job = Job(0, 0, torch.zeros(1), lambda: None)
     phases = Phases(job.marks)
     waited, never = (phases.begin("reduce", "hosts", 8)(_NoFuture()) for _ in range(2))
@@ -233,10 +233,14 @@ def test_where_a_collective_has_no_future_its_end_is_when_it_was_waited_for() ->
 
 
 def _assert_loads(trace: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
-    """What Perfetto's trace processor asks of a JSON trace, step by step as it goes through one: events by time, equal
-    times in the order of the file; per thread a stack of slices, of which those that have ended are taken off when the
-    next one comes, and one that only overlaps with what is left is dropped; arrows that bind to the top of the stack;
-    threads named by number alone. Returns the slices of each thread."""
+    """Check a JSON trace by the rules of Perfetto's trace processor, and return the slices of each thread.
+
+    - Events are read by time, and in the order of the file if times are equal.
+    - Each thread has a stack of slices. A new slice removes those that have ended. It is dropped if it overlaps a
+      remaining slice without being nested in it.
+    - Arrows bind to the top of the stack.
+    - Threads are identified by their number alone.
+    """
     text = json.dumps(trace, allow_nan=False)
     events = json.loads(text)["traceEvents"]
     assert trace["displayTimeUnit"] == "ms"
@@ -253,7 +257,7 @@ def _assert_loads(trace: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
                 assert event["pid"] not in processes
                 processes[event["pid"]] = value
             elif event["name"] == "thread_name":
-                assert event["tid"] not in threads, "two threads of one number"
+                assert event["tid"] not in threads, "two threads with the same number"
                 threads[event["tid"]] = (event["pid"], value)
             else:
                 assert event["name"] in ("process_sort_index", "thread_sort_index") and type(value) is int
@@ -261,7 +265,7 @@ def _assert_loads(trace: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
     ended: set[int] = set()
     stacks: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in sorted((event for event in events if event["ph"] != "M"), key=lambda event: event["ts"]):
-        assert threads[event["tid"]][0] == event["pid"], "a thread of another process, or one without a name"
+        assert threads[event["tid"]][0] == event["pid"], "the thread belongs to another process, or has no name"
         stack, ts = stacks[event["tid"]], event["ts"]
         if event["ph"] == "X":
             end = ts + event["dur"]
@@ -271,20 +275,26 @@ def _assert_loads(trace: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
                 if not (top_end < ts or (top_end == ts and (stack[-1]["dur"] or event["dur"]))):
                     break
                 stack.pop()
-            assert all(end <= other["ts"] + other["dur"] for other in stack), ("only overlaps", event, stack)
+            assert all(end <= other["ts"] + other["dur"] for other in stack), (
+                "overlaps without being nested",
+                event,
+                stack,
+            )
             stack.append(event)
             slices[event["tid"]].append({**event, "depth": len(stack) - 1})
         elif event["ph"] in ("s", "f"):
             assert stack and type(event["id"]) is int and event["cat"], event
             top = stack[-1]
-            assert top["ts"] <= ts <= top["ts"] + top["dur"], ("an arrow that binds to nothing", event)
+            assert top["ts"] <= ts <= top["ts"] + top["dur"], ("the arrow binds to nothing", event)
             if event["ph"] == "s":
                 assert event["id"] not in sources
                 assert top["name"] == "backward" or top["dur"] == 0, top
                 sources[event["id"]] = top
             else:
                 assert event["bp"] == "e" and event["id"] in sources and event["id"] not in ended
-                assert top["cat"] == "bucket" and top["ts"] == ts, "the bucket itself, and not a part of it"
+                assert top["cat"] == "bucket" and top["ts"] == ts, (
+                    "the arrow must point to the bucket, not to a part of it"
+                )
                 ended.add(event["id"])
         else:
             assert event["ph"] == "C", event
@@ -294,7 +304,7 @@ def _assert_loads(trace: Mapping[str, Any]) -> dict[int, list[dict[str, Any]]]:
 
 
 def _rows(trace: Mapping[str, Any], process: int) -> dict[str, int]:
-    """Names and numbers of a process's threads."""
+    """Return the numbers of a process's threads by name."""
     return {
         event["args"]["name"]: event["tid"]
         for event in trace["traceEvents"]
@@ -355,7 +365,7 @@ def _phase(name: str, start_s: float, end_s: float) -> PhaseSpan:
     return PhaseSpan(name=name, level="hosts", sent_bytes=7, start_s=start_s, end_s=end_s)
 
 
-def test_what_is_under_way_at_once_is_in_rows_of_its_own() -> None:
+def test_concurrent_slices_are_in_separate_rows() -> None:
     first = _bucket(0, 10.15, 10.16, 10.4, _phase("reduce", 10.16, 10.3), _phase("reduce", 10.2, 10.35))
     second = _bucket(1, 10.2, 10.25, 10.45, _phase("broadcast", 10.3, 10.45))
     third = _bucket(2, 10.3, 10.4, 10.5)
@@ -374,8 +384,8 @@ def test_what_is_under_way_at_once_is_in_rows_of_its_own() -> None:
     assert bucket["args"] == {"bytes": 100, "exchange": "dense", "step": 0, "way": "plan", "waited_us": 100000}
 
 
-def test_ranks_are_side_by_side_by_their_wall_clocks() -> None:
-    """Monotonic clocks count from each host's start: the same moment is 5 s here and 900 s there."""
+def test_ranks_are_aligned_by_their_wall_clocks() -> None:
+    """Monotonic clocks start with each host: the same moment is 5 s on one host and 900 s on the other."""
     here = _record(0, [_model("net", [_step(5.0)])], clock_s=1_790_000_000.0)
     there = _record(2, [_model("net", [_step(900.000002)])], clock_s=1_790_000_000.0 - 895.0)
     starts = [
@@ -384,9 +394,9 @@ def test_ranks_are_side_by_side_by_their_wall_clocks() -> None:
     assert starts == [0, 2]
 
 
-def test_models_are_apart_and_odd_records_still_load() -> None:
+def test_models_are_separate_processes_and_unusual_records_load() -> None:
     name = 'a "quoted" <b>name</b> \ud800 ☃'
-    # Steps that overlap, a bucket that was ready before backward by its clock, one without extent, one that ran over.
+    # Overlapping steps, and buckets that are ready before backward, have no duration, or end after the step.
     odd = [
         _step(1.0, _bucket(0, 0.9, 0.95, 1.7), _bucket(1, 1.2, 1.2, 1.2), step=0),
         _step(1.4, _bucket(0, 1.45, 1.5, 2.6, _phase("all_reduce", 1.4, 2.7)), step=1),
@@ -417,8 +427,8 @@ def test_a_trace_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 PROCESSOR = os.environ.get("TRACE_PROCESSOR") or shutil.which("trace_processor_shell")
 
 
-@pytest.mark.skipif(PROCESSOR is None, reason="no trace_processor_shell here; $TRACE_PROCESSOR names one")
-def test_perfettos_own_processor_takes_everything_in(recorded: Recorded, tmp_path: Path) -> None:
+@pytest.mark.skipif(PROCESSOR is None, reason="needs trace_processor_shell, or its path in $TRACE_PROCESSOR")
+def test_perfettos_trace_processor_imports_everything(recorded: Recorded, tmp_path: Path) -> None:
     records, _ = recorded
     trace = trace_of(records)
     write_trace(tmp_path / "trace.json", records)

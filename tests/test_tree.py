@@ -1,4 +1,4 @@
-"""Trees of ranks: found from hosts and racks, or given; and who meets whom at each of their levels."""
+"""Trees of ranks, detected or written by a user, and the groups at each of their levels."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ law = settings(max_examples=150, deadline=None)
 
 
 def groups(tree: Tree) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """By level."""
+    """Return the groups by level."""
     return {level.name: level.groups for level in tree.levels}
 
 
-# --- found ------------------------------------------------------------------------------------------------------
+# --- detected ---------------------------------------------------------------------------------------------------
 
 
 def test_ranks_of_a_host_meet_and_so_do_ranks_of_the_same_place_on_each_host() -> None:
@@ -63,7 +63,7 @@ def test_hosts_of_a_rack_meet_before_racks_do() -> None:
 
 
 def test_racks_of_unequal_numbers_of_hosts_still_divide_what_their_hosts_divide() -> None:
-    """The one host of the second rack climbs on as it is, part by part."""
+    """The only host of the second rack takes part in the level of racks with each of its ranks."""
     tree = Tree.of_hosts([0, 0, 1, 1, 2, 2], [0, 0, 1])
     assert groups(tree)["hosts"] == ((0, 2), (1, 3), (4,), (5,))
     assert groups(tree)["racks"] == ((0, 4), (1, 5))
@@ -80,7 +80,7 @@ def test_one_rack_is_no_level(racks: tuple[int, ...]) -> None:
     assert Tree.of_hosts([0, 1, 1], racks) == Tree.of_hosts([0, 1, 1])
 
 
-# --- given ------------------------------------------------------------------------------------------------------
+# --- written by a user ------------------------------------------------------------------------------------------
 
 
 def test_sizes_count_from_the_inside_out() -> None:
@@ -115,15 +115,15 @@ def test_lists_and_tuples_mean_the_same() -> None:
     assert Tree.given([(0, 1), [2, 3]], 4) == Tree.given(((0, 1), (2, 3)), 4)
 
 
-# --- what holds for all of them ---------------------------------------------------------------------------------
+# --- properties of all trees ------------------------------------------------------------------------------------
 
 
 @st.composite
 def nested(draw: st.DrawFn, most: int = 3, deepest: int = 4) -> tuple[Any, int]:
-    """Lists of lists, equally deep, of ranks in any order; and how many ranks. On some levels all lists are alike."""
+    """Draw nested lists of equal depth, with ranks in any order, and the number of ranks."""
     depth = draw(st.integers(1, deepest))
     sizes = [draw(st.none() | st.integers(1, most)) for _ in range(depth)]
-    sizes[-1] = sizes[-1] or draw(st.integers(2, most))  # one rank alone is no tree to speak of
+    sizes[-1] = sizes[-1] or draw(st.integers(2, most))  # at least two ranks
     count = itertools.count()
 
     def build(height: int) -> Any:
@@ -146,7 +146,7 @@ def nested(draw: st.DrawFn, most: int = 3, deepest: int = 4) -> tuple[Any, int]:
 
 
 def units_at(tree: Tree) -> list[list[Any]]:
-    """The lists of each level, from the inside out."""
+    """Return the lists of each level, from the inside out."""
     found: list[list[Any]] = [[tree.root]]
     while not isinstance(found[0][0][0], int):
         found.insert(0, [child for unit in found[0] for child in unit])
@@ -162,7 +162,7 @@ def ranks_in(unit: Any) -> Iterator[int]:
 
 
 def places(levels: tuple[Level, ...]) -> list[dict[int, int]]:
-    """By level: where each rank stands in its group."""
+    """Return the position of each rank in its group, by level."""
     return [{rank: place for group in level.groups for place, rank in enumerate(group)} for level in levels]
 
 
@@ -206,7 +206,7 @@ def test_each_group_holds_one_rank_of_every_list_that_meets_there(made: tuple[An
 @given(made=nested())
 @law
 def test_ranks_that_meet_hold_the_same_part(made: tuple[Any, int]) -> None:
-    """They stand at the same place in their groups at every level below; first, where groups are unequal."""
+    """They have the same position in their groups at every level below, and the first one where groups are unequal."""
     tree = Tree.given(*made)
     stands = places(tree.levels)
     for height, level in enumerate(tree.levels):
@@ -230,7 +230,7 @@ def test_every_part_of_a_list_has_a_group_of_its_own(made: tuple[Any, int]) -> N
 @given(made=nested())
 @law
 def test_leaders_of_leaders_are_one_group_per_list(made: tuple[Any, int]) -> None:
-    """Where every level has leaders, those who meet are the first of each list."""
+    """If every level has leaders, a group consists of the first rank of each list."""
     tree = Tree.given(*made)
     levels = list(tree.levels)
     for height in range(len(levels)):
@@ -299,7 +299,7 @@ def test_one_host_and_one_level_are_described_too() -> None:
     assert Tree.given((4,), 4).describe() == "4 ranks"
 
 
-# --- what is refused --------------------------------------------------------------------------------------------
+# --- refused input ----------------------------------------------------------------------------------------------
 
 
 def own_member() -> list[Any]:
@@ -336,8 +336,8 @@ def nested_so_deep(depth: int) -> Any:
         ([[[0], [1]], [2, 3]], "nested equally deep"),
         ((2, 3), "its sizes multiply to 6 ranks, and there are 4"),
         ((2,), "its sizes multiply to 2 ranks, and there are 4"),
-        ((4, 0), "these are sizes, and one is less than 1"),
-        ((-2, -2), "these are sizes, and one is less than 1"),
+        ((4, 0), "sizes must be at least 1; to list ranks, nest the lists"),
+        ((-2, -2), "sizes must be at least 1; to list ranks, nest the lists"),
         ((4, *(1,) * 16), "up to 16 levels"),
     ],
 )

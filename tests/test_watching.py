@@ -1,4 +1,4 @@
-"""Who is named when an exchange fails, what is left behind, what ends that nobody else ends, and who is slow."""
+"""Suspects and failure reports when an exchange fails, exchanges that hang, and stragglers."""
 
 from __future__ import annotations
 
@@ -30,13 +30,23 @@ from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
 from syncline.cluster.ports import reserved_port
 from syncline.dist import agreement
 from syncline.dist.lane import HostMarks, Job
-from syncline.doctor import examine_notes
+from syncline.doctor import examine_reports
 from syncline.exchange import Comm, Layout, State, Work
 from syncline.health import failure, heartbeat, meeting, watchdog
-from syncline.health.failure import Failure
+from syncline.health.failure import FailureReport
 from syncline.health.stragglers import Stragglers
-from syncline.health.suspects import At, Heard, Kind, Sign, is_backends, is_collective
-from syncline.health.watchdog import Guard
+from syncline.health.suspects import (
+    Absence,
+    Beat,
+    Heartbeats,
+    Kind,
+    Progress,
+    StoreState,
+    absent_from_collective,
+    is_backends,
+    is_collective,
+)
+from syncline.health.watchdog import Watchdog
 
 LOST = 1
 
@@ -45,10 +55,10 @@ def outcomes_of(main: Callable[[Rank], Any], ranks: int = 3) -> list[Outcome]:
     return launch_outcomes(ClusterSpec(hosts=ranks), main, deadline_s=60.0, grace_s=30.0, shaped=False)
 
 
-def guard_of_one(timeout_s: float) -> Guard:
+def watchdog_of_one(timeout_s: float) -> Watchdog:
     group = dist.group.WORLD
     assert group is not None
-    return Guard(group, timedelta(seconds=timeout_s))
+    return Watchdog(group, timedelta(seconds=timeout_s))
 
 
 def failing_step(rank: Rank, model: DDP) -> str:
@@ -58,10 +68,10 @@ def failing_step(rank: Rank, model: DDP) -> str:
 
 
 @pytest.mark.parametrize("exchange", [syncline.Dense(), syncline.OkTopk(density=0.5)], ids=["dense", "sparse"])
-def test_a_dead_rank_is_named_by_every_survivor_and_the_last_events_are_left(
+def test_every_survivor_names_a_dead_rank_and_reports_its_last_events(
     exchange: syncline.Exchange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path / "notes"))
+    monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path / "reports"))
 
     def main(rank: Rank) -> dict[str, Any]:
         rank.init_process_group(TIMEOUT_S)
@@ -79,31 +89,33 @@ def test_a_dead_rank_is_named_by_every_survivor_and_the_last_events_are_left(
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error is None, outcome
         for text in (outcome.value["text"], outcome.value["error"]):
-            assert f"suspect: rank {LOST} (no sign of life" in text
+            assert f"suspect: rank {LOST} (no heartbeat" in text
             assert "rank 0 (" not in text and "rank 2 (" not in text
-        note = Failure.load(tmp_path / "notes" / f"rank-{outcome.rank}.json")
-        assert [one.rank for one in note.suspects] == [LOST]
-        assert (note.rank, note.world_size, note.step, note.timeout_s) == (outcome.rank, 3, 3, 10.0)
-        assert "exchanging bucket" in note.error
-        seconds = [event.before_s for event in note.events]
+        report = FailureReport.load(tmp_path / "reports" / f"rank-{outcome.rank}.json")
+        assert [suspect.rank for suspect in report.suspects] == [LOST]
+        assert (report.rank, report.world_size, report.step, report.timeout_s) == (outcome.rank, 3, 3, 10.0)
+        assert "exchanging bucket" in report.error
+        seconds = [event.before_s for event in report.events]
         assert seconds == sorted(seconds, reverse=True) and seconds[-1] >= 0
-        kinds = [event.what for event in note.events]
+        kinds = [event.what for event in report.events]
         assert {"ready", "start", "end"} <= set(kinds)
         assert "all_reduce" in kinds or "all_to_all" in kinds
-        assert {event.step for event in note.events} >= {0, 1, 2, 3}
-    assert not (tmp_path / "notes" / f"rank-{LOST}.json").exists()
-    together = examine_notes()
-    assert together.missing == (LOST,) and [note.rank for note in together.notes] == [0, 2]
-    assert [(one.rank, one.by, one.left_note) for one in together.accused] == [(LOST, (0, 2), False)]
+        assert {event.step for event in report.events} >= {0, 1, 2, 3}
+    assert not (tmp_path / "reports" / f"rank-{LOST}.json").exists()
+    postmortem = examine_reports()
+    assert postmortem.missing == (LOST,) and [report.rank for report in postmortem.reports] == [0, 2]
+    assert [(accused.rank, accused.by, accused.left_report) for accused in postmortem.accused] == [
+        (LOST, (0, 2), False)
+    ]
 
 
-def test_a_rank_that_does_not_come_is_named_and_told_from_a_dead_one() -> None:
+def test_a_live_rank_that_is_absent_is_named_as_such() -> None:
     def main(rank: Rank) -> str:
         rank.init_process_group(TIMEOUT_S)
         model = DDP(seeded(Mlp), **SMALL_BUCKETS)
         syncline.attach(model, syncline.Dense(), timeout_s=3.0)
         train(model, square_loss_step(rank), 2)
-        if rank.rank == LOST:  # it is somewhere else, and well
+        if rank.rank == LOST:  # it is alive, but does something else
             wait_for(rank, 0, 2)
             return ""
         text = failing_step(rank, model)
@@ -113,11 +125,11 @@ def test_a_rank_that_does_not_come_is_named_and_told_from_a_dead_one() -> None:
     outcomes = outcomes_of(main)
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error is None, outcome
-        assert f"suspect: rank {LOST} (alive, in step 1, and has not come to this exchange)" in outcome.value
+        assert f"suspect: rank {LOST} (alive, in step 1, but has not reached this exchange)" in outcome.value
 
 
-def test_who_waits_in_the_first_step_is_not_said_to_hang() -> None:
-    """Ranks compare a bucket before its first exchange, which is no collective of the exchange's."""
+def test_a_rank_that_waits_in_the_first_step_is_not_suspected() -> None:
+    """Ranks compare a bucket before its first exchange, in a collective that does not belong to the exchange."""
 
     def main(rank: Rank) -> str:
         rank.init_process_group(TIMEOUT_S)
@@ -127,23 +139,23 @@ def test_who_waits_in_the_first_step_is_not_said_to_hang() -> None:
             wait_for(rank, 0, 2)
             return ""
         if rank.rank == 2:
-            time.sleep(2.0)  # so that rank 0's time is up while this one waits
+            time.sleep(2.0)  # so that rank 0 reaches its timeout while this one waits
         text = failing_step(rank, model)
         wait_for(rank, 0, 2)
         return text
 
     outcomes = outcomes_of(main)
     assert all(outcome.error is None for outcome in outcomes), outcomes
-    assert f"suspect: rank {LOST} (alive, in step 0, and has not come to this exchange)" in outcomes[0].value
+    assert f"suspect: rank {LOST} (alive, in step 0, but has not reached this exchange)" in outcomes[0].value
     assert "rank 2 (" not in outcomes[0].value and "rank 0 (" not in outcomes[2].value
 
 
 @pytest.mark.parametrize(
     ("how", "why"),
-    [("detached", "it had nothing attached when it was heard of last"), ("ended", "its program ended")],
+    [("detached", "it had nothing attached at its last heartbeat"), ("ended", "its program ended")],
 )
-def test_who_has_detached_or_ended_well_is_not_said_to_be_dead(how: str, why: str) -> None:
-    """Ended under torchrun, whose store outlives its ranks."""
+def test_a_rank_that_detached_or_ended_is_not_called_silent(how: str, why: str) -> None:
+    """As under torchrun, whose store outlives its ranks."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def main(rank: Rank) -> str:
@@ -154,7 +166,7 @@ def test_who_has_detached_or_ended_well_is_not_said_to_be_dead(how: str, why: st
         handle = syncline.attach(model, syncline.Dense(), timeout_s=4.0)
         train(model, square_loss_step(rank), 2)
         if rank.rank == LOST:
-            end = handle.detach if how == "detached" else heartbeat._leave
+            end = handle.detach if how == "detached" else heartbeat._at_exit
             end()
             wait_for(rank, 0, 2)
             return ""
@@ -168,7 +180,7 @@ def test_who_has_detached_or_ended_well_is_not_said_to_be_dead(how: str, why: st
         assert f"suspect: rank {LOST} ({why})" in outcome.value
 
 
-def test_an_error_of_ones_own_where_ranks_meet_is_told_as_it_is(
+def test_an_error_of_this_rank_in_a_common_call_is_raised_as_it_is(
     one_rank: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(*_: object) -> None:
@@ -181,7 +193,7 @@ def test_an_error_of_ones_own_where_ranks_meet_is_told_as_it_is(
         meeting.meet(group, {})
 
 
-def test_who_does_not_come_to_attach_is_named_and_the_others_leave_a_note(
+def test_a_rank_that_does_not_call_attach_is_named_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path))
@@ -200,18 +212,19 @@ def test_who_does_not_come_to_attach_is_named_and_the_others_leave_a_note(
     outcomes = outcomes_of(main)
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome.error is None, outcome
-        assert f"suspect: rank {LOST} (it has left no sign here)" in outcome.value
+        assert f"suspect: rank {LOST} (it has sent no heartbeat)" in outcome.value
         assert "All ranks of the model's process group must call attach" in outcome.value
-        assert outcome.value.endswith(f"; this rank's note is in {tmp_path / f'rank-{outcome.rank}.json'}")
-    found = examine_notes(tmp_path)
-    assert [(note.rank, note.step, note.timeout_s) for note in found.notes] == [(0, None, 3.0), (2, None, 3.0)]
-    assert [(one.rank, one.kind, one.by) for one in found.accused] == [(LOST, Kind.UNSEEN, (0, 2))]
-    (job,) = {note.job for note in found.notes}
+        assert outcome.value.endswith(f"; this rank's failure report is {tmp_path / f'rank-{outcome.rank}.json'}")
+    postmortem = examine_reports(tmp_path)
+    reports = postmortem.reports
+    assert [(report.rank, report.step, report.timeout_s) for report in reports] == [(0, None, 3.0), (2, None, 3.0)]
+    assert [(one.rank, one.kind, one.by) for one in postmortem.accused] == [(LOST, Kind.UNSEEN, (0, 2))]
+    (job,) = {report.job for report in reports}
     assert len(job) == 16
 
 
-def ended(server: str, end: str, notes: Path) -> list[tuple[int, str]]:
-    """Three ranks of `scripts/falls.py`: their exit codes, and what they said."""
+def run_falls(server: str, end: str, folder: Path) -> list[tuple[int, str]]:
+    """Run three ranks of `scripts/falls.py`, and return their exit codes and what they printed."""
     script = Path(__file__).parent / "scripts" / "falls.py"
     with contextlib.ExitStack() as ends:
         if server == "test":
@@ -222,42 +235,42 @@ def ended(server: str, end: str, notes: Path) -> list[tuple[int, str]]:
         ranks = [
             subprocess.Popen(
                 [sys.executable, str(script), "127.0.0.1", str(port), str(rank), server, end],
-                env={**os.environ, failure.FOLDER_VARIABLE: str(notes)},
+                env={**os.environ, failure.FOLDER_VARIABLE: str(folder)},
                 stderr=subprocess.PIPE,
                 text=True,
             )
             for rank in range(3)
         ]
-        for one in ranks:
-            ends.callback(one.kill)
-        said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+        for rank in ranks:
+            ends.callback(rank.kill)
+        printed = [rank.communicate(timeout=60)[1] for rank in ranks]
+    return [(rank.returncode, text) for rank, text in zip(ranks, printed, strict=True)]
 
 
 @pytest.mark.parametrize(("server", "end"), [("test", "falls"), ("rank 0", "falls"), ("rank 0", "catches")])
-def test_a_program_that_ends_with_a_collective_names_who_was_missing(server: str, end: str, tmp_path: Path) -> None:
-    ranks = ended(server, end, tmp_path)
+def test_a_program_that_ends_in_a_collective_names_the_missing_rank(server: str, end: str, tmp_path: Path) -> None:
+    ranks = run_falls(server, end, tmp_path)
     assert [code for code, _ in ranks] == [1, -signal.SIGKILL, 1]
-    for _, said in (ranks[0], ranks[2]):
-        told = "the program ended in a collective of its own or of DDP's: RuntimeError: "
-        assert (told if end == "falls" else "ExchangeError: exchanging bucket 0 failed in step 3: ") in said
-        assert f"suspect: rank {LOST} (no sign of life" in said
-        assert "rank 0 (" not in said and "rank 2 (" not in said
-    assert [(one.rank, one.by) for one in examine_notes(tmp_path).accused] == [(LOST, (0, 2))]
+    for _, printed in (ranks[0], ranks[2]):
+        outside = "the program ended in a collective outside Syncline: RuntimeError: "
+        assert (outside if end == "falls" else "ExchangeError: exchanging bucket 0 failed in step 3: ") in printed
+        assert f"suspect: rank {LOST} (no heartbeat" in printed
+        assert "rank 0 (" not in printed and "rank 2 (" not in printed
+    assert [(one.rank, one.by) for one in examine_reports(tmp_path).accused] == [(LOST, (0, 2))]
 
 
-def test_a_survivor_with_buckets_under_way_ends_with_its_exception_and_not_with_an_abort(tmp_path: Path) -> None:
-    """Lanes that come back from a collective while Python takes itself apart would."""
-    ranks = ended("test", "raises", tmp_path)
+def test_a_survivor_with_unfinished_buckets_ends_with_its_exception_and_does_not_abort(tmp_path: Path) -> None:
+    """A lane that returns from a collective while Python shuts down would abort the process."""
+    ranks = run_falls("test", "raises", tmp_path)
     assert [code for code, _ in ranks] == [1, 1, 1]
-    for _, said in (ranks[0], ranks[2]):
-        assert f"suspect: rank {LOST} (its program ended: ValueError: no such file)" in said
-        assert "terminate called" not in said
+    for _, printed in (ranks[0], ranks[2]):
+        assert f"suspect: rank {LOST} (its program ended: ValueError: no such file)" in printed
+        assert "terminate called" not in printed
 
 
 @dataclass(frozen=True)
 class Failing:
-    """Fails on one rank, by itself, in its fourth run."""
+    """An exchange that fails on one rank, in its fourth run."""
 
     how: str
     lossless: bool = True
@@ -286,7 +299,7 @@ class Failing:
 runs: list[int] = []
 
 
-def test_a_rank_that_fails_by_itself_is_named_with_its_own_words() -> None:
+def test_a_rank_with_an_error_of_its_own_is_named_with_that_error() -> None:
     def main(rank: Rank) -> str:
         rank.init_process_group(TIMEOUT_S)
         model = DDP(seeded(Mlp), **SMALL_BUCKETS)
@@ -304,7 +317,9 @@ def test_a_rank_that_fails_by_itself_is_named_with_its_own_words() -> None:
         assert "no room for this bucket" in outcome.value
 
 
-def test_what_hangs_without_a_collective_is_ended_and_the_model_can_be_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exchange_that_hangs_outside_collectives_is_abandoned_and_can_be_detached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     timeout_s = 3.0
     monkeypatch.setattr(watchdog, "_GRACE_S", 1.0)
 
@@ -324,18 +339,18 @@ def test_what_hangs_without_a_collective_is_ended_and_the_model_can_be_let_go(mo
 
     outcomes = outcomes_of(main)
     assert all(outcome.error is None for outcome in outcomes), outcomes
-    assert "nothing has moved on lane" in outcomes[LOST].value["text"]
-    assert "suspect" not in outcomes[LOST].value["text"]  # it knows that it was itself
+    assert "no progress on lane" in outcomes[LOST].value["text"]
+    assert "suspect" not in outcomes[LOST].value["text"]  # it knows that the cause is its own
     for outcome in (outcomes[0], outcomes[2]):
         assert f"suspect: rank {LOST} (" in outcome.value["text"]
-        # Who waits may see it inside, or be told when it was ended there.
-        assert "inside of an exchange for" in outcome.value["text"] or "inside of the exchange" in outcome.value["text"]
+        # Another rank sees that it is inside the exchange, or that it was abandoned there.
+        assert "inside an exchange for" in outcome.value["text"] or "inside the exchange" in outcome.value["text"]
     for outcome in outcomes:
         assert outcome.value["took_s"] < timeout_s + 1 + 10
         assert outcome.value["detached_s"] < 10
 
 
-def test_a_slow_rank_is_named_with_its_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_rank_is_named_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "_STRAGGLERS_S", 0.2)
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
 
@@ -350,63 +365,64 @@ def test_a_slow_rank_is_named_with_its_seconds(monkeypatch: pytest.MonkeyPatch) 
             step(*of)
 
         until_s = time.monotonic() + 20
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             done = torch.zeros(1)
             while not done and time.monotonic() < until_s:
                 train(model, slowly, 10)
                 done = torch.tensor([1.0 if handle.straggler else 0.0])
                 dist.all_reduce(done)
-        seen = [str(one.message) for one in told if "longer than the others" in str(one.message)]
-        return {"straggler": handle.straggler, "told": seen}
+        seen = [str(warning.message) for warning in warned if "longer than the others" in str(warning.message)]
+        return {"straggler": handle.straggler, "warnings": seen}
 
     first, *others = on_ranks(3, main)
     assert first["straggler"] is not None and first["straggler"].startswith("rank 2 takes 0.0")
-    assert len(first["told"]) == 1 and "wait for it" in first["told"][0]
-    assert all(other["straggler"] is None and other["told"] == [] for other in others)
+    assert len(first["warnings"]) == 1 and "wait for it" in first["warnings"][0]
+    assert all(other["straggler"] is None and other["warnings"] == [] for other in others)
 
 
-def own(*seconds: float | None) -> dict[int, At]:
-    return {rank: At(1, 1, one) for rank, one in enumerate(seconds)}
+def own(*seconds: float | None) -> dict[int, Progress]:
+    return {rank: Progress(1, 1, seconds_of_rank) for rank, seconds_of_rank in enumerate(seconds)}
 
 
-def test_a_straggler_is_one_that_stays_behind() -> None:
-    watched = Stragglers((0, 1, 2))
-    for at in (
+def test_a_straggler_is_a_rank_that_stays_the_slowest() -> None:
+    stragglers = Stragglers((0, 1, 2))
+    for progress in (
         own(0.1, 0.1, 0.3),  # once may be chance
         own(0.1, 0.1, 0.11),
         own(0.1, 0.1, 0.3),
-        own(0.3, 0.1, 0.1),  # and so may another each time
-        own(0.5, None, 0.3),  # and whoever has not been measured may be slower still
+        own(0.3, 0.1, 0.1),  # and so may another rank each time
+        own(0.5, None, 0.3),  # a rank that has not been measured may be slower still
     ):
-        watched.compare(at)
-        assert watched.found is None
+        stragglers.compare(progress)
+        assert stragglers.straggler is None
     with pytest.warns(UserWarning, match="rank 0 takes 0.200 s per step longer"):
-        watched.compare(own(0.3, 0.1, 0.1))
-    assert str(watched.found).startswith("rank 0 takes 0.200 s per step longer")
-    watched.compare(own(0.4, 0.1, 0.1))  # nobody is told twice
-    assert str(watched.found).startswith("rank 0 takes 0.300 s per step longer")
-    watched.compare(own(0.1, 0.1, 0.5))
-    assert watched.found is None
-    with pytest.warns(UserWarning, match="rank 2 takes 0.400 s per step longer"):  # another one is
-        watched.compare(own(0.1, 0.1, 0.5))
-    watched.compare(own(0.1, 0.1, 0.1))
-    assert watched.found is None
+        stragglers.compare(own(0.3, 0.1, 0.1))
+    assert str(stragglers.straggler).startswith("rank 0 takes 0.200 s per step longer")
+    stragglers.compare(own(0.4, 0.1, 0.1))  # there is no second warning about the same rank
+    assert str(stragglers.straggler).startswith("rank 0 takes 0.300 s per step longer")
+    stragglers.compare(own(0.1, 0.1, 0.5))
+    assert stragglers.straggler is None
+    with pytest.warns(UserWarning, match="rank 2 takes 0.400 s per step longer"):  # there is one about another rank
+        stragglers.compare(own(0.1, 0.1, 0.5))
+    stragglers.compare(own(0.1, 0.1, 0.1))
+    assert stragglers.straggler is None
 
 
 @pytest.mark.parametrize("where", ["nowhere", "a file", "asked not to"])
-def test_where_nothing_can_be_left_the_error_says_so_and_is_the_same(
+def test_a_report_that_cannot_be_written_does_not_hide_the_error(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
 ) -> None:
     (tmp_path / "file").write_text("")
     folder = {"nowhere": "/proc/nowhere", "a file": str(tmp_path / "file"), "asked not to": ""}[where]
     monkeypatch.setenv(failure.FOLDER_VARIABLE, folder)
-    told = guard_of_one(5).explain("it failed", cause=RuntimeError("Connection closed by peer"))
-    assert told == "" if where == "asked not to" else told.startswith("; this rank's note could not be written: ")
-    assert "\n" not in told
+    explanation = watchdog_of_one(5).explain("it failed", cause=RuntimeError("Connection closed by peer"))
+    expected = "" if where == "asked not to" else "; this rank's failure report could not be written: "
+    assert explanation.startswith(expected) and bool(explanation) == bool(expected)
+    assert "\n" not in explanation
 
 
-def test_an_error_is_told_even_by_a_device_that_answers_nothing(
+def test_an_error_is_explained_even_if_the_device_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
 ) -> None:
     class Broken(HostMarks):
@@ -417,80 +433,101 @@ def test_an_error_is_told_even_by_a_device_that_answers_nothing(
         return None
 
     monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path))
-    watched = guard_of_one(5)
+    dog = watchdog_of_one(5)
     job = Job(bucket=3, lane=0, flat=torch.zeros(2), run=nothing, waits=False, on_done=nothing, marks=Broken())
-    watched.begin(job, 7)
-    assert watched.explain("it failed", own=True) == f"; this rank's note is in {tmp_path / 'rank-0.json'}"
-    assert [(one.step, one.bucket) for one in Failure.load(tmp_path / "rank-0.json").pending] == [(7, 3)]
+    dog.begin(job, 7)
+    assert dog.explain("it failed", own=True) == f"; this rank's failure report is {tmp_path / 'rank-0.json'}"
+    assert [(one.step, one.bucket) for one in FailureReport.load(tmp_path / "rank-0.json").pending] == [(7, 3)]
     monkeypatch.setattr(failure, "write_json", lambda *_: 1 // 0)
-    told = guard_of_one(5).explain("it failed", own=True)
-    assert told == "; this rank's note could not be written: integer division or modulo by zero"
+    explanation = watchdog_of_one(5).explain("it failed", own=True)
+    assert explanation == "; this rank's failure report could not be written: integer division or modulo by zero"
 
 
-def heard_of(suspects: list[Any]) -> list[str]:
-    return [str(one) for one in suspects]
+def named(
+    heartbeats: Heartbeats,
+    others: list[int],
+    asked_s: float,
+    absence: Absence = lambda beat: None,
+    store: StoreState = StoreState.ANSWERS,
+    rank: int = 0,
+) -> list[str]:
+    return [str(suspect) for suspect in heartbeats.find_suspects(rank, others, absence, asked_s, store)]
 
 
-def test_only_what_was_heard_since_one_asked_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_heartbeats_after_the_failure_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr("syncline.health.suspects.time.monotonic", lambda: now_s)
-    heard, others = Heard(1.0), [1]
+    heartbeats, others = Heartbeats(1.0), [1]
 
-    def note(at_s: float, sign: Sign) -> None:
+    def receive(at_s: float, beat: Beat) -> None:
         nonlocal now_s
         now_s = at_s
-        heard.note({1: sign})
+        heartbeats.update({1: beat})
 
-    note(100.0, Sign(1))
-    note(101.0, Sign(2))
-    asked_s = now_s = 110.0  # nobody has looked since
-    assert not heard.knows(1, asked_s)
-    note(110.0, Sign(11))  # which it may have left long ago
-    assert not heard.knows(1, asked_s)
-    note(110.5, Sign(12))
-    assert heard.knows(1, asked_s) and not heard.suspects(others, Sign(1), "here", asked_s)
+    receive(100.0, Beat(1))
+    receive(101.0, Beat(2))
+    asked_s = now_s = 110.0  # the store was not read in between
+    assert not heartbeats.is_known(1, asked_s)
+    receive(110.0, Beat(11))  # it may have been sent long ago
+    assert not heartbeats.is_known(1, asked_s)
+    receive(110.5, Beat(12))
+    assert heartbeats.is_known(1, asked_s) and not named(heartbeats, others, asked_s)
 
     asked_s = now_s = 111.0
-    note(111.1, Sign(12))  # it has gone, just before
-    assert not heard.knows(1, asked_s)
-    note(113.0, Sign(12))
-    assert heard.knows(1, asked_s)
-    assert heard_of(heard.suspects(others, Sign(1), "here", asked_s)) == ["rank 1 (no sign of life for 2 s)"]
-    assert heard_of(heard.known(others)) == ["rank 1 (no sign of life for 2 s)"]
+    receive(111.1, Beat(12))  # it ended just before
+    assert not heartbeats.is_known(1, asked_s)
+    receive(113.0, Beat(12))
+    assert heartbeats.is_known(1, asked_s)
+    assert named(heartbeats, others, asked_s) == ["rank 1 (no heartbeat for 2 s)"]
+    assert list(map(str, heartbeats.culprits(others))) == ["rank 1 (no heartbeat for 2 s)"]
 
-    assert not heard.are_victims(others)
-    note(113.5, Sign(13))
-    assert not heard.suspects(others, Sign(1), "here", 113.0)
-    outside = heard.suspects(others, Sign(1), "here", 113.0, outside=True)
-    assert heard_of(outside) == ["rank 1 (alive, and has not come to this collective)"]
-    note(114.0, Sign(14, failed="it met with a failure", own=False))
-    assert not heard.knows(1, 115.0) and heard.knows(1, 114.0) and heard.is_through(1)
-    assert not heard.known(others) and heard.failed_of(1) == "it met with a failure"
-    assert heard.are_victims(others)
-    note(114.5, Sign(15, failed="it met with a failure", asks=True))
-    assert not heard.is_through(1)
-    note(115.0, Sign(16, left="its program ended: ValueError: no"))
-    assert heard_of(heard.known(others)) == ["rank 1 (its program ended: ValueError: no)"]
+    assert not heartbeats.have_failed(others)
+    receive(113.5, Beat(13))
+    assert not named(heartbeats, others, 113.0)
+    outside = named(heartbeats, others, 113.0, absent_from_collective("model"))
+    assert outside == ["rank 1 (alive, but has not reached this collective)"]
+    receive(114.0, Beat(14, failed="it met with a failure", own=False))
+    assert not heartbeats.is_known(1, 115.0) and heartbeats.is_known(1, 114.0) and heartbeats.is_done(1)
+    assert not heartbeats.culprits(others)
+    assert named(heartbeats, others, 114.0) == ["rank 1 (it failed too: it met with a failure)"]
+    assert heartbeats.have_failed(others)
+    receive(114.5, Beat(15, failed="it met with a failure", asking=True))
+    assert not heartbeats.is_done(1)
+    receive(115.0, Beat(16, ended="its program ended: ValueError: no"))
+    assert list(map(str, heartbeats.culprits(others))) == ["rank 1 (its program ended: ValueError: no)"]
 
 
-def test_who_has_not_listened_calls_nobody_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_has_not_read_the_store_calls_no_other_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr("syncline.health.suspects.time.monotonic", lambda: now_s)
-    heard, others = Heard(1.0), [1, 2, 3]
-
-    def suspects() -> list[str]:
-        return heard_of(heard.suspects(others, Sign(1), "here", 109.0))
-
-    heard.note({1: Sign(1), 3: Sign(1, idle=True)})
-    now_s = 120.0  # it was stopped, and rank 2 may have left its first sign meanwhile
-    assert suspects() == ["rank 3 (it had nothing attached when it was heard of last)"]
-    assert heard.is_open(1, 109.0) and not heard.is_open(2, 109.0) and not heard.is_open(3, 109.0)
-    heard.note({1: Sign(1), 3: Sign(1, idle=True)})
-    assert suspects() == ["rank 2 (it has left no sign here)"]
+    heartbeats, others = Heartbeats(1.0), [1, 2, 3]
+    beats = {1: Beat(1), 3: Beat(1, detached=True)}
+    heartbeats.update(beats)
+    now_s = 120.0  # this rank was stopped, and rank 2 may have sent its first heartbeat meanwhile
+    assert named(heartbeats, others, 109.0) == ["rank 3 (it had nothing attached at its last heartbeat)"]
+    assert [rank for rank in others if heartbeats.is_unclear(rank, 109.0)] == [1]
+    heartbeats.update(beats)
+    assert named(heartbeats, others, 109.0) == ["rank 2 (it has sent no heartbeat)"]
     now_s = 120.5
-    heard.note({1: Sign(1), 3: Sign(1, idle=True)})
-    assert suspects() == ["rank 1 (no sign of life for 2 s)", "rank 2 (it has left no sign here)"]
-    assert heard.is_through(3) and not heard.is_open(1, 109.0)
+    heartbeats.update(beats)
+    assert named(heartbeats, others, 109.0) == ["rank 1 (no heartbeat for 2 s)", "rank 2 (it has sent no heartbeat)"]
+    assert heartbeats.is_done(3) and not heartbeats.is_unclear(1, 109.0)
+
+
+def test_without_a_store_the_last_heartbeats_or_its_server_are_suspected() -> None:
+    heartbeats, others = Heartbeats(1.0), [0, 1]
+
+    def suspects(store: StoreState, rank: int = 2) -> list[str]:
+        return named(heartbeats, others, 0.0, store=store, rank=rank)
+
+    heartbeats.update({0: Beat(1), 1: Beat(1)})
+    assert suspects(StoreState.MUTE) == ["rank 0 (the job's store does not answer, or this rank's own link is down)"]
+    assert suspects(StoreState.GONE) == ["rank 0 (it or its launcher served the job's store, which has ended)"]
+    heartbeats.update({0: Beat(2, failed="Connection closed")})
+    assert suspects(StoreState.GONE) == ["rank 0 (it failed too, and ended the job's store: Connection closed)"]
+    heartbeats.update({1: Beat(2, failed="out of memory", own=True)})
+    assert suspects(StoreState.GONE) == ["rank 1 (out of memory)"]
+    assert suspects(StoreState.UNUSABLE) == suspects(StoreState.MUTE, rank=0) == suspects(StoreState.GONE, rank=0) == []
 
 
 @pytest.mark.parametrize(
@@ -505,55 +542,57 @@ def test_who_has_not_listened_calls_nobody_silent(monkeypatch: pytest.MonkeyPatc
         (syncline.MismatchError("plan.backend is gloo on rank 0"), False),
     ],
 )
-def test_what_ends_a_program_is_its_own_unless_a_backend_raised_it(error: BaseException, backends: bool) -> None:
+def test_an_error_that_ends_a_program_is_its_own_unless_a_backend_raised_it(
+    error: BaseException, backends: bool
+) -> None:
     assert is_backends(error) == backends
 
 
-def test_what_a_device_has_not_ended_is_told_in_time_and_again_the_next_time(
+def test_a_stuck_exchange_on_a_device_is_warned_about_once_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
 ) -> None:
     class OnDevice(HostMarks):
         on_host = False
 
-    said: list[str] = []
+    warned: list[str] = []
     monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(watchdog, "tell", said.append)
-    watched = guard_of_one(10)
+    monkeypatch.setattr(watchdog, "tell", warned.append)
+    dog = watchdog_of_one(10)
 
     def overdue(job: Job, after_s: float) -> None:
         before = set(threading.enumerate())
-        watched.end_overdue(time.monotonic() + after_s)
+        dog.end_overdue(time.monotonic() + after_s)
         for thread in set(threading.enumerate()) - before:
             thread.join(10)
 
-    through = Job(bucket=4, lane=1, flat=torch.zeros(2), run=lambda: None, marks=OnDevice())
-    watched.begin(through, 1)  # on another lane, which is through, and stays so
-    through.marks.mark("end")
+    finished = Job(bucket=4, lane=1, flat=torch.zeros(2), run=lambda: None, marks=OnDevice())
+    dog.begin(finished, 1)  # on another lane, where it has finished
+    finished.marks.mark("end")
     for number in (1, 2):
         job = Job(bucket=3, lane=0, flat=torch.zeros(2), run=lambda: None, marks=OnDevice())
-        watched.begin(job, number)
+        dog.begin(job, number)
         overdue(job, 6.0)
-        assert len(said) == number - 1
+        assert len(warned) == number - 1
         overdue(job, 8.0)
         overdue(job, 9.0)
-        assert len(said) == number
-        assert said[-1].startswith(f"exchanging bucket 3 of step {number} has taken 8 s, and NCCL ends this process")
-        assert Failure.load(tmp_path / "rank-0.json").error in said[-1]
+        assert len(warned) == number
+        assert warned[-1].startswith(f"exchanging bucket 3 of step {number} has taken 8 s, and NCCL ends this process")
+        assert FailureReport.load(tmp_path / "rank-0.json").error in warned[-1]
         job.marks.mark("end")
         overdue(job, 9.5)
-    told = watched.explain("it failed", own=True)  # later, of something else
-    assert Failure.load(tmp_path / "rank-0.json").error == "it failed" and "NCCL" not in told
+    explanation = dog.explain("it failed", own=True)  # later, about another failure
+    assert FailureReport.load(tmp_path / "rank-0.json").error == "it failed" and "NCCL" not in explanation
 
 
-def test_what_is_left_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
-    monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path / "notes"))
-    watched = guard_of_one(5)
-    told = watched.explain("it failed", own=True)
-    note = tmp_path / "notes" / "rank-0.json"
-    assert told == f"; this rank's note is in {note}"
-    assert watched.explain("it failed again", own=True) == told  # once
-    assert Failure.load(note).error == "it failed"
-    assert stat.S_IMODE(note.parent.stat().st_mode) & 0o077 == 0
+def test_only_its_owner_can_read_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
+    monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path / "reports"))
+    dog = watchdog_of_one(5)
+    explanation = dog.explain("it failed", own=True)
+    path = tmp_path / "reports" / "rank-0.json"
+    assert explanation == f"; this rank's failure report is {path}"
+    assert dog.explain("it failed again", own=True) == explanation  # once
+    assert FailureReport.load(path).error == "it failed"
+    assert stat.S_IMODE(path.parent.stat().st_mode) & 0o077 == 0
 
 
 @pytest.mark.parametrize(
@@ -568,11 +607,11 @@ def test_what_is_left_is_for_its_owner_alone(tmp_path: Path, monkeypatch: pytest
         (None, False),
     ],
 )
-def test_whose_doing_an_error_is(error: BaseException | None, others: bool) -> None:
+def test_an_error_comes_from_a_collective_or_from_this_rank(error: BaseException | None, others: bool) -> None:
     assert is_collective(error) == others
 
 
-def test_after_the_last_detach_nobody_watches() -> None:
+def test_after_the_last_detach_no_thread_is_left() -> None:
     def main(rank: Rank) -> list[list[str]]:
         def threads() -> list[str]:
             return [thread.name for thread in threading.enumerate() if thread.name.startswith("syncline")]
@@ -588,5 +627,5 @@ def test_after_the_last_detach_nobody_watches() -> None:
         return seen
 
     for both, one, none in on_ranks(2, main):
-        assert both.count("syncline-vigil") == one.count("syncline-vigil") == 1
+        assert both.count("syncline-watchdog") == one.count("syncline-watchdog") == 1
         assert none == []

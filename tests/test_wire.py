@@ -1,4 +1,4 @@
-"""The byte table against the interface counters of emulated hosts: what keeps every counted figure honest."""
+"""The table of bytes per collective, compared with the interface counters of emulated hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPEATS = 3
 
 @pytest.fixture(scope="module")
 def on_the_wire() -> list[dict[str, Any]]:
-    """Per rank: what its host's interface sent, and what was counted, for every collective and exchange."""
+    """Bytes that each host's interface sent, and bytes counted, for every collective and exchange."""
     if (reason := why_not_shaped()) is not None:
         pytest.skip(reason)
     return launch(ClusterSpec(hosts=4, rate_bps=2_000_000_000), _measure)
@@ -66,7 +66,7 @@ def _measure(rank: Rank) -> dict[str, Any]:
 def test_counted_bytes_are_what_the_busiest_interface_sent(on_the_wire: list[dict[str, Any]], name: str) -> None:
     interface = max(rank[name][0] for rank in on_the_wire)
     counted = max(rank[name][1] for rank in on_the_wire)
-    # Headers grow with bytes; acknowledgements and barriers do not, and show where little is sent.
+    # Headers grow with the bytes. Acknowledgements and barriers do not, and matter if little is sent.
     assert counted <= interface <= 1.05 * counted + 6_000 * REPEATS, f"{name}: interface {interface}, counted {counted}"
 
 
@@ -75,7 +75,7 @@ PLACEMENTS = {"host": (0, 0, 1, 1), "scrambled": (0, 1, 0, 1)}
 
 @pytest.fixture(scope="module", params=PLACEMENTS)
 def on_two_hosts(request: pytest.FixtureRequest) -> tuple[tuple[int, ...], list[dict[str, int]]]:
-    """In which host each of four ranks sits, and what its interface sent for every collective."""
+    """The hosts of four ranks, and the bytes that each interface sent for every collective."""
     if (reason := why_not_shaped()) is not None:
         pytest.skip(reason)
     spec = ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=2_000_000_000, rank_order=request.param)
@@ -110,7 +110,7 @@ def _measure_uplinks(rank: Rank) -> dict[str, int]:
 def test_uplink_bytes_are_what_the_busiest_of_two_hosts_sent(
     on_two_hosts: tuple[tuple[int, ...], list[dict[str, int]]], kind: str
 ) -> None:
-    """What one of two hosts receives, the other has sent: so this holds for both directions."""
+    """With two hosts, one receives what the other sends, so this checks both directions."""
     host_of_rank, seen = on_two_hosts
     interface = max(rank[kind] for rank in seen)
     expected = REPEATS * wire.uplink_bytes(kind, NUMEL, 4, host_of_rank)
@@ -120,24 +120,24 @@ def test_uplink_bytes_are_what_the_busiest_of_two_hosts_sent(
 @pytest.mark.parametrize(
     ("kind", "unit_of_rank", "chunks"),
     [
-        # Around the ring each chunk leaves a host as often as the ring does.
+        # Each chunk leaves a host as often as the ring does.
         ("all_reduce", (0, 0, 1, 1), 2 * 3 * 1),
         ("all_reduce", (0, 1, 0, 1), 2 * 3 * 2),
         ("all_reduce", (0, 0, 0, 1), 2 * 3 * 1),
         ("all_reduce", (0, 1, 0, 2), 2 * 3 * 2),
         ("all_gather", (0, 0, 1, 1), 3 * 1),
         ("all_gather", (0, 1, 0, 1), 3 * 2),
-        # From each of its ranks to each that is elsewhere, wherever they stand.
+        # One chunk from each rank of a host to each rank of other hosts.
         ("all_to_all", (0, 0, 1, 1), 2 * 2),
         ("all_to_all", (0, 1, 0, 1), 2 * 2),
         ("all_to_all", (0, 0, 0, 1), 3 * 1),
         ("all_to_all", (0, 1, 2, 3), 1 * 3),
-        # The ring, and into the root's host what the ranks elsewhere hold in the end.
+        # The ring, and then one chunk from each rank of another host to the root's host.
         ("reduce", (0, 0, 1, 1), 3 * 1 + 2),
         ("reduce", (0, 1, 0, 1), 3 * 2 + 2),
         ("reduce", (0, 1, 2, 3), 3 * 1 + 3),
         ("reduce", (0, 0, 0, 1), 3 * 1 + 1),
-        # 0 → 1, then 0 → 2 and 1 → 3; everything is four chunks.
+        # 0 → 1, then 0 → 2 and 1 → 3. Each message has four chunks.
         ("broadcast", (0, 0, 1, 1), 2 * 4),
         ("broadcast", (0, 1, 0, 1), 1 * 4),
         ("broadcast", (0, 1, 2, 3), 2 * 4),

@@ -70,7 +70,9 @@ def test_a_run_resumed_from_save_state_equals_the_uninterrupted_one(runs: Any, t
     def more(rank: Rank) -> None:
         run = runs.Run(runs.SynclineKwargs(SPARSE))
         run.accelerator.load_state(tmp_path / "three")
-        with pytest.raises(syncline.UsageError, match="2 ranks saved it, and 3 are here: pass on_world_size='redis"):
+        with pytest.raises(
+            syncline.UsageError, match="saved by 2 ranks, but there are 3 now: pass on_world_size='redis"
+        ):
             run.train(3, 4)
         run = runs.Run(runs.SynclineKwargs(SPARSE, on_world_size="redistribute"))
         run.accelerator.load_state(tmp_path / "three")

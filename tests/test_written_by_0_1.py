@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 import syncline
 from syncline.cli import app
 from syncline.cli.predict import PredictResult
-from syncline.doctor import examine_notes
+from syncline.doctor import examine_reports
 from syncline.files import read_json
-from syncline.report.gather import gather
+from syncline.report.read_inputs import read_inputs
 
 OLD = Path(__file__).parent / "written_by_0_1"
 
@@ -42,7 +42,7 @@ def test_a_report_is_made_of_each(name: str, tmp_path: Path) -> None:
 
 
 def test_results_and_records_have_what_was_in_them() -> None:
-    story = gather([OLD / "bench.json", OLD / "demo.json", OLD / "run"])
+    story = read_inputs([OLD / "bench.json", OLD / "demo.json", OLD / "run"])
     assert [row.method for row in story.benches[0].rows] == ["ddp", "dense"]
     assert story.demo is not None and story.demo.steps == 2
     assert [record.rank for record in story.runs] == [0, 1]
@@ -50,7 +50,7 @@ def test_results_and_records_have_what_was_in_them() -> None:
 
 
 def test_a_failed_job_is_explained() -> None:
-    found = examine_notes(OLD / "failure")
+    found = examine_reports(OLD / "failure")
     assert [one.rank for one in found.accused] == [2] and not found.damaged
     assert found.last.syncline == "0.1.0"
 

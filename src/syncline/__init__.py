@@ -1,8 +1,10 @@
 """Syncline makes data-parallel PyTorch training fast on slow or uneven networks.
 
-model = DDP(net)
-syncline.tune(model, step)                                    # measure, plan, apply in place
-handle = syncline.attach(model, syncline.Dense(wire="bf16"))  # or choose yourself
+    model = DDP(net)
+    syncline.tune(model, step)                                    # measure, plan, and apply the plan to the model
+    handle = syncline.attach(model, syncline.Dense(wire="bf16"))  # or choose the exchange yourself
+
+`step(model)` runs one forward and backward pass. The default is lossless.
 """
 
 from __future__ import annotations
@@ -90,10 +92,10 @@ _MODULES = {
     "watch_backward": "syncline.measure.backward_watch",
     "wrap": "syncline.ddp.wrap",
 }
-"""Where each public name is defined. Modules are imported on first use, because torch takes seconds to import and
-`syncline --help` needs none of it."""
+"""The module of each public name. Modules are imported on first use, because torch takes seconds to import and
+`syncline --help` does not need it."""
 _PACKAGES = frozenset({"exchange", "measure", "plan"})
-"""Also attributes after `import syncline` alone."""
+"""Packages that are attributes after `import syncline` alone."""
 
 
 def __getattr__(name: str) -> Any:
@@ -103,7 +105,7 @@ def __getattr__(name: str) -> Any:
         value = importlib.import_module(f"{__name__}.{name}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value  # the next access does not come here
+    globals()[name] = value  # so that __getattr__ is not called for it again
     return value
 
 

@@ -1,4 +1,4 @@
-"""`syncline`, and `python -m syncline` for where the console script is not on the path."""
+"""Entry point of `syncline` and of `python -m syncline`."""
 
 from syncline import startup
 

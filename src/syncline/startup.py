@@ -1,7 +1,7 @@
-"""Ctrl-C while modules are imported, which takes seconds: the process ends at once, with status 130 and without a word.
+"""Make Ctrl-C during imports end the process at once, with status 130 and no output.
 
-Nothing is under way then that would have to be cleaned up. A KeyboardInterrupt would show a traceback through modules
-that nobody knows, or be swallowed by one of them.
+Imports take seconds, and there is nothing to clean up yet. A KeyboardInterrupt would show a traceback through other
+packages' modules, or one of them would swallow it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ INTERRUPTED = 130
 
 
 def begin() -> None:
-    """Call first, in the main thread. A handler other than Python's own, and an ignored Ctrl-C, stay as they are."""
+    """Install the handler; call it first, in the main thread. It replaces no handler other than Python's own."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
 
 
 def end() -> None:
-    """From here on, Ctrl-C raises KeyboardInterrupt as usual. Does nothing without `begin`."""
+    """Make Ctrl-C raise KeyboardInterrupt again. Does nothing without `begin`."""
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

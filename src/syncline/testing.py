@@ -1,10 +1,9 @@
-"""The laws that every exchange keeps, as checks to run on your own:
+"""Checks of the laws that every exchange must keep, to run on your own exchange.
 
     from syncline.testing import check_laws
     check_laws(MyExchange(density=0.1))
 
-They run any number of ranks in this process, over a `Comm` that is stricter than a network
-(`syncline.dist.local_comm`).
+The checks run all ranks in one process, over a `Comm` that is stricter than a network (`syncline.dist.local_comm`).
 """
 
 from __future__ import annotations
@@ -21,27 +20,30 @@ from syncline.errors import MismatchError, UsageError
 from syncline.exchange import Climbing, Exchange, Layout, State, Topology, Tree
 
 Inputs = Sequence[Sequence[Tensor]]
-"""What comes in: per step, per rank."""
+"""Gradients by step, then by rank."""
 
 _STEPS = 4
 
 
 class LawBrokenError(AssertionError):
-    """An exchange does not keep a law; the message says which, and for which input."""
+    """An exchange breaks a law. The message names the law and the input."""
 
 
 @dataclass
 class Ran:
-    """What one rank saw."""
+    """What `run_steps` recorded on one rank. Lists have one item per step."""
 
     results: list[Tensor]
     kept: list[Tensor | None]
-    """After each step."""
+    """Residuals."""
     memory: list[dict[str, Tensor]]
-    """What a checkpoint would hold after each step."""
+    """Contents of a checkpoint."""
     calls: list[tuple[object, ...]]
+    """All collectives: level, kind, elements, type and root."""
     sent_bytes: dict[str, int]
+    """Bytes counted over all steps, per level."""
     predicted_bytes: dict[str, int]
+    """Bytes predicted by `cost` for all steps, per level."""
 
 
 def run_steps(
@@ -50,8 +52,26 @@ def run_steps(
     applied: Mapping[int, Tensor] | None = None,
     topology: Topology | None = None,
 ) -> list[Ran]:
-    """Run the exchange as a model's runner would. `applied[i]` overrides which elements of step i are applied."""
-    place = topology or place_ranks(exchange, len(inputs[0]))
+    """Run some steps of an exchange on all ranks, as training would.
+
+    Args:
+        exchange: The exchange.
+        inputs: The gradients of each step and rank.
+        applied: Overrides the argument of `State.settle`, by step. By default a step is applied if it is finite.
+        topology: The levels of the ranks, by default those of `place_ranks`.
+
+    Returns:
+        What each rank saw.
+
+    Raises:
+        LawBrokenError: Ranks issued different collectives.
+
+    Example:
+        >>> ran = run_steps(Dense(), [[torch.ones(3), torch.ones(3)]])
+        >>> ran[0].results[0]
+        tensor([2., 2., 2.])
+    """
+    topology = topology or place_ranks(exchange, len(inputs[0]))
     first = inputs[0][0]
     layout = Layout.flat(first.numel(), first.dtype, first.device)
 
@@ -60,14 +80,14 @@ def run_steps(
         comm.counter.sent_bytes.clear()
         before = len(comm.log)
         ran = Ran([], [], [], [], {}, {})
-        for number, given in enumerate(inputs):
-            flat = given[comm.rank].clone()
+        for number, gradients in enumerate(inputs):
+            flat = gradients[comm.rank].clone()
             state.begin(number)
             last = exchange.run(flat, state, comm)
             if last is not None:
                 last.wait()
-            verdict = state.finite(flat)
-            state.settle((applied or {}).get(number, verdict).to(verdict.device))
+            finite = state.finite(flat)
+            state.settle((applied or {}).get(number, finite).to(finite.device))
             ran.results.append(flat)
             ran.kept.append(_copy(state.kept()))
             ran.memory.append(_memory(state, layout))
@@ -78,13 +98,17 @@ def run_steps(
         return ran
 
     try:
-        return run_ranks(place, main)
+        return run_ranks(topology, main)
     except MismatchError as error:
         raise LawBrokenError(f"ranks do not issue the same collectives: {error}") from error
 
 
 def place_ranks(exchange: Exchange, ranks: int) -> Topology:
-    """Where an exchange wants levels: its own, or hosts of two ranks, of which the last may have one."""
+    """Return a topology for an exchange.
+
+    An exchange without levels gets a flat one. Others get the levels that they define themselves, or hosts of two ranks
+    each; if the number of ranks is odd, the last host has one.
+    """
     if not isinstance(exchange, Climbing):
         return Topology.flat(ranks)
     tree = exchange.tree(Tree.of_hosts([rank // 2 for rank in range(ranks)]), ranks)
@@ -92,7 +116,10 @@ def place_ranks(exchange: Exchange, ranks: int) -> Topology:
 
 
 def conservation(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
-    """What was applied plus what is kept is what came in: exactly on small integers, to rounding otherwise."""
+    """Check that what was applied plus the residuals equals what came in.
+
+    The sums must be exact for small integers, and within `Exchange.rounding` otherwise.
+    """
     for what, inputs in (
         ("small integers", _integers(ranks, numel, dtype, device)),
         ("normal", _normal(ranks, numel, dtype, device)),
@@ -115,36 +142,36 @@ def conservation(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype,
 
 
 def agreement(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
-    """All ranks end bit-identical, in every step."""
+    """Check that all ranks get bit-identical results in every step."""
     ran = run_steps(exchange, _heavy(ranks, numel, dtype, device))
     for step, mine in enumerate(ran[0].results):
         for rank, theirs in enumerate(other.results[step] for other in ran):
             same = torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
-            _require(same, f"agreement: rank {rank} ends step {step} with other bits than rank 0")
+            _require(same, f"agreement: the result of step {step} differs between rank {rank} and rank 0")
 
 
 def says_what_it_keeps(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
-    """An exchange that keeps nothing has nothing to save."""
+    """Check that an exchange whose `keeps` is False has no residual, and nothing to save."""
     if not exchange.keeps:
         ran = run_steps(exchange, _normal(ranks, numel, dtype, device))
         kept = [rank for rank in ran if any(rank.memory) or any(tensor is not None for tensor in rank.kept)]
-        _require(not kept, "says what it keeps: it has something to save, and says that it keeps nothing")
+        _require(not kept, "says what it keeps: `keeps` is False, but the exchange has a residual or something to save")
 
 
 def identity(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
-    """One rank gets back what it gave; a lossless exchange gives the sum, to summation order."""
+    """Check that one rank alone gets its input back, and that a lossless exchange computes the sum."""
     if ranks > 1 and not exchange.lossless:
         return
     inputs = _normal(ranks, numel, dtype, device)
     ran = run_steps(exchange, inputs)
-    for given, result in zip(inputs, ran[0].results, strict=True):
-        error = (_sum(given) - result.to(torch.float64)).abs()
-        allowed = (ranks - 1) * torch.finfo(dtype).eps * _sum(tensor.abs() for tensor in given)
+    for gradients, result in zip(inputs, ran[0].results, strict=True):
+        error = (_sum(gradients) - result.to(torch.float64)).abs()
+        allowed = (ranks - 1) * torch.finfo(dtype).eps * _sum(tensor.abs() for tensor in gradients)
         _require(bool((error <= allowed).all()), "identity", error, allowed)
 
 
 def honesty(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
-    """Bytes counted are bytes predicted, per level; the busiest rank's, where they differ."""
+    """Check that the bytes counted on the busiest rank equal the bytes predicted, per level."""
     ran = run_steps(exchange, _normal(ranks, numel, dtype, device))
     levels = {level for rank in ran for level in (*rank.sent_bytes, *rank.predicted_bytes)}
     for level in levels:
@@ -154,7 +181,7 @@ def honesty(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, devi
 
 
 def commit_on_success(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
-    """A non-finite step leaves no trace, whether this bucket or another of its step was non-finite."""
+    """Check that a step that is not finite, in this bucket or another, changes neither state nor later results."""
     before, after = _normal(ranks, numel, dtype, device)[:2]
     without = run_steps(exchange, [before, after])
     for culprit in (float("nan"), float("inf"), -float("inf")):
@@ -163,14 +190,14 @@ def commit_on_success(exchange: Exchange, ranks: int, numel: int, dtype: torch.d
         ran = run_steps(exchange, [before, broken, after])
         for rank, ours in enumerate(ran):
             seen = not bool(torch.isfinite(ours.results[1]).all())
-            _require(seen, f"commit: rank {rank} does not see the {culprit} that the last rank gave")
+            _require(seen, f"commit: the result on rank {rank} is finite, but the last rank's input contains {culprit}")
         _require_same_memory(ran, without, f"a step with {culprit}")
     elsewhere = run_steps(exchange, [before, after, after], applied={1: torch.tensor(False)})
     _require_same_memory(elsewhere, without, "a step in which another bucket was non-finite")
 
 
 def partial_application(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
-    """An element whose result is not applied is kept as it was, and every other one as if all had been applied."""
+    """Check that `settle` with one flag per element restores the elements that were not applied, and only those."""
     inputs = _normal(ranks, numel, dtype, device)[:2]
     applied = torch.arange(numel, device=device) % 3 != 0
     whole, part = run_steps(exchange, inputs), run_steps(exchange, inputs, applied={1: applied})
@@ -178,11 +205,11 @@ def partial_application(exchange: Exchange, ranks: int, numel: int, dtype: torch
         for name, tensor in theirs.memory[1].items():
             expected = torch.where(applied, tensor, mine.memory[0].get(name, torch.zeros_like(tensor)))
             same = torch.equal(mine.memory[1][name], expected)
-            _require(same, f"partial application: {name} on rank {rank} does not keep what was not applied")
+            _require(same, f"partial application: {name} on rank {rank} is wrong after a step that was applied in part")
 
 
 def data_independence(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
-    """Shapes and number of calls do not depend on data."""
+    """Check that the collectives and their shapes do not depend on the data."""
     zeros = [[torch.zeros(numel, dtype=dtype, device=device) for _ in range(ranks)] for _ in range(_STEPS)]
     single = [[tensor.clone() for tensor in step] for step in zeros]
     for step in single:
@@ -195,17 +222,17 @@ def data_independence(exchange: Exchange, ranks: int, numel: int, dtype: torch.d
 
 
 def no_host_synchronisation(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
-    """On CUDA, `run` and `settle` never wait for the device. Nothing to check elsewhere."""
+    """Check that `run` and `settle` never wait for the device, on CUDA."""
     if not device.startswith("cuda"):
         return
     inputs = _normal(ranks, numel, dtype, device)
-    run_steps(exchange, inputs)  # kernels are compiled and buffers allocated by now
+    run_steps(exchange, inputs)  # compiles kernels and allocates buffers
     layout = Layout.flat(numel, dtype, device)
 
     def main(comm: LocalComm) -> None:
         state = exchange.prepare(layout, comm)
         flat = inputs[0][comm.rank].clone()
-        comm.all_reduce(torch.zeros(1)).wait()  # the mode is the whole process's: all ranks must be prepared
+        comm.all_reduce(torch.zeros(1)).wait()  # the mode applies to the whole process: all ranks must be prepared
         torch.cuda.set_sync_debug_mode("error")
         state.begin(0)
         last = exchange.run(flat, state, comm)
@@ -247,7 +274,22 @@ def check_laws(
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     device: str = "cpu",
 ) -> None:
-    """Raises `LawBrokenError` for the first law that does not hold."""
+    """Check all laws of an exchange.
+
+    Args:
+        exchange: The exchange.
+        ranks: Numbers of ranks to run.
+        numels: Sizes of the bucket.
+        dtypes: Types of the bucket.
+        device: `cpu` or `cuda`.
+
+    Raises:
+        LawBrokenError: A law does not hold; the first one that was found.
+        UsageError: `exchange` is not an exchange.
+
+    Example:
+        >>> check_laws(Dense(wire="bf16"))
+    """
     if isinstance(exchange, type) or not isinstance(exchange, Exchange):
         raise UsageError(f"{exchange!r} is not an exchange: pass an instance that has all of Exchange's members")
     for law in LAWS.values():
@@ -270,7 +312,7 @@ def _require(holds: bool, what: str, error: Tensor | None = None, allowed: Tenso
 
 
 def _require_same_memory(ran: Sequence[Ran], reference: Sequence[Ran], what: str) -> None:
-    """The step before last left nothing: memory as before it, and the last step's result as without it."""
+    """Check that the second step changed neither the memory nor the last step's result."""
     for rank, (ours, theirs) in enumerate(zip(ran, reference, strict=True)):
         for name, tensor in ours.memory[0].items():
             _require(torch.equal(tensor, ours.memory[1][name]), f"commit: {what} changed {name} on rank {rank}")

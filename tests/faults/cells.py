@@ -1,7 +1,7 @@
-"""The cells of the matrix, what each expects, and how one is run.
+"""The cells of the fault matrix, their expected outcomes, and how they run.
 
-A fatal fault has a cluster of its own. What a job must survive is done to one cluster after the other fault, in a new
-model each: that saves most of the time.
+Each fatal fault has its own cluster. Faults that a job must survive share one and strike one after the other, each
+in a new model, which saves most of the time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TIMEOUT_S = 4.0
 PAUSE_S = 1.2
 RATE_BPS = 40_000_000
 MANY_STEPS = 400
-"""More than a job makes before the slowest fault has struck."""
+"""More steps than a job makes before the slowest fault strikes."""
 HARD_S = 90.0
-"""After which a cell's processes are killed, and the cell has failed."""
+"""Time after which the processes of a cell are killed and the cell has failed."""
 GRACE_S = TIMEOUT_S + 30.0
-"""The same, after the first of them has ended badly."""
+"""The same, counted from the first process that fails."""
 
 FLAT = ClusterSpec(hosts=3, rate_bps=RATE_BPS)
 HOSTS = ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=RATE_BPS)
@@ -42,7 +42,7 @@ HOSTS = ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=RATE_BPS)
 
 @dataclass(frozen=True)
 class Phase:
-    """Where in a job's life a fault strikes."""
+    """The phase of a job in which a fault strikes."""
 
     spec: ClusterSpec
     victim: int
@@ -65,7 +65,7 @@ PHASES = {
 
 FATAL = ("kill", "stop", "cut", "oom", "raise", "linger")
 OWN = ("oom", "raise", "linger")
-"""What the victim itself raises."""
+"""Faults that the victim itself raises."""
 DISKS = ("efbig", "enospc")
 SURVIVED = ("pause", "slow", "nan", "inf", "caught")
 
@@ -79,17 +79,17 @@ class Cell:
     place: str
     victim: int | None = None
     step: int | None = None
-    notes: str = ""
-    """`full`: what failures leave behind goes to a full disk."""
+    reports: str = ""
+    """`full`: failure reports go to a full disk."""
     fast: bool = False
-    """Whether it is among those that run with all other tests."""
+    """True if the cell is among those that a plain `pytest` runs."""
 
     @property
     def name(self) -> str:
         parts = [self.phase, self.fault, self.place]
         parts += [f"rank{self.victim}"] if self.victim is not None else []
         parts += [f"step{self.step}"] if self.step is not None else []
-        parts += [f"notes-{self.notes}"] if self.notes else []
+        parts += [f"notes-{self.reports}"] if self.reports else []
         return "-".join(parts).replace(" ", "-")
 
     @property
@@ -106,7 +106,7 @@ class Cell:
 
     @property
     def victims(self) -> tuple[int, ...]:
-        """All ranks of a host whose link is cut."""
+        """The rank that the fault strikes, or all ranks of a host whose link is cut."""
         if self.fault != "cut":
             return (self.struck,)
         spec = self.where.spec
@@ -118,12 +118,12 @@ class Cell:
 
     @property
     def alone(self) -> bool:
-        """Whether it has a cluster of its own."""
+        """True if the cell has its own cluster."""
         return self.fatal or self.fault in DISKS or self.phase == "tune"
 
     @property
     def needs_links(self) -> bool:
-        return self.fault in ("cut", "slow") or self.fault == "enospc" or bool(self.notes)
+        return self.fault in ("cut", "slow") or self.fault == "enospc" or bool(self.reports)
 
     @property
     def expected(self) -> Expected:
@@ -147,25 +147,25 @@ class Cell:
 
     @property
     def _may_meet_ddp(self) -> bool:
-        """Ranks compare DDP's new buckets at the beginning of its second forward, without a hook."""
+        """True if the fault may strike while DDP compares its new buckets, which it does in its second forward."""
         if self.phase not in ("attach", "warm-up"):
             return False
         return self.place == "timed" or (self.place == "before" and self.struck_step == 1)  # a timed one may be late
 
 
 NAMES_SUSPECTS = True
-"""Whether errors are held to naming whose fault it was."""
+"""Whether errors must name the victim."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one cell, for the table."""
+    """The outcome of one cell."""
 
     cell: Cell
     wrong: list[str]
     raised_after_s: float | None
     told: str
-    """What a survivor was told."""
+    """The error of a survivor."""
 
     @property
     def row(self) -> dict[str, Any]:
@@ -268,8 +268,8 @@ def _all_cells() -> Iterator[Cell]:
         yield Cell("checkpoint", "efbig", "within", victim=victim if victim != 1 else None)
     yield Cell("checkpoint", "enospc", "within")
     yield Cell("checkpoint", "enospc", "one")
-    yield Cell("dense", "kill", "hook", notes="full")
-    yield Cell("layerwise", "kill", "hook", notes="full")
+    yield Cell("dense", "kill", "hook", reports="full")
+    yield Cell("layerwise", "kill", "hook", reports="full")
     for phase in ("warm-up", "dense", "member", "leader", "sparse", "layerwise"):
         yield Cell(phase, "pause", "timed")
         yield Cell(phase, "slow", "timed")
@@ -290,7 +290,7 @@ CELLS = {cell.name: cell for cell in _cells()}
 
 
 class Matrix:
-    """Cells in the making, several at a time: most of their time they wait for timeouts."""
+    """Cells that run in the background, several at a time, because most of their time they wait for timeouts."""
 
     def __init__(self, cells: Sequence[Cell], folder: Path, seed: int, at_once: int) -> None:
         self._pool = concurrent.futures.ProcessPoolExecutor(at_once, multiprocessing.get_context("fork"))
@@ -312,11 +312,11 @@ class Matrix:
 def run(
     cells: Sequence[Cell], folder: Path, seed: int, exchange: Exchange | None = None, grace_s: float = GRACE_S
 ) -> list[Result]:
-    """One that has a cluster of its own, or all that share one. `exchange`: another than the phase's."""
+    """Run one cell that has its own cluster, or all that share one. `exchange` replaces that of the phase."""
     first = cells[0]
     if len(cells) == 1 and first.alone:
         return [_judged(first, _alone(first, folder / first.name, seed, exchange, grace_s))]
-    ran = _together(cells, folder / f"{first.phase}-survived", seed, exchange)
+    ran = _shared(cells, folder / f"{first.phase}-survived", seed, exchange)
     return [_judged(cell, ran[cell.name]) for cell in cells]
 
 
@@ -359,7 +359,7 @@ def _alone(cell: Cell, folder: Path, seed: int, exchange: Exchange | None, grace
     told = _told(cell, exchange)
 
     def main(rank: Rank) -> None:
-        if cell.notes == "full":
+        if cell.reports == "full":
             if rank.rank == 0:
                 mount_small_disk(folder / "full", 4096)
             os.environ["SYNCLINE_FAILURES"] = str(folder / "full" / "failures")
@@ -376,7 +376,7 @@ def _alone(cell: Cell, folder: Path, seed: int, exchange: Exchange | None, grace
     others = {}
     if cell.where.story is stories.save:
         ended_again, left_again = _launched(spec, lambda rank: _resumed(rank, told, folder), folder)
-        left += left_again + [f"what resuming failed with, {text}," for text in ended_again if text is not None]
+        left += left_again + [f"the error of resuming, {text}," for text in ended_again if text is not None]
         others = {name: read(folder / name, spec.world_size) for name in ("whole", "resumed")}
     return Ran(read(folder, spec.world_size), ended, others, left)
 
@@ -386,8 +386,8 @@ def _resumed(rank: Rank, told: Told, folder: Path) -> None:
     stories.resume(rank, told, folder)
 
 
-def _together(cells: Sequence[Cell], base: Path, seed: int, exchange: Exchange | None) -> dict[str, Ran]:
-    """All that a job must survive in one phase, and the same without."""
+def _shared(cells: Sequence[Cell], base: Path, seed: int, exchange: Exchange | None) -> dict[str, Ran]:
+    """Run all faults that a job must survive in one phase, and the same training without them."""
     phase, place = cells[0].phase, cells[0].where
     step = FAULT_STEP if phase in ("attach", "warm-up") else place.step
     plain = replace(place.told, exchange=exchange or place.told.exchange)
@@ -421,7 +421,7 @@ def _together(cells: Sequence[Cell], base: Path, seed: int, exchange: Exchange |
         without = read(base / f"without-{cell.struck_step if cell.struck_step >= 0 else step}", place.spec.world_size)
         others = {"whole": read(base / "whole", place.spec.world_size), "without": without}
         journals = read(base / cell.name, place.spec.world_size)
-        # What another cell of this cluster broke, breaks those that have come to their end no more.
+        # A fault of a later cell of this cluster does not affect cells that have ended.
         mine = [None if any(e["event"] == "done" for e in j) else how for j, how in zip(journals, ended, strict=True)]
         found[cell.name] = Ran(journals, mine, others, left)
     return found
@@ -430,7 +430,7 @@ def _together(cells: Sequence[Cell], base: Path, seed: int, exchange: Exchange |
 def _launched(
     spec: ClusterSpec, main: RankMain, folder: Path, grace_s: float = GRACE_S
 ) -> tuple[list[str | None], list[str]]:
-    """→ how ranks failed, and what is left of them."""
+    """Run a cluster, and return how its ranks failed and what they left."""
     scratch = folder / "scratch"
     scratch.mkdir(parents=True)
     before = _processes(), _mounts()
@@ -454,7 +454,7 @@ def _mounts() -> set[str]:
 
 
 class _scratch_in:  # noqa: N801 - reads as a verb
-    """Temporary files of this process and its children go there."""
+    """Put temporary files of this process and its children in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,17 +1,17 @@
-"""What must hold of a cell, whatever the fault was: a pure function from what was written down to what is wrong.
+"""The rules that every cell must obey, as a pure function from its journals to a list of violations.
 
-The rules have letters, by which tests and tables name them:
+Tests and tables refer to the rules by letter:
 
 - **a, agreement**: ranks that have committed a step have the same parameters after it, bit for bit, and the same
   exchange in the same buckets;
-- **b, together**: nobody commits a step that a victim has not begun;
-- **c, in time**: whoever survives a fatal fault raises within the timeout and a margin, with an error that is
-  Syncline's or carries one; nobody hangs, and nobody ends without a word;
-- **d, the suspect**: where survivors can know whose fault it was, the error names the rank;
-- **e, goes on**: after a fault that is none of the job's business all ranks go on, and end as if it had not happened;
-- **f, state**: after a failed exchange nothing is saved any more, and what was saved before can be loaded and goes on
-  bit for bit;
-- **g, nothing is left**: no process, mount or temporary file outlives a cell.
+- **b, no step ahead**: no rank commits a step that a victim has not begun;
+- **c, in time**: every survivor of a fatal fault raises within the timeout and a margin, with an error of Syncline's or
+  one that carries it; no rank hangs, and none ends silently;
+- **d, suspects**: where survivors can know which rank caused the failure, the error names it;
+- **e, survival**: after a fault that a job must survive, all ranks continue and end as if it had not happened;
+- **f, state**: after a failed exchange no state can be saved, and an earlier checkpoint can be loaded and continues bit
+  for bit;
+- **g, cleanup**: no process, mount or temporary file outlives a cell.
 """
 
 from __future__ import annotations
@@ -23,54 +23,54 @@ from dataclasses import dataclass, field
 from faults.journal import Entry
 
 MARGIN_S = 8.0
-"""Beyond a timeout: finding out who is to blame takes up to 3.3 s, and a busy machine is slow."""
+"""Time beyond a timeout: finding suspects takes up to 3.3 s, and a busy machine is slow."""
 
-_SUSPECTS = re.compile(r"suspects?: (.*?)(?:; this rank's note|$)", re.MULTILINE)
+_SUSPECTS = re.compile(r"suspects?: (.*?)(?:; this rank's failure report|$)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Of one cell."""
+    """The expected outcome of one cell."""
 
     fatal: bool
-    """Whether the job cannot go on."""
+    """True if the job cannot continue."""
     victims: tuple[int, ...]
-    """Ranks that the fault is done to."""
+    """Ranks that the fault strikes."""
     timeout_s: float
     ends: bool = False
-    """The victims are gone, or raise their own error."""
+    """True if the victims end, or raise their own error."""
     names_suspect: bool = False
     refuses: bool = False
-    """An exchange fails, so no state may be had from survivors afterwards."""
+    """True if an exchange fails, so that survivors must refuse to save their state."""
     skipped: int | None = None
-    """A step that must change neither parameters nor what is kept."""
+    """A step that must change neither parameters nor residuals."""
     like: str | None = None
-    """Which other run of the same cell it must equal, step by step."""
+    """The other run of the same cell that this one must equal, step by step."""
     or_torch: bool = False
-    """DDP itself may be the first to fail, in a collective of its own: then the error is torch's."""
+    """True if DDP may fail first, in its own collective, with an error of torch."""
     raises: bool = False
-    """The job goes on, but something that was called raises on all ranks."""
+    """True if the job continues, but a call raises on all ranks."""
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What was seen of one cell."""
+    """The observed outcome of one cell."""
 
     journals: Sequence[Sequence[Entry]]
     """By rank."""
     ended: Sequence[str | None]
-    """By rank: how its process failed, if it did."""
+    """By rank: how its process failed, or None."""
     others: Mapping[str, Sequence[Sequence[Entry]]] = field(default_factory=dict)
-    """Other runs, by name: without the fault, or resumed after it."""
+    """Other runs, by name, such as one without the fault or one resumed after it."""
     left: Sequence[str] = ()
-    """What was there afterwards, and not before."""
+    """Processes, mounts and files that the cell left."""
 
 
 def check(expected: Expected, ran: Ran) -> list[str]:
-    """What is wrong, each with its rule's letter; nothing, if nothing is."""
+    """Return the violations, each with the letter of its rule."""
     wrong = [*_agreement(ran.journals, "a")]
     if expected.fatal:
-        wrong += _together(expected, ran)
+        wrong += _no_step_ahead(expected, ran)
         wrong += _in_time(expected, ran)
         wrong += _suspects(expected, ran)
     else:
@@ -81,7 +81,7 @@ def check(expected: Expected, ran: Ran) -> list[str]:
 
 
 def raised_after_s(expected: Expected, ran: Ran) -> float | None:
-    """How long after the fault the last survivor had raised; None where nobody did."""
+    """Return the time from the fault until the last survivor raised; None if none did."""
     fault_s = _fault_s(ran)
     raised = [
         entry["at_s"]
@@ -120,7 +120,7 @@ def _agreement(journals: Sequence[Sequence[Entry]], rule: str) -> list[str]:
     return wrong
 
 
-def _together(expected: Expected, ran: Ran) -> list[str]:
+def _no_step_ahead(expected: Expected, ran: Ran) -> list[str]:
     begun = [entry["step"] for rank in expected.victims for entry in _events(ran.journals[rank], "begin")]
     last = max(begun, default=-1)
     furthest = {rank: max(_committed(journal), default=-1) for rank, journal in enumerate(ran.journals)}
@@ -134,7 +134,7 @@ def _together(expected: Expected, ran: Ran) -> list[str]:
 def _in_time(expected: Expected, ran: Ran) -> list[str]:
     fault_s = _fault_s(ran)
     if fault_s is None:
-        return ["c: the fault was never done, so nothing was tested"]
+        return ["c: the fault never struck, so nothing was tested"]
     wrong = []
     for rank, journal in enumerate(ran.journals):
         raised, ended = _events(journal, "raised"), ran.ended[rank]
@@ -170,14 +170,14 @@ def _suspects(expected: Expected, ran: Ran) -> list[str]:
 
 
 def _named(text: str) -> str:
-    """Where suspects are; of errors that say on which rank something was wrong, all of it."""
+    """Return the part of an error that names suspects; without one, its first line."""
     return " ".join(_SUSPECTS.findall(text)) or (text.splitlines() or [""])[0]
 
 
 def _goes_on(expected: Expected, ran: Ran) -> list[str]:
     wrong = []
     if _fault_s(ran) is None:
-        wrong.append("e: the fault was never done, so nothing was tested")
+        wrong.append("e: the fault never struck, so nothing was tested")
     for rank, journal in enumerate(ran.journals):
         raised = _events(journal, "raised")
         if ran.ended[rank] is not None:
@@ -213,7 +213,7 @@ def _skipped(step: int, ran: Ran) -> list[str]:
 
 
 def _alike(ran: Ran, name: str, rule: str) -> list[str]:
-    """The steps that both have made, and the last of them, of which there must be one."""
+    """Compare the steps that both runs have made, which must include the last one of the other run."""
     wrong = []
     for rank, (mine, theirs) in enumerate(zip(ran.journals, ran.others.get(name, []), strict=False)):
         ours, others = _committed(mine), _committed(theirs)
@@ -237,7 +237,7 @@ def _state(expected: Expected, ran: Ran) -> list[str]:
         if rank in expected.victims and expected.ends:
             continue
         if expected.or_torch and not any(entry["told"] for entry in _events(journal, "raised")[:1]):
-            continue  # no exchange has failed: what is kept is that of the last step
+            continue  # no exchange has failed: the state is that of the last step
         tried = {entry["what"]: entry["refused"] for entry in _events(journal, "asked")}
         if expected.refuses and _events(journal, "raised") and not tried:
             wrong.append(f"f: rank {rank} was not asked for its state")

@@ -1,4 +1,4 @@
-"""Options of the whole matrix."""
+"""Command-line options of the fault matrix."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ ROWS: list[dict[str, object]] = []
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("faults")
-    group.addoption("--cells-json", metavar="FILE", help="write what became of each cell there")
+    group.addoption("--cells-json", metavar="FILE", help="write the outcome of each cell to FILE")
     group.addoption(
-        "--cells-seed", type=int, default=0, metavar="N", help="of the moments at which timed faults strike"
+        "--cells-seed", type=int, default=0, metavar="N", help="seed of the moments at which timed faults strike"
     )
-    group.addoption("--cells-at-once", type=int, default=4, metavar="N", help="so many cells at a time")
+    group.addoption(
+        "--cells-at-once", type=int, default=4, metavar="N", help="number of cells that run at the same time"
+    )
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -1,7 +1,6 @@
-"""The faults, done for real by the process that they are done to.
+"""Real faults, which the victim inflicts on itself at one point of its program or at a random moment after it.
 
-A fault strikes at one place of the victim's program, or at a random moment after one: signals and timers do not wait
-for a convenient one. The journal knows when.
+The journal records when a fault struck.
 """
 
 from __future__ import annotations
@@ -24,29 +23,29 @@ from faults.journal import Journal
 
 
 class UserError(LookupError):
-    """What the user's own code raises."""
+    """An error in users' code."""
 
 
 @dataclass
 class Injury:
-    """What is done to this rank, at which step and place; nothing, on a rank that is not the victim."""
+    """The fault of this rank, with its step and place."""
 
     fault: str
     place: str
-    """Where it strikes. `timed`: a random while after the step has begun."""
+    """Where the fault strikes. `timed`: a random time after the step has begun."""
     step: int
     journal: Journal
     delay_s: float = 0.0
-    """Of `timed`."""
+    """The delay of a `timed` fault."""
     stop_s: float = 0.0
-    """For how long it is stopped."""
+    """How long the rank is stopped."""
     rate_bps: int = 0
-    """What a slow link is reshaped to."""
+    """The rate of a slow link."""
     armed: bool = True
     _waker: int = -1
 
     def at(self, place: str, step: int) -> None:
-        """The program has come to a place."""
+        """Strike if the program has reached the place of the fault."""
         if not self.armed or step != self.step:
             return
         if place == self.place:
@@ -66,7 +65,7 @@ class Injury:
         _FAULTS[self.fault](self)
 
     def prepare(self) -> None:
-        """Before there are threads: a process that wakes this one when it has been stopped for long enough."""
+        """Start a process that continues this one after a stop. Call it before there are threads."""
         if self.fault in ("stop", "pause"):
             self._waker = start_waker(self.stop_s, self.journal)
 
@@ -81,7 +80,7 @@ class Injury:
 
 
 def start_waker(stop_s: float, journal: Journal) -> int:
-    """→ a pipe: `stop_s` after something was written to it, this process is continued."""
+    """Return a pipe. This process is continued `stop_s` after a byte was written to it."""
     read_end, write_end = os.pipe()
     victim = os.getpid()
     if os.fork() == 0:
@@ -112,12 +111,12 @@ def _raise(injury: Injury) -> None:
 
 
 def starve(injury: Injury | None = None) -> None:
-    """Asks for memory that this process may not have: the kernel refuses, and torch raises. The limit stays."""
+    """Allocate more memory than this process may have, so that torch raises. The limit stays."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + (256 << 20)
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
     torch.empty(1 << 32, dtype=torch.uint8)
-    raise AssertionError("4 GiB were given where 256 MiB are left")
+    raise AssertionError("4 GiB were allocated with a limit of 256 MiB")
 
 
 _FAULTS: dict[str, Callable[[Injury], None]] = {
@@ -129,14 +128,14 @@ _FAULTS: dict[str, Callable[[Injury], None]] = {
     "oom": starve,
     "raise": _raise,
     "linger": _raise,
-    "nan": lambda injury: None,  # what comes in is: see `stories`
+    "nan": lambda injury: None,  # the loss is multiplied: see `stories`
     "inf": lambda injury: None,
     "caught": _raise,
 }
 
 
 def moment_of(name: str, seed: int, span_s: float) -> float:
-    """When a timed fault strikes: the same for the same cell and seed."""
+    """Return the delay of a timed fault: the same for the same cell and seed."""
     return random.Random(f"{name}/{seed}").uniform(0.0, span_s)
 
 
@@ -145,7 +144,7 @@ def moment_of(name: str, seed: int, span_s: float) -> float:
 
 @contextlib.contextmanager
 def small_files(most_bytes: int) -> Iterator[None]:
-    """No file of this process may grow beyond: EFBIG, as on a disk with a quota."""
+    """Limit the size of files that this process writes: EFBIG, as on a disk with a quota."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, before[1]))
@@ -156,7 +155,7 @@ def small_files(most_bytes: int) -> Iterator[None]:
 
 
 def mount_small_disk(folder: Path, most_bytes: int) -> None:
-    """A disk of so many bytes, seen by the processes of this emulated cluster alone, and gone with them: ENOSPC."""
+    """Mount a disk of this size, which only the processes of this emulated cluster see: ENOSPC when it is full."""
     folder.mkdir(parents=True, exist_ok=True)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, f"size={most_bytes}".encode()) != 0:
@@ -165,7 +164,7 @@ def mount_small_disk(folder: Path, most_bytes: int) -> None:
 
 
 def fill(folder: Path, leave_bytes: int) -> None:
-    """Until so many bytes are left."""
+    """Fill a disk until `leave_bytes` are free."""
     disk = os.statvfs(folder)
     size = disk.f_bavail * disk.f_frsize - leave_bytes
     (folder / "filler").write_bytes(b"\0" * max(0, size))

@@ -1,4 +1,4 @@
-"""What a rank writes down as it goes: one line of JSON per event, which is there even if the next thing is SIGKILL.
+"""The journal of a rank: one line of JSON per event, complete even if SIGKILL follows.
 
 Times are those of CLOCK_MONOTONIC, which all processes of a machine share.
 """
@@ -21,11 +21,11 @@ from syncline.errors import SynclineError
 Entry = dict[str, Any]
 
 _CARRIED = ("ExchangeError: ", "MismatchError: ", "UsageError: ", "FileError: ")
-"""How a `SynclineError` looks in the text of what DDP makes of it."""
+"""Names by which a `SynclineError` is found in the text of DDP's error."""
 
 
 class Journal:
-    """One rank's, of one cell."""
+    """The journal of one rank in one cell."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ class Journal:
 
     def note(self, event: str, **fields: Any) -> None:
         line = json.dumps({"event": event, "at_s": time.monotonic(), **fields})
-        os.write(self._file, f"{line}\n".encode())  # one write, straight to the kernel: whole, or not there
+        os.write(self._file, f"{line}\n".encode())  # one write to the kernel: complete, or missing
 
     def raised(self, error: BaseException) -> None:
         text = str(error)
@@ -44,7 +44,7 @@ class Journal:
 
 
 def read(folder: Path, ranks: int) -> list[list[Entry]]:
-    """By rank. What was cut short is a line that does not end."""
+    """Return the journals by rank, without a last line that was cut short."""
     found = []
     for rank in range(ranks):
         path = _path(folder, rank)
@@ -58,7 +58,7 @@ def _path(folder: Path, rank: int) -> Path:
 
 
 def hashed(tensors: Iterable[Tensor]) -> str:
-    """Of their bits."""
+    """Return a hash of the bits of all tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")

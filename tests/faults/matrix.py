@@ -1,4 +1,4 @@
-"""Every cell: `python -m pytest tests/faults/matrix.py`. Not collected otherwise; `tests/test_faults.py` has a few."""
+"""All cells: `python -m pytest tests/faults/matrix.py`. A plain `pytest` runs only those in `tests/test_faults.py`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from syncline.cluster import why_not_shaped
 
 @pytest.fixture(scope="session")
 def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
-    """Of the cells that were asked for."""
+    """Run the selected cells."""
     names = [item.callspec.params["name"] for item in request.session.items if isinstance(item, pytest.Function)]
     cells = [CELLS[name] for name in names if why_not_shaped() is None or not CELLS[name].needs_links]
     option = request.config.getoption
@@ -22,7 +22,7 @@ def matrix(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     made.close()
 
 
-@pytest.mark.timeout(600)  # those before it may have to end first
+@pytest.mark.timeout(600)  # earlier cells may have to end first
 @pytest.mark.parametrize("name", CELLS)
 def test_cell(name: str, matrix: Matrix, request: pytest.FixtureRequest) -> None:
     if CELLS[name].needs_links and why_not_shaped() is not None:

@@ -1,4 +1,4 @@
-"""What the ranks of a cell run: small trainings that write down every step, and come past the places of faults."""
+"""The programs that the ranks of a cell run: small trainings that record every step and pass the places of faults."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _STUCK_S = 25.0
 
 
 def join(rank: Rank, timeout_s: float) -> None:
-    """As under torchrun: the store is served by an agent beside rank 0, and outlives every rank."""
+    """Join as under torchrun: an agent beside rank 0 serves the store and outlives every rank."""
     address, port = os.environ["MASTER_ADDR"], rank._port
     if rank.rank == 0:
         listener = socket.create_server((address, port))
@@ -66,16 +66,16 @@ def join(rank: Rank, timeout_s: float) -> None:
 
 
 def end_like_a_script(error: BaseException) -> None:
-    """What Python does after an uncaught exception, and a forked rank would leave out."""
+    """Do what Python does after an uncaught exception, and a forked rank would not do."""
     sys.last_value = error
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries complain about what a fork has left in them
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # libraries complain about the state that a fork copied
     atexit._run_exitfuncs()
 
 
 # --- exchanges that strike --------------------------------------------------------------------------------------
 
 _injury: Injury | None = None
-"""This rank's, for places that are deep inside: one process is one rank."""
+"""The injury of this rank, for places deep inside the library."""
 
 
 def _strike_in(place: str) -> None:
@@ -98,7 +98,7 @@ class PreparedOkTopk(OkTopk):
 
 
 def striking(exchange: Exchange) -> Exchange:
-    """The same, through the place `prepare`."""
+    """Return the same exchange with the place `prepare`."""
     fields = {field.name: getattr(exchange, field.name) for field in dataclasses.fields(exchange)}  # type: ignore[arg-type]
     if isinstance(exchange, OkTopk):
         return PreparedOkTopk(**fields)
@@ -110,7 +110,7 @@ def striking(exchange: Exchange) -> Exchange:
 
 
 class Subject:
-    """A model in training, and what holds its exchange."""
+    """A model in training, with its handle or trainer."""
 
     def __init__(self, rank: Rank, exchange: Exchange, journal: Journal, injury: Injury | None, **how: bool) -> None:
         self.rank, self.journal, self.injury = rank, journal, injury
@@ -172,7 +172,7 @@ class Subject:
         }
 
     def ask_for_state(self, folder: Path) -> None:
-        """After a failure."""
+        """Ask for the state after a failure, and record whether it was refused."""
         asked: dict[str, Callable[[], object]] = {
             "state_dict": self.holder.state_dict,
             "save": lambda: self.holder.save(folder / f"after-{self.rank.rank}"),
@@ -191,8 +191,8 @@ class Subject:
 
 @contextlib.contextmanager
 def _warming(subject: Subject) -> Iterator[None]:
-    """While groups are made, `connecting` and then `inside`, when they open their connections, are places to strike."""
-    make, warm = comm._new_group, comm._warm
+    """Add the places `connecting`, where groups are made, and `inside`, where they open their connections."""
+    make, warm = comm._new_group, comm._open_connections
 
     def strike_and_make(*arguments: Any, **options: Any) -> Any:
         subject.at("connecting", -1)
@@ -202,7 +202,7 @@ def _warming(subject: Subject) -> Iterator[None]:
         subject.at("inside", -1)
         return warm(*arguments, **options)
 
-    with mock.patch.multiple(comm, _new_group=strike_and_make, _warm=strike_and_warm):
+    with mock.patch.multiple(comm, _new_group=strike_and_make, _open_connections=strike_and_warm):
         yield
 
 
@@ -211,19 +211,19 @@ def _warming(subject: Subject) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Told:
-    """What a story is about."""
+    """The settings of a story."""
 
     exchange: Exchange
     layerwise: bool = False
     fault: str = ""
     leaves_out: int | None = None
-    """A step that nobody makes."""
+    """A step that no rank makes."""
     scaled: bool = False
     steps: int = STEPS
 
 
 def train(rank: Rank, told: Told, journal: Journal, injury: Injury | None, folder: Path) -> None:
-    """Some steps, with what is done to them. Raises what the training raises, after having asked for state."""
+    """Train for some steps with a fault. Ask for the state before raising an error of the training."""
     subject = Subject(rank, told.exchange, journal, injury, layerwise=told.layerwise, scaled=told.scaled)
     try:
         for number in range(told.steps):
@@ -255,11 +255,11 @@ FAULT_STEP = 3
 
 
 class SurvivedError(Exception):
-    """This rank has raised, and what it raised is written down."""
+    """This rank has raised an error, which its journal contains."""
 
 
 def keep_model(folder: Path, subject: Subject) -> None:
-    """Beside what each rank saves, for the step at which it is saved."""
+    """Save the weights beside the checkpoint of the exchange, named by step."""
     folder.mkdir(parents=True, exist_ok=True)
     steps = subject.holder.stats().steps
     path = folder / f"model-{steps}-{subject.rank.rank}.safetensors"
@@ -267,7 +267,7 @@ def keep_model(folder: Path, subject: Subject) -> None:
 
 
 def save(rank: Rank, told: Told, journal: Journal, injury: Injury | None, folder: Path) -> None:
-    """Saves twice; the second time something happens."""
+    """Save twice, the second time with a fault."""
     victim = injury is not None
     saved = folder / "saved"
     disk = folder / "disk" if told.fault.startswith("enospc") else saved
@@ -286,7 +286,7 @@ def save(rank: Rank, told: Told, journal: Journal, injury: Injury | None, folder
             dist.barrier()
             _save_again(subject, told, disk, victim=victim)
             if told.fault.startswith("enospc"):
-                dist.barrier()  # each has cleaned up
+                dist.barrier()  # all ranks have cleaned up
                 if rank.rank == 0:
                     (disk / "filler").unlink()
                     shutil.copytree(disk, saved)
@@ -313,12 +313,12 @@ def _save_again(subject: Subject, told: Told, folder: Path, *, victim: bool) -> 
 
 
 SAVE_STEP = 1000
-"""The number under which faults strike while saving."""
+"""The step number of faults that strike while saving."""
 
 
 @contextlib.contextmanager
 def _saving(subject: Subject) -> Iterator[None]:
-    """While drafts are written and put in place, those are places to strike."""
+    """Add the places `draft` and `placing`, where drafts are written and put in place."""
     write, place = checkpoint.write_draft, checkpoint.put_in_place
 
     def written(*arguments: Any, **options: Any) -> Any:
@@ -335,7 +335,7 @@ def _saving(subject: Subject) -> Iterator[None]:
 
 
 def resume(rank: Rank, told: Told, folder: Path) -> None:
-    """In processes that know nothing: once without interruption, once from what was saved."""
+    """Train in new processes, once without interruption and once from the checkpoint."""
     for name in ("whole", "resumed"):
         journal = Journal(folder / name, rank.rank)
         subject = Subject(rank, told.exchange, journal, None, layerwise=told.layerwise)
@@ -350,22 +350,22 @@ def resume(rank: Rank, told: Told, folder: Path) -> None:
 
 
 def _load(subject: Subject, folder: Path, steps: list[int]) -> int:
-    """Weights of the step at which the exchange's state was saved: the newest that fit."""
+    """Load the newest weights that fit the checkpoint of the exchange, and return their step."""
     for step in reversed(steps):
         path = folder / "models" / f"model-{step}-{subject.rank.rank}.safetensors"
         subject.net.load_state_dict(safetensors.torch.load(path.read_bytes()))
         try:
             subject.holder.load(folder / "saved")
-        except syncline.SynclineError:  # Layerwise knows weights of another step
+        except syncline.SynclineError:  # Layerwise recognises weights of another step
             continue
         if (found := subject.holder.stats().steps) != step:
             continue
         return int(found)
-    raise AssertionError(f"nothing could be loaded from {folder}")
+    raise AssertionError(f"no checkpoint could be loaded from {folder}")
 
 
 def tune(rank: Rank, told: Told, journal: Journal, injury: Injury | None, folder: Path) -> None:
-    """Measures and tries plans; weights stay as they were, whatever happens."""
+    """Tune, and check that the weights stay the same whatever happens."""
     net = seeded(lambda: Mlp(WIDTH))
     model = DDP(net, bucket_cap_mb=BUCKET_MB)
     inputs = batch(rank.rank, 0, 8, WIDTH)
@@ -416,12 +416,12 @@ Story = Callable[[Rank, Told, Journal, "Injury | None", Path], None]
 
 
 def live(rank: Rank, story: Story, told: Told, folder: Path, injury: Injury | None, timeout_s: float) -> None:
-    """One story as a whole process has it: joined before, ended as scripts end."""
+    """Run one story in a process that joins first and ends like a script."""
     global _injury
     _injury = injury
     journal = Journal(folder, rank.rank)
     stacks = (folder / f"stacks-{rank.rank}.txt").open("w")
-    faulthandler.dump_traceback_later(_STUCK_S, file=stacks)  # where a rank is that hangs
+    faulthandler.dump_traceback_later(_STUCK_S, file=stacks)  # shows where a rank hangs
     join(rank, timeout_s)
     try:
         story(rank, told, journal, injury, folder)
@@ -440,7 +440,7 @@ def live(rank: Rank, story: Story, told: Told, folder: Path, injury: Injury | No
 
 
 def _wait_for_others(rank: Rank, folder: Path) -> None:
-    """In the user's own `except`, with everything still open, until all others have raised."""
+    """Wait as in a user's `except` clause, with everything still open, until all others have raised."""
     end_s = time.monotonic() + _END_S
     while time.monotonic() < end_s:
         journals = read(folder, rank.world_size)

@@ -15,7 +15,7 @@ from hostile.mutations import Trees
 from hostile.oracle import Files, Format
 from syncline.exchange import Dense, Hierarchical, OkTopk, settings
 from syncline.files import read_json, write_json
-from syncline.health.failure import Event, Failure, Pending
+from syncline.health.failure import Event, FailureReport, Pending
 from syncline.health.suspects import Kind, Suspect
 from syncline.records.activations import Activations, Block, Line
 from syncline.records.bench_result import BenchResult, Cluster, Model, Row
@@ -155,7 +155,7 @@ RECORD = RunRecord(
         ),
     ),
 )
-FAILURE = Failure(
+FAILURE = FailureReport(
     rank=1,
     world_size=4,
     host="host1",
@@ -169,7 +169,7 @@ FAILURE = Failure(
     where="step 6",
     step=6,
     error="exchanging bucket 0 failed in step 6: Connection closed by peer",
-    suspects=(Suspect(2, Kind.SILENT, "no sign of life for 2 s"), Suspect(0, Kind.VICTIM, "it failed too")),
+    suspects=(Suspect(2, Kind.SILENT, "no heartbeat for 2 s"), Suspect(0, Kind.VICTIM, "it failed too")),
     pending=(Pending(lane=0, step=6, bucket=0, bytes=526336, exchange="OkTopk", age_s=1.5),),
     events=(
         Event(before_s=2.0, what="ready", lane=0, step=6, bucket=0),
@@ -270,7 +270,7 @@ def check_record(record: RunRecord) -> None:
             assert min(pace.step_s, pace.low_s, pace.high_s, pace.forward_s, pace.backward_s, pace.exposed_s) >= 0
 
 
-def check_failure(failure: Failure) -> None:
+def check_failure(failure: FailureReport) -> None:
     _sensible(failure)
     assert 0 <= failure.rank < failure.world_size and failure.timeout_s >= 0
     assert failure.moment().tzinfo is not None
@@ -294,5 +294,5 @@ FILES: tuple[Format, ...] = (
     _json_format("network", Network, (made_up.RICH_NETWORK, made_up.network((0, 1))), check_network),
     _json_format("record", RunRecord, (RECORD,), check_record),
     _json_format("bench", BenchResult, (BENCH,), _sensible),
-    _json_format("failure", Failure, (FAILURE, msgspec.structs.replace(FAILURE, step=None)), check_failure),
+    _json_format("failure", FailureReport, (FAILURE, msgspec.structs.replace(FAILURE, step=None)), check_failure),
 )

@@ -34,7 +34,8 @@ for _ in range(3):
 if rank == 1 and end == "raises":
     raise ValueError("no such file")
 if rank == 1:
-    dist.distributed_c10d._get_default_store().wait(["syncline/vigil/0/1"], timedelta(seconds=30))  # its first sign
+    # Wait for its first heartbeat.
+    dist.distributed_c10d._get_default_store().wait(["syncline/heartbeat/0/1"], timedelta(seconds=30))
     os.kill(os.getpid(), signal.SIGKILL)
 if server == "rank 0" and rank == 2:
     time.sleep(1.5)

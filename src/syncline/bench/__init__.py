@@ -1,1 +1,1 @@
-"""Methods side by side in one run: what `syncline bench` and `syncline demo` are made of."""
+"""Compare methods in one run, for `syncline bench` and `syncline demo`."""

@@ -1,4 +1,4 @@
-"""The cluster that was measured on, as a result file has it."""
+"""Describe the cluster of a measurement, for result files."""
 
 from __future__ import annotations
 

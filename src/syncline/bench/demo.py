@@ -1,9 +1,8 @@
-"""The main job, end to end: real digits, a real network of slow links, plain DDP against what Syncline makes of it.
+"""Train on real digits over emulated slow links, with plain DDP and with `syncline.tune`.
 
-Before training, `tune` measures the model and the links, plans, tries the plan, and applies it or leaves plain DDP
-alone: once with what is lossless, once with 16 bits allowed. Every method trains a model of its own from the same
-weights on the same batches, and they take turns step by step in the same processes: so they see the same machine, and
-what differs is the method.
+Before training, `tune` measures the model and the links, makes a plan, tries it, and applies it or keeps plain DDP:
+once with lossless exchanges only, and once with bf16 allowed. Every method trains its own model from the same weights
+on the same batches. The methods take turns step by step in the same processes, so only the method differs.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ MODEL = "cnn"
 CONTENDERS = ("nosync", "ddp", "tune", "tune-bf16")
 ALLOWED = {"tune": (), "tune-bf16": ("bf16",)}
 TUNE_S = 25.0
-"""Of which most is probing; the second time, what was probed is known."""
+"""Time of one tuning. Most of the first is probing; the second reuses its network."""
 BATCH = 32
 LEARNING_RATE, MOMENTUM = 0.02, 0.9
 
 
 @dataclass
 class _Training:
-    """One method's model under training, on one rank."""
+    """The model of one method, on one rank."""
 
     prepared: Prepared
     step: Callable[[], None]
@@ -54,7 +53,8 @@ def run_demo(
     tune_s: float = TUNE_S,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> DemoResult:
-    data = digits()  # once, before the ranks are forked
+    """Train with every method of `CONTENDERS` and compare their times, losses and weights."""
+    data = digits()  # loaded once, before the ranks are forked
     shaped = why_not_shaped() is None
 
     answers = launch(
@@ -82,17 +82,17 @@ def run_demo(
                 losses=[sum(ranks) / len(ranks) for ranks in zip(*losses, strict=True)],
             )
         )
-    seen = steps * BATCH * spec.world_size
-    found = answers[0]
-    network = msgspec.convert(found["network"], Network)
+    samples = steps * BATCH * spec.world_size
+    first = answers[0]
+    network = msgspec.convert(first["network"], Network)
     return DemoResult(
         cluster_of(spec, shaped),
         steps,
-        seen / len(data.train_images),
+        samples / len(data.train_images),
         rows,
-        said=found["said"],
+        said=first["said"],
         network=network.sold_as(spec.rate_bps, spec.trunk_rate_bps) if shaped else network,
-        tunings=msgspec.convert(found["tunings"], dict[str, Tuning]),
+        tunings=msgspec.convert(first["tunings"], dict[str, Tuning]),
     )
 
 
@@ -128,24 +128,24 @@ def _tune(
 ) -> Tuned:
     first = slice(rank.rank * BATCH, (rank.rank + 1) * BATCH)
 
-    def step(one: nn.Module) -> None:
-        zoo.loss(one(data.train_images[first]), data.train_labels[first]).backward()
+    def step(model: nn.Module) -> None:
+        zoo.loss(model(data.train_images[first]), data.train_labels[first]).backward()
 
-    # Every kind of collective is probed the first time, for what is allowed the second.
+    # Probe every kind of collective, because the second tuning reuses the network and allows more.
     links = probe(budget_s=0.5 * tune_s) if network is None else network
     return tune(model, step, allow=allow, budget_s=tune_s, network=links, quiet=True)
 
 
 def _prepare(rank: Rank, method: str, data: Digits) -> _Training:
     torch.manual_seed(0)
-    plain = "ddp" if method in ALLOWED else method
-    prepared = METHODS[plain][1][0](zoo.build_model(MODEL), Wrapping(rank.device))
+    base = "ddp" if method in ALLOWED else method
+    prepared = METHODS[base][1][0](zoo.build_model(MODEL), Wrapping(rank.device))
     optimizer = torch.optim.SGD(prepared.model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     batches = torch.Generator().manual_seed(1)
     losses: list[float] = []
 
     def step() -> None:
-        # Every rank draws the same batch and takes its own part of it.
+        # Every rank draws the same batches and takes its own row.
         drawn = torch.randint(len(data.train_images), (rank.world_size, BATCH), generator=batches)[rank.rank]
         optimizer.zero_grad()
         loss = zoo.loss(prepared.model(data.train_images[drawn]), data.train_labels[drawn])

@@ -1,8 +1,8 @@
-"""What the bench expects of every method, before it measures the first one.
+"""Predict the step time of every method before the bench measures the first one.
 
 All ranks profile the workload at the same time without communication, and probe the links unless a network is given.
-Syncline's exchanges then state their own cost. Of PyTorch's hooks, what they compute is measured by running them among
-one rank alone, where nothing travels; what they send is known.
+Syncline's exchanges state their own cost. For PyTorch's hooks, the bytes are known, and the computation is measured by
+running each hook in a group of one rank, where nothing is sent.
 """
 
 from __future__ import annotations
@@ -36,31 +36,35 @@ _ALONE_STEPS, _ALONE_WARMUP = 4, 3
 
 @dataclass(frozen=True)
 class Forecast:
-    """The figures that predictions are made of; the same on all ranks."""
+    """The inputs of all predictions, the same on all ranks."""
 
     profile: Profile
     network: Network
     paced: bool
-    """The workload is a replay: it keeps its pace whatever DDP does meanwhile."""
+    """True for a replay, whose computation is not slowed down by communication."""
     bucket_mb: float | None
 
     @property
     def caps(self) -> tuple[int, ...]:
-        """Bytes at which DDP closes its buckets."""
+        """Sizes in bytes at which DDP closes its buckets."""
         return ddp_caps(self.bucket_mb)
 
     def predicted_s(self, prepared: Prepared, hook_s: float | None = None) -> float | None:
-        """`hook_s`: what one step of PyTorch's hook computes, from `alone_s`. What an exchange computes is in the
-        profile, by the name of what was prepared."""
+        """Predict the seconds per step of a method.
+
+        Args:
+            prepared: The method. The profile has the computation of its exchange under its name.
+            hook_s: For PyTorch's hooks: seconds per step that the hook computes.
+        """
         if prepared.method == "nosync":
             slowest = self.profile.slowest
-            always_s = 0.0 if slowest is None else slowest.step_s - self.profile.step_s
-            return self.profile.step_s + max(always_s, self.profile.jitter_s)
+            straggler_s = 0.0 if slowest is None else slowest.step_s - self.profile.step_s
+            return self.profile.step_s + max(straggler_s, self.profile.jitter_s)
         if prepared.plan is not None:
             return prepared.plan.iteration_s
         if prepared.cost is None:
             schedule = Schedule.of(self.profile, bucket_mb=self.bucket_mb)
-            again_s = 0.0
+            recompute_s = 0.0
             if prepared.handle is not None:
                 handle = prepared.handle
                 schedule = Schedule(prepared.name, schedule.buckets, handle.exchange, prepared.name, handle.lanes)
@@ -68,8 +72,8 @@ class Forecast:
                 trainer = prepared.trainer
                 buckets = filled(self.profile.gradients, (trainer.bucket_bytes,))
                 schedule = Schedule(prepared.name, buckets, trainer.exchange, prepared.name, trainer.lanes)
-                again_s = self.profile.forward_s if trainer.recomputes else 0.0
-            return again_s + predict(self.profile, self.network, schedule, paced=self.paced).iteration_s
+                recompute_s = self.profile.forward_s if trainer.recomputes else 0.0
+            return recompute_s + predict(self.profile, self.network, schedule, paced=self.paced).iteration_s
         everything = (tuple(range(len(self.profile.gradients))),)
         buckets = everything if prepared.one_bucket else ddp_buckets(self.profile.gradients, self.bucket_mb)
         schedule = Schedule(prepared.method, buckets, prepared.cost, prepared.method)
@@ -79,6 +83,7 @@ class Forecast:
         return predict(profile, self.network, schedule, paced=self.paced).iteration_s
 
     def hook_s(self, alone_s: float) -> float:
+        """Return the computation of a hook, from the step time in a group of one rank."""
         return max(0.0, alone_s - self.profile.step_s)
 
 
@@ -90,17 +95,19 @@ def profile_workload(
     topology: Topology | None = None,
     exchanges: Mapping[str, Callable[[], Exchange]] | None = None,
 ) -> Profile:
-    """Collective: all ranks at once, without communication; what `exchanges` compute, all by default, as they would on
-    `topology`."""
+    """Profile the workload on all ranks at once, without communication.
+
+    Args:
+        exchanges: Exchanges whose computation on `topology` is measured too. Default: all.
+    """
     profile = measure_backward(net, loss_of, steps=_STEPS, warmup=_WARMUP, optimizer=optimizer, model_name=name)
     device = next(net.parameters()).device
-    place = topology or dist.get_world_size()
-    overheads = measure_overheads(device, exchanges, topology=place, group=dist.group.WORLD)
+    overheads = measure_overheads(device, exchanges, topology=topology or dist.get_world_size(), group=dist.group.WORLD)
     return msgspec.structs.replace(profile, overheads=overheads)
 
 
 def alone_s(step: Callable[[], None], device: torch.device) -> float:
-    """A step of a model whose group is one rank, while all ranks do the same: the mean of their medians."""
+    """Measure a step of a model whose group has one rank, on all ranks at once; return the mean of their medians."""
     times = []
     for number in range(_ALONE_WARMUP + _ALONE_STEPS):
         start = time.perf_counter()
@@ -117,7 +124,7 @@ def alone_s(step: Callable[[], None], device: torch.device) -> float:
 def probe_emulated(
     spec: ClusterSpec, budget_s: float, on_progress: Callable[[int, int], None] | None = None
 ) -> Network:
-    """On emulated hosts, whose rates are known beforehand, too."""
+    """Probe the links of an emulated cluster; the result has their nominal rates too."""
 
     def main(rank: Rank) -> object:
         rank.init_process_group(timeout_s=max(60.0, 4 * budget_s))

@@ -1,6 +1,6 @@
-"""The methods that a bench compares, each as something that can take a step.
+"""The methods that a bench compares.
 
-A new one is a new line in `METHODS`. Baselines are PyTorch's own code with the settings that suit them best.
+A new method is a new line in `METHODS`. Baselines are PyTorch's own code, with the settings that suit them best.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from syncline.bench.baselines import TopKCost, with_topk
+from syncline.bench.baselines import TopK, with_topk
 from syncline.ddp.attach import attach
 from syncline.ddp.handle import Handle
 from syncline.ddp.wrap import handle_of, wrap
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 
 @dataclass
 class Prepared:
-    """A model of its own, ready to train with one method."""
+    """A model that is ready to train with one method."""
 
     method: str
     model: nn.Module
     handle: Handle | None = None
     setting: str = ""
-    """What was chosen for a method that has variants, such as a rank."""
+    """Setting of this variant, such as PowerSGD's rank."""
     cost: Costed | None = None
-    """What a baseline puts on the wire; Syncline's exchanges know it themselves."""
+    """Cost of a baseline's hook. Syncline's exchanges have their own."""
     one_bucket: bool = False
     variant: int = 0
-    """Which of the method's."""
+    """Index of this variant in `METHODS`."""
     plan: Plan | None = None
-    """What it follows, if it is planned."""
+    """Plan of a planned method."""
     trainer: Layerwise | None = None
-    """What trains the model, where that is not DDP: it steps by itself."""
+    """Trainer of a method without DDP. It runs the optimizer itself."""
 
     @property
     def exchanging(self) -> Handle | Layerwise | None:
@@ -61,18 +61,18 @@ class Prepared:
 
     @property
     def name(self) -> str:
-        """Of the method and its variant."""
+        """Name of the method and its setting."""
         fixed = self.plan is not None or self.trainer is not None
         return self.method if fixed else f"{self.method} {self.setting}".strip()
 
     def chosen(self) -> str:
-        """Its setting, and the ways that its buckets go, most of them first."""
-        ways = {} if self.handle is None else self.handle.ways
-        common = sorted(ways, key=lambda way: -ways[way])
-        return "; ".join([*([self.setting] if self.setting else []), *common])
+        """Return the setting, and the paths of the buckets, the most frequent first."""
+        counts = {} if self.handle is None else self.handle.ways
+        paths = sorted(counts, key=lambda path: -counts[path])
+        return "; ".join([*([self.setting] if self.setting else []), *paths])
 
     def sent_bytes(self) -> int | None:
-        """Payload that the busiest rank sent in the last step; None where nobody counted."""
+        """Return the payload that the busiest rank sent in the last step; None if it was not counted."""
         if self.exchanging is not None:
             return sum(self.exchanging.stats().sent_bytes.values())
         if self.method == "ddp" or (self.plan is not None and self.plan.nothing):
@@ -94,16 +94,16 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Wrapping:
-    """How DDP is built, the same for every method that does not need it otherwise."""
+    """How to build DDP: the same for all methods, unless one needs other settings."""
 
     device: torch.device
     bucket_mb: float | None = None
     group: dist.ProcessGroup | None = None
-    """None for all ranks."""
+    """Default: all ranks."""
     network: Network | None = None
-    """What exchanges choose by that do."""
+    """Network from which exchanges choose their paths."""
     forecast: Forecast | None = None
-    """What planners plan from."""
+    """Inputs of planned methods."""
 
     def ddp(self, net: nn.Module, bucket_mb: float | None = None, **options: Any) -> DDP:
         cap = bucket_mb if bucket_mb is not None else self.bucket_mb
@@ -120,11 +120,11 @@ PLANNERS: dict[str, tuple[str, ...]] = {
     "plan": (),
     "plan-lossy": ("bf16", "sparse"),
 }
-"""By method: what it may use beside what is lossless."""
+"""Planned methods, and the lossy exchanges that each may use."""
 
 
 def make_planned(method: str, forecast: Forecast) -> Plan:
-    """The plan of a method, from what is known before anything is measured."""
+    """Make the plan of a method, before anything is measured."""
     profile, network, caps = forecast.profile, forecast.network, forecast.caps
     if method in ("plan", "plan-lossy"):
         return make_plan(profile, network, PLANNERS[method], paced=forecast.paced, caps=caps)
@@ -136,13 +136,13 @@ def make_planned(method: str, forecast: Forecast) -> Plan:
 
 def _planned(method: str) -> Preparation:
     def prepare(net: nn.Module, wrapping: Wrapping) -> Prepared:
-        assert wrapping.forecast is not None  # noqa: S101 - or nobody would have got so far
+        assert wrapping.forecast is not None  # noqa: S101 - run_bench refuses planned methods without one
         plan = make_planned(method, wrapping.forecast)
         if plan.nothing:
             return Prepared(method, wrapping.ddp(net), setting="plain DDP", plan=plan)
         ids = [wrapping.device.index] if wrapping.device.type == "cuda" else None
         ddp = wrap(net, plan, network=wrapping.network, device_ids=ids, process_group=wrapping.group)
-        names = " and ".join(dict.fromkeys(type(one).__name__ for one in plan.exchanges))
+        names = " and ".join(dict.fromkeys(type(exchange).__name__ for exchange in plan.exchanges))
         lanes = f", {plan.lanes} lanes" if plan.lanes > 1 else ""
         buckets = f"{len(plan.buckets)} bucket{'s' if len(plan.buckets) > 1 else ''}"
         return Prepared(method, ddp, handle_of(ddp), f"{buckets} through {names}{lanes}", plan=plan)
@@ -166,7 +166,7 @@ def _fp16_hook(net: nn.Module, wrapping: Wrapping) -> Prepared:
 
 @dataclass(frozen=True)
 class _HalfRing:
-    """PyTorch's fp16 hook: one all-reduce, of half the bytes."""
+    """Cost of PyTorch's fp16 hook: one all-reduce of half the bytes."""
 
     lossless: bool = False
     waits: bool = False
@@ -177,7 +177,7 @@ class _HalfRing:
 
 @dataclass(frozen=True)
 class _PowerSGD:
-    """PyTorch's PowerSGD hook: what it leaves alone, then all left factors, then all right ones."""
+    """Cost of PyTorch's PowerSGD hook: an all-reduce each of uncompressed tensors, left factors and right factors."""
 
     rank: int
     shapes: tuple[tuple[int, ...], ...]
@@ -185,18 +185,18 @@ class _PowerSGD:
     waits: bool = True
 
     def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
-        alone, left, right = 0, 0, 0
+        uncompressed, left, right = 0, 0, 0
         for shape in self.shapes:
             rows = shape[0] if shape else 1
             elements = torch.Size(shape).numel()
             columns = elements // max(rows, 1)
             rank = min(rows, columns, self.rank)
-            if (rows + columns) * rank * 2 < elements:  # its default: it compresses what then is less than half
+            if (rows + columns) * rank * 2 < elements:  # by default, it compresses what gets smaller than half
                 left, right = left + rows * rank, right + columns * rank
             else:
-                alone += elements
+                uncompressed += elements
         itemsize = dtype.itemsize
-        return Cost(tuple(Phase.of("all_reduce", n, itemsize, topology) for n in (alone, left, right)))
+        return Cost(tuple(Phase.of("all_reduce", n, itemsize, topology) for n in (uncompressed, left, right)))
 
 
 def _exchange(method: str, exchange: Exchange | None = None, setting: str = "") -> Preparation:
@@ -210,7 +210,7 @@ def _exchange(method: str, exchange: Exchange | None = None, setting: str = "") 
 
 def _powersgd(rank: int, batched: bool) -> Preparation:
     def prepare(net: nn.Module, wrapping: Wrapping) -> Prepared:
-        # One bucket: PyTorch's hook fails on gloo with several.
+        # A single bucket, because PyTorch's hook fails on gloo with several.
         ddp = wrapping.ddp(net, bucket_mb=1000)
         state = powerSGD_hook.PowerSGDState(
             wrapping.group, matrix_approximation_rank=rank, start_powerSGD_iter=2, batch_tensors_with_same_shape=batched
@@ -224,31 +224,31 @@ def _powersgd(rank: int, batched: bool) -> Preparation:
 
 
 def slow_sgd(parameters: Any) -> torch.optim.Optimizer:
-    """So slow that it changes nothing that matters."""
+    """Return an SGD optimizer with a learning rate that hardly changes the model."""
     return torch.optim.SGD(parameters, lr=1e-4)
 
 
 def _sparse_only(net: nn.Module, wrapping: Wrapping) -> Prepared:
     model = with_topk(wrapping.ddp(net, gradient_as_bucket_view=True))
-    return Prepared("sparse-only", model, cost=TopKCost())
+    return Prepared("sparse-only", model, cost=TopK())
 
 
 def _layerwise(method: str, exchange: Exchange, *, recompute: bool) -> Preparation:
     def prepare(net: nn.Module, wrapping: Wrapping) -> Prepared:
-        way = "recompute" if recompute and find_blocks(net) else "keep"
+        mode = "recompute" if recompute and find_blocks(net) else "keep"
         trainer = Layerwise(
             net,
             slow_sgd,
             exchange,
             bucket_mb=wrapping.bucket_mb,
-            activations=way,
+            activations=mode,
             network=wrapping.network,
             process_group=wrapping.group,
         )
         count = len(find_blocks(net))
-        blocks = f"{count} blocks recomputed" if way == "recompute" else "everything kept"
+        blocks = f"{count} blocks recomputed" if mode == "recompute" else "all activations kept"
         if recompute and not count:
-            blocks = "it has no blocks, so everything is kept"
+            blocks = "no blocks, so all activations are kept"
         return Prepared(method, net, setting=blocks, trainer=trainer)
 
     return prepare
@@ -257,10 +257,10 @@ def _layerwise(method: str, exchange: Exchange, *, recompute: bool) -> Preparati
 RINGS = frozenset(
     {"nosync", "ddp", "dense", "fp16-hook", "powersgd", "wfbp", "mgwfbp", "asc", "layerwise", "memory-only"}
 )
-"""Those that use no other collectives than DDP itself. A plan does not where hosts have one rank each."""
+"""Methods that use the same collectives as DDP. So does `plan` if each host has one rank."""
 
 METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
-    "nosync": ("computation only: the floor", (_nosync,)),
+    "nosync": ("computation without communication: the lower bound", (_nosync,)),
     "ddp": ("plain DistributedDataParallel", (_ddp,)),
     "dense": ("Syncline, lossless", (_exchange("dense"),)),
     "bf16": ("Syncline, bf16 on the wire, fp32 sums", (_exchange("bf16"),)),
@@ -271,10 +271,10 @@ METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
         (_exchange("hierarchical+bf16"),),
     ),
     "topk-allgather": (
-        "each rank's largest 1 %, gathered by everyone: the usual sparse hook, with Syncline's selection",
+        "baseline: the largest 1 % of each rank, gathered by all ranks, with Syncline's fast selection",
         tuple(_exchange("topk-allgather", AllgatherTopk(values=values), values) for values in ("fp32", "bf16")),
     ),
-    "oktopk": ("Syncline, the largest 1 % of the sums, the rest kept for later", (_exchange("oktopk"),)),
+    "oktopk": ("Syncline, the largest 1 % of the sums; the rest stays in the residual", (_exchange("oktopk"),)),
     "oktopk-0.1%": (
         "Syncline, the largest 0.1 % of the sums",
         (_exchange("oktopk-0.1%", OkTopk(density=0.001)),),
@@ -283,34 +283,38 @@ METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
         "Syncline, sums inside hosts first, the largest 1 % at the top",
         (_exchange("hierarchical+oktopk"),),
     ),
-    "wfbp": ("every gradient alone, as soon as it is ready", (_planned("wfbp"),)),
+    "wfbp": ("each gradient in its own bucket, as soon as it is ready", (_planned("wfbp"),)),
     "mgwfbp": ("MG-WFBP's fusion, as published", (_planned("mgwfbp"),)),
     "asc": ("ASC-WFBP's fusion on two lanes, as published", (_planned("asc"),)),
     "plan": ("Syncline's plan, lossless", (_planned("plan"),)),
     "plan-lossy": ("Syncline's plan, with bf16 and sparse exchanges allowed", (_planned("plan-lossy"),)),
     "layerwise": (
-        "Syncline, layer by layer, lossless: gradients leave, step and are freed in backward",
+        "Syncline, layer by layer, lossless: gradients are exchanged, applied and freed during backward",
         (_layerwise("layerwise", Dense(), recompute=False),),
     ),
     "layerwise+oktopk": (
         "Syncline, layer by layer, the largest 1 % of the sums, blocks recomputed",
         (_layerwise("layerwise+oktopk", OkTopk(), recompute=True),),
     ),
-    "sparse-only": ("DDP with the usual sparse hook: each rank's largest 1 %, one residual", (_sparse_only,)),
+    "sparse-only": (
+        "baseline: DDP with the usual sparse hook, which needs the least memory: the largest 1 % of each rank",
+        (_sparse_only,),
+    ),
     "memory-only": (
-        "dense, the optimizer in backward, blocks recomputed",
+        "dense, the optimizer runs during backward, blocks recomputed",
         (_layerwise("memory-only", Dense(), recompute=True),),
     ),
     "fp16-hook": ("PyTorch's fp16 hook", (_fp16_hook,)),
     "powersgd": (
-        "PyTorch's PowerSGD hook, the best of ranks 1, 2, 4, equal shapes batched or not",
+        "PyTorch's PowerSGD hook, the fastest of ranks 1, 2 and 4, equal shapes batched or not",
         tuple(_powersgd(rank, batched) for rank in (1, 2, 4) for batched in (False, True)),
     ),
 }
-"""By name: what it is, and its variants, of which the fastest is reported."""
+"""By name: a description, and the variants, of which the fastest is reported."""
 
 
 def check_methods(names: list[str]) -> None:
+    """Raise `UsageError` if a method is unknown or named twice, or if none is named."""
     if not names:
         raise UsageError(f"no method is named; known: {', '.join(METHODS)}")
     unknown = [name for name in names if name not in METHODS]
@@ -321,7 +325,7 @@ def check_methods(names: list[str]) -> None:
 
 
 def _ddp_sent_bytes(model: nn.Module) -> int | None:
-    """From the bucket sizes that DDP logged in this run: private to torch, so None where they are not to be had."""
+    """Compute the bytes from the bucket sizes that DDP logged: a private API of torch, so None if it is missing."""
     if not isinstance(model, DDP):
         return None
     try:

@@ -1,7 +1,7 @@
-"""Methods take turns in the same processes, so that noise hits all alike, and are compared round by round.
+"""Let methods take turns in the same processes, so that noise affects all alike, and compare them round by round.
 
-Two things would favour one method over another, and are taken away: whom it always follows (the order is drawn anew
-each round), and what its predecessor left of the links' burst credit (every step starts when they have rested).
+Two effects would favour some methods and are removed: the order of the methods is random in each round, and every step
+waits until the links have regained the burst that the method before it used up.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from syncline.bench.methods import slow_sgd
 from syncline.cluster import Rank
 
 REST_S = 0.02
-"""The least that links rest between steps."""
+"""Shortest pause between steps."""
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that takes steps. `step` returns when its step is complete on this rank."""
+    """A method to compare. `step` returns when the step is complete on this rank."""
 
     name: str
     step: Callable[[], None]
 
 
 def training_step(model: nn.Module, loss_of: Callable[[], Tensor]) -> Callable[[], None]:
-    """One step of plain SGD."""
+    """Return a function that takes one step of plain SGD."""
     optimizer = slow_sgd(model.parameters())
 
     def step() -> None:
@@ -59,24 +59,24 @@ class Quartiles:
 
 
 Record = dict[str, list[list[float]]]
-"""Per contender, per round: [when this rank started, when it ended, bytes its host had sent before, and after]."""
+"""Per contender and round: start and end on this rank, and bytes that its host had sent before and after."""
 
 
 def take_turns(rank: Rank, contenders: Sequence[Contender], *, warmup: int, rounds: int) -> Record:
-    """On every rank: each contender takes one step per round, in an order that is drawn anew, the same on all ranks."""
+    """Let each contender take one step per round, in a random order that is the same on all ranks."""
     record: Record = {contender.name: [] for contender in contenders}
     rest_s = max(REST_S, 3 * _regain_s(rank))
-    draw = random.Random(0)  # noqa: S311 - an order, not a secret
+    generator = random.Random(0)  # noqa: S311 - an order, not a secret
     for number in range(-warmup, rounds):
-        for contender in draw.sample(contenders, len(contenders)):
-            _meet(rank)
+        for contender in generator.sample(contenders, len(contenders)):
+            _barrier(rank)
             time.sleep(rest_s)
-            _meet(rank)
+            _barrier(rank)
             sent_before, start = _host_sent_bytes(rank), time.monotonic()
             contender.step()
             finish(rank)
             end = time.monotonic()
-            _meet(rank)
+            _barrier(rank)
             if number >= 0:
                 record[contender.name].append([start, end, sent_before, _host_sent_bytes(rank)])
         if rank.rank == 0:
@@ -85,7 +85,7 @@ def take_turns(rank: Rank, contenders: Sequence[Contender], *, warmup: int, roun
 
 
 def reported_to(on_progress: Callable[[int, int], None] | None) -> Callable[[int, Any], None]:
-    """What the launching process does with the progress that `take_turns` says."""
+    """Return the event handler for `launch` that passes on the progress of `take_turns`."""
 
     def on_event(rank: int, event: Any) -> None:
         if on_progress is not None:
@@ -96,24 +96,24 @@ def reported_to(on_progress: Callable[[int, int], None] | None) -> Callable[[int
 
 @dataclass(frozen=True)
 class Turns:
-    """What a contender's rounds came to."""
+    """The measurements of one contender over all ranks."""
 
     seconds: list[float]
-    """Per round: from when the last rank started to when the last one ended."""
+    """Per round: from the start of the last rank to the end of the last rank."""
     wire_bytes: float
-    """Per round, headers included: what the busiest host put on its link. Meaningless where links are not emulated."""
+    """Bytes per round that the busiest host sent, headers included. Meaningless if links are not emulated."""
 
     @property
     def quartiles(self) -> Quartiles:
         return Quartiles.of(self.seconds)
 
     def ratio_to(self, other: Turns) -> Quartiles:
-        """Of rounds, pair by pair: how much longer than the other this took."""
+        """Return the quartiles over the rounds of this time divided by the other's."""
         return Quartiles.of([mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True)])
 
 
 def combine(records: Sequence[Record]) -> dict[str, Turns]:
-    """From all ranks' records. Their clocks are one: emulated hosts share the machine's."""
+    """Combine the records of all ranks. Emulated hosts share the machine's clock, so times can be compared."""
     turns = {}
     for name in records[0]:
         rounds = list(zip(*(record[name] for record in records), strict=True))
@@ -123,7 +123,7 @@ def combine(records: Sequence[Record]) -> dict[str, Turns]:
     return turns
 
 
-def _meet(rank: Rank) -> None:
+def _barrier(rank: Rank) -> None:
     if rank.spec.device == "cuda":
         dist.barrier(device_ids=[0])
         torch.cuda.synchronize()
@@ -132,12 +132,13 @@ def _meet(rank: Rank) -> None:
 
 
 def finish(rank: Rank) -> None:
+    """Wait until the GPU, if there is one, has finished its work."""
     if rank.spec.device == "cuda":
         torch.cuda.synchronize()
 
 
 def _regain_s(rank: Rank) -> float:
-    """What the slowest link needs to regain its burst."""
+    """Return the time that the slowest link needs to regain its burst."""
     if not rank.shaped:
         return 0.0
     from syncline.cluster import links

@@ -1,4 +1,4 @@
-"""One bench: build every method's model on every rank, let them take turns, put the rows together."""
+"""Run a bench: build the model of every method on every rank, let the methods take turns, and make the result."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 
 PROBE_S = 12.0
-"""Enough for the collectives that a bench uses; `syncline probe` takes its time for better ones."""
+"""Default time for probing. `syncline probe` takes longer and is more accurate."""
 PROBE_LEVELS_S = 30.0
-"""The same, where hosts have several ranks, and more than all of them together are measured."""
+"""The same if hosts have several ranks, because collectives on each level are measured too."""
 WARMUP = 4
-"""Rounds before the first that counts: DDP rebuilds its buckets after one, PowerSGD starts to compress after two."""
+"""Rounds that are not measured: DDP rebuilds its buckets after one, PowerSGD starts to compress after two."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is trained: a model by name, or a recorded profile that is replayed."""
+    """The model to train: by name, or a recorded profile that is replayed."""
 
     name: str
     batch: int
@@ -80,23 +80,31 @@ def run_bench(
     peak_memory: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> BenchResult:
-    """Measures `methods` on the emulated cluster, in one run, after predicting each: from `network`, or from links
-    that are probed for about `probe_s` (default: as long as it takes); without either where that is 0. `peak_memory`:
-    afterwards each method trains another model by itself, for what that takes of memory."""
+    """Predict and then measure `methods` on the emulated cluster, in one run.
+
+    Args:
+        rounds: Number of steps that each method takes.
+        network: Network to predict from. Default: probe the links.
+        probe_s: Approximate time for probing; 0 for no predictions.
+        peak_memory: Measure the memory of each method, by training another model with it afterwards.
+
+    Raises:
+        UsageError: If a method is unknown, or `network` is of another cluster.
+    """
     check_methods(list(methods))
     if rounds < 1:
-        raise UsageError(f"steps is {rounds}: a bench needs at least one")
+        raise UsageError(f"steps is {rounds}: must be 1 or more")
     if network is not None:
         _check_network(network, spec)
 
     shaped = why_not_shaped() is None
-    usual_s = PROBE_LEVELS_S if max(spec.per_host) > 1 and spec.hosts > 1 else PROBE_S
-    budget_s = usual_s if probe_s is None else probe_s
+    default_s = PROBE_LEVELS_S if max(spec.per_host) > 1 and spec.hosts > 1 else PROBE_S
+    budget_s = default_s if probe_s is None else probe_s
     planned = next((method for method in methods if method in PLANNERS), None)
     if planned is not None and spec.world_size == 1:
-        raise UsageError(f"{planned} plans what ranks exchange, and there is one: add hosts, or ranks per host")
+        raise UsageError(f"{planned} needs at least two ranks: add hosts, or ranks per host")
     if planned is not None and network is None and not budget_s:
-        raise UsageError(f"{planned} plans from a profile and a network: leave out --probe 0, or pass --network")
+        raise UsageError(f"{planned} needs a network to plan from: omit --probe 0, or add --network")
     answers = launch(
         spec,
         lambda rank: _measure(rank, workload, methods, rounds, bucket_mb, network, budget_s, peak_memory),
@@ -117,12 +125,12 @@ def run_bench(
         syncline=__version__,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         tree=answers[0]["tree"],
-        **_known(answers[0], spec, shaped),
+        **_prediction_inputs(answers[0], spec, shaped),
     )
 
 
-def _known(answer: dict[str, Any], spec: ClusterSpec, shaped: bool) -> dict[str, Any]:
-    """What predictions and plans were made of; nothing where there were none."""
+def _prediction_inputs(answer: dict[str, Any], spec: ClusterSpec, shaped: bool) -> dict[str, Any]:
+    """Return the inputs of predictions and plans; empty if there were no predictions."""
     if answer["network"] is None:
         return {}
     network = msgspec.convert(answer["network"], Network)
@@ -134,21 +142,21 @@ def _known(answer: dict[str, Any], spec: ClusterSpec, shaped: bool) -> dict[str,
 
 
 def _check_network(network: Network, spec: ClusterSpec) -> None:
-    """A prediction for another cluster would stand beside the measurement without a word."""
-    again = "probe again with the bench's options"
+    """Raise `UsageError` if the network is of another cluster than the bench."""
+    advice = "probe again with the bench's options"
     if network.ranks != spec.world_size:
-        raise UsageError(f"the network is one of {network.ranks} ranks, and the bench has {spec.world_size}: {again}")
+        raise UsageError(f"the network has {network.ranks} ranks, but the bench has {spec.world_size}: {advice}")
     placement = {rank: host for host in range(spec.hosts) for rank in spec.ranks_of(host)}
     if network.host_of_rank != tuple(placement[rank] for rank in range(spec.world_size)):
-        raise UsageError(f"the network's ranks sit on other hosts than the bench's: {again}")
+        raise UsageError(f"the network's ranks are on other hosts than the bench's: {advice}")
     if network.device != spec.device:
-        raise UsageError(f"the network was probed on {network.device}, and the bench runs on {spec.device}: {again}")
+        raise UsageError(f"the network was probed on {network.device}, but the bench runs on {spec.device}: {advice}")
     link = network.link("host")
     if link is not None and link.nominal_bps not in (None, spec.rate_bps):
-        rates = f"{format_rate(link.nominal_bps or 0)}, and the bench's {format_rate(spec.rate_bps)}"
-        raise UsageError(f"the network's links are {rates}: {again}")
+        rates = f"{format_rate(link.nominal_bps or 0)}, but the bench's are {format_rate(spec.rate_bps)}"
+        raise UsageError(f"the network's links are {rates}: {advice}")
     if not network.collectives or not network.links:
-        raise UsageError(f"the network holds no measured collectives: {again}")
+        raise UsageError(f"the network has no measured collectives: {advice}")
 
 
 def _measure(
@@ -161,7 +169,7 @@ def _measure(
     probe_s: float,
     peak_memory: bool,
 ) -> dict[str, Any]:
-    """On one rank."""
+    """Measure on one rank."""
     rank.init_process_group()
     if network is None and probe_s and rank.world_size > 1:
         rings = RINGS | ({"plan"} if max(rank.spec.per_host) == 1 else set())
@@ -175,27 +183,29 @@ def _measure(
     planned = _prepare(rank, workload, [method for method in methods if method in PLANNERS], wrapping)
     prepared = {**unplanned, **planned}
     predicted_s = {} if forecast is None else _predict(rank, workload, prepared, forecast)
-    contenders = [Contender(name, _training_step(one, workload, rank)) for name, one in prepared.items()]
+    contenders = [Contender(name, _training_step(variant, workload, rank)) for name, variant in prepared.items()]
     record = take_turns(rank, contenders, warmup=WARMUP, rounds=rounds)
     about = {
         name: {
-            "method": one.method,
-            "setting": one.chosen(),
-            "sent": one.sent_bytes(),
-            "predicted": one.predicted_sent_bytes(rank.world_size),
+            "method": variant.method,
+            "setting": variant.chosen(),
+            "sent": variant.sent_bytes(),
+            "predicted": variant.predicted_sent_bytes(rank.world_size),
             "predicted_s": predicted_s.get(name),
-            **(_memory_of(rank, workload, one, wrapping) if peak_memory else {}),
+            **(_memory_of(rank, workload, variant, wrapping) if peak_memory else {}),
         }
-        for name, one in prepared.items()
+        for name, variant in prepared.items()
     }
     parameters = [p for p in next(iter(prepared.values())).model.parameters() if p.requires_grad]
-    trees = [one.exchanging.tree for one in prepared.values() if one.exchanging is not None]
+    trees = [variant.exchanging.tree for variant in prepared.values() if variant.exchanging is not None]
     return {
         "record": record,
         "about": about,
         "network": msgspec.to_builtins(network) if rank.rank == 0 else None,
         "profile": msgspec.to_builtins(forecast.profile) if rank.rank == 0 and forecast is not None else None,
-        "plans": {name: msgspec.to_builtins(one.plan) for name, one in planned.items()} if rank.rank == 0 else {},
+        "plans": {name: msgspec.to_builtins(variant.plan) for name, variant in planned.items()}
+        if rank.rank == 0
+        else {},
         "tree": next((tree.describe() for tree in trees if tree is not None), ""),
         "parameters": sum(p.numel() for p in parameters),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
@@ -203,13 +213,13 @@ def _measure(
 
 
 def _prepare(rank: Rank, workload: Workload, methods: Sequence[str], wrapping: Wrapping) -> dict[str, Prepared]:
-    """By method and setting: a model of its own for each variant of each method."""
+    """Build a model for each variant of each method; return them by name."""
     prepared = [
         dataclasses.replace(prepare(workload.build(rank.rank).to(rank.device), wrapping), variant=variant)
         for method in methods
         for variant, prepare in enumerate(METHODS[method][1])
     ]
-    return {one.name: one for one in prepared}
+    return {variant.name: variant for variant in prepared}
 
 
 def _forecast(
@@ -224,7 +234,9 @@ def _forecast(
     loss_of = workload.loss_of(net, rank.rank, rank.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     exchanges: dict[str, Callable[[], Exchange]] = {
-        name: functools.partial(_exchange_of, one) for name, one in prepared.items() if one.exchanging is not None
+        name: functools.partial(_exchange_of, variant)
+        for name, variant in prepared.items()
+        if variant.exchanging is not None
     }
     for method in methods:
         exchanges |= {
@@ -237,18 +249,20 @@ def _forecast(
 def _predict(
     rank: Rank, workload: Workload, prepared: dict[str, Prepared], forecast: Forecast
 ) -> dict[str, float | None]:
-    """By method and setting: seconds per step, foreseen before anything is measured."""
-    methods = list(dict.fromkeys(one.method for one in prepared.values()))
-    hooks = [method for method in methods if any(one.cost for one in prepared.values() if one.method == method)]
+    """Predict the seconds per step of each variant; return them by name."""
+    methods = list(dict.fromkeys(variant.method for variant in prepared.values()))
+    hooks = [
+        method for method in methods if any(variant.cost for variant in prepared.values() if variant.method == method)
+    ]
     hook_s = {}
     with group_of_one(rank.device) as group:
-        for name, one in _prepare(rank, workload, hooks, Wrapping(rank.device, forecast.bucket_mb, group)).items():
-            hook_s[name] = forecast.hook_s(alone_s(_training_step(one, workload, rank), rank.device))
-    return {name: forecast.predicted_s(one, hook_s.get(name)) for name, one in prepared.items()}
+        for name, variant in _prepare(rank, workload, hooks, Wrapping(rank.device, forecast.bucket_mb, group)).items():
+            hook_s[name] = forecast.hook_s(alone_s(_training_step(variant, workload, rank), rank.device))
+    return {name: forecast.predicted_s(variant, hook_s.get(name)) for name, variant in prepared.items()}
 
 
 def _exchange_of(prepared: Prepared) -> Exchange:
-    assert prepared.exchanging is not None  # noqa: S101 - asked only of those that have one
+    assert prepared.exchanging is not None  # noqa: S101 - called only for methods with an exchange
     return prepared.exchanging.exchange
 
 
@@ -260,7 +274,7 @@ def _training_step(prepared: Prepared, workload: Workload, rank: Rank) -> Callab
 
 
 def _memory_of(rank: Rank, workload: Workload, measured: Prepared, wrapping: Wrapping) -> dict[str, int]:
-    """What the same method takes that trains one more model: bytes beside all that is there already."""
+    """Measure the memory of one more model with this method, without what is allocated already."""
     gc.collect()
     prepare = METHODS[measured.method][1][measured.variant]
     net = workload.build(rank.rank).to(rank.device)
@@ -275,14 +289,14 @@ def _memory_of(rank: Rank, workload: Workload, measured: Prepared, wrapping: Wra
         states = meter.now() - base
         step()
         finish(rank)
-        found = {"peak_bytes": meter.peak() - base, "states_bytes": states}
+        memory = {"peak_bytes": meter.peak() - base, "states_bytes": states}
     if prepared.trainer is not None:
         prepared.trainer.close()
-    return found
+    return memory
 
 
 def _row(method: str, turns: dict[str, Turns], about: list[dict[str, Any]], shaped: bool) -> Row:
-    """Of the method's fastest variant."""
+    """Make the row of a method, from its fastest variant."""
     variants = [name for name in turns if about[0][name]["method"] == method]
     best = min(variants, key=lambda name: turns[name].quartiles.median)
     times = turns[best].quartiles

@@ -1,4 +1,9 @@
-"""The command line: `commands` has what can be typed, and a module beside it does the work of each command."""
+"""The command line.
+
+A command is a dataclass in `commands`: its fields are the options, and its docstring is the help. Its `start` method
+calls the function in the module of the same name in this package, which does the work and may import torch. A new
+option is a new field of the dataclass, which that function reads.
+"""
 
 from syncline.cli.commands import app, main
 

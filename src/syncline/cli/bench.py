@@ -1,20 +1,18 @@
-"""`syncline bench`: methods side by side in one run."""
+"""`syncline bench`: compare methods in one run."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import msgspec
 
 from syncline.bench.methods import METHODS, check_methods
 from syncline.bench.run import Workload, run_bench
 from syncline.cli import options, screen
-from syncline.cli.commands.common import ClusterOptions
+from syncline.cli.commands.bench import Bench
 from syncline.cli.report import typed, write_page
 from syncline.cluster import ClusterSpec
 from syncline.errors import UsageError
 from syncline.files import write_json
-from syncline.models.zoo import MODELS, build_model
+from syncline.models import zoo
 from syncline.records.bench_result import BenchResult
 from syncline.records.network import Network
 from syncline.records.profile import load_profile
@@ -22,62 +20,44 @@ from syncline.report import formatting
 from syncline.report.inputs import Inputs
 
 
-def bench(
-    cluster: ClusterOptions,
-    *,
-    model: str | None,
-    replay: str | None,
-    scale: str,
-    methods: str,
-    steps: int,
-    batch: int,
-    bucket_mb: float | None,
-    network: Path | None,
-    probe: float | None,
-    peak_memory: bool,
-    timeout: float,
-    json: Path | None,
-    report: Path | None,
-) -> None:
+def bench(args: Bench) -> None:
     with options.one_line_errors("syncline bench"):
-        spec = options.cluster_spec(cluster)
-        workload = _workload(model, replay, scale, batch)
-        if methods.strip() == "list":
+        spec = options.cluster_spec(args)
+        workload = _workload(args)
+        if args.methods.strip() == "list":
             _list_methods()
             return
-        names = [name.strip() for name in methods.split(",") if name.strip()]
-        check_methods(names)
-        if bucket_mb is not None and not 0 < bucket_mb < 1e6:
-            raise UsageError(f"--bucket-mb {bucket_mb:g}: a bucket needs a positive size, in MB")
-        if not 0 < timeout < 1e9:
-            raise UsageError(f"--timeout {timeout:g}: a run needs a positive number of seconds")
-        if probe is not None and not (probe == 0 or 1 <= probe <= 3600):
-            raise UsageError(f"--probe {probe:g}: probing takes 1 to 3600 seconds; 0 for no predictions")
-        known = None if network is None else Network.load(network)
-        for path in (json, report):
+        methods = options.split(args.methods)
+        check_methods(methods)
+        options.check_bucket_mb(args.bucket_mb)
+        options.check_timeout(args.timeout)
+        if args.probe is not None and not (args.probe == 0 or 1 <= args.probe <= 3600):
+            raise UsageError(f"--probe {args.probe:g}: must be 1 to 3600 seconds, or 0 for no predictions")
+        network = None if args.network is None else Network.load(args.network)
+        for path in (args.json, args.report):
             screen.check_writable(path)
-        screen.say_if_not_shaped()
+        screen.warn_if_not_shaped()
         with screen.progress(f"{workload.name}, {spec.describe()}") as on_progress:
             result = run_bench(
                 spec,
                 workload,
-                names,
-                rounds=steps,
-                bucket_mb=bucket_mb,
-                timeout_s=timeout,
-                network=known,
-                probe_s=probe,
-                peak_memory=peak_memory,
+                methods,
+                rounds=args.steps,
+                bucket_mb=args.bucket_mb,
+                timeout_s=args.timeout,
+                network=network,
+                probe_s=args.probe,
+                peak_memory=args.peak_memory,
                 on_progress=on_progress,
             )
         result = msgspec.structs.replace(result, command=typed())
         try:
-            if json is not None:
-                write_json(json, result)
-        finally:  # a run that took minutes is shown, whatever became of its file
+            if args.json is not None:
+                write_json(args.json, result)
+        finally:  # show a run that took minutes even if its file cannot be written
             _show(spec, result)
-        if report is not None:
-            write_page(report, Inputs(benches=(result,)), short=True)
+        if args.report is not None:
+            write_page(args.report, Inputs(benches=(result,)), short=True)
 
 
 def _list_methods() -> None:
@@ -85,19 +65,18 @@ def _list_methods() -> None:
         screen.out.print(f"{name}: {about}", soft_wrap=True)
 
 
-def _workload(model: str | None, replay: str | None, scale: str, batch: int) -> Workload:
-    if model is not None and replay is not None:
-        raise UsageError("--model and --replay exclude each other: name one of them")
-    if replay is not None:
-        profile = load_profile(replay)
-        time_scale, size_scale = options.scales(scale)
-        return Workload(profile.model, batch, profile.scaled(time=time_scale, bytes=size_scale))
-    if scale != "1,1":
-        raise UsageError("--scale is for a replayed profile: add --replay")
-    name = model or "cnn"
-    if name not in MODELS:
-        build_model(name)  # raises, and says which there are
-    return Workload(name, batch)
+def _workload(args: Bench) -> Workload:
+    if args.model is not None and args.replay is not None:
+        raise UsageError("--model and --replay exclude each other: use one of them")
+    if args.replay is not None:
+        profile = load_profile(args.replay)
+        time_scale, size_scale = options.scales(args.scale)
+        return Workload(profile.model, args.batch, profile.scaled(time=time_scale, bytes=size_scale))
+    if args.scale != "1,1":
+        raise UsageError("--scale needs a recorded profile: add --replay")
+    name = args.model or "cnn"
+    zoo.check_name(name)
+    return Workload(name, args.batch)
 
 
 def _show(spec: ClusterSpec, result: BenchResult) -> None:
@@ -106,15 +85,15 @@ def _show(spec: ClusterSpec, result: BenchResult) -> None:
     screen.out.print(f"{what}, {screen.links(spec, result.cluster.emulated)}, {result.rounds} rounds")
     if result.tree:
         screen.out.print(result.tree, highlight=False)
-    # What was sent as foreseen need not be said twice.
-    surprising = any(
+    # The predicted bytes get a column only if they differ from the counted ones.
+    mispredicted = any(
         abs((row.predicted_sent_bytes or 0) - row.sent_bytes) > 1e-3 * row.sent_bytes
         for row in result.rows
         if row.sent_bytes and row.predicted_sent_bytes is not None
     )
-    foreseen = ["foreseen"] if surprising else []
+    bytes_column = ["predicted sent"] if mispredicted else []
     memory = ["peak"] if any(row.peak_bytes for row in result.rows) else []
-    table = screen.table("method", "ms/step", "quartiles", "predicted", "× ddp", "sent", *foreseen, "wire", *memory)
+    table = screen.table("method", "ms/step", "quartiles", "predicted", "× ddp", "sent", *bytes_column, "wire", *memory)
     for row in result.rows:
         table.add_row(
             row.method,
@@ -123,18 +102,18 @@ def _show(spec: ClusterSpec, result: BenchResult) -> None:
             "–" if row.predicted_ms is None else formatting.milliseconds(row.predicted_ms, unit=""),
             "" if row.vs_ddp is None else f"{row.vs_ddp:.2f}",
             formatting.size(row.sent_bytes),
-            *([formatting.size(row.predicted_sent_bytes)] if surprising else []),
+            *([formatting.size(row.predicted_sent_bytes)] if mispredicted else []),
             formatting.size(row.wire_bytes),
             *([formatting.size(row.peak_bytes)] if memory else []),
         )
     screen.out.print(table)
     for row in result.rows:
         screen.out.print(f"{row.method}: {METHODS[row.method][0]}{row.setting and f'; {row.setting}'}", style="dim")
-    peaks = "; peak: the most bytes that tensors of the busiest rank took in a step, weights included"
+    peaks = "; peak: memory of all tensors on the busiest rank during a step, weights included"
     screen.out.print(
-        "predicted: before the first step was taken, from the workload's profile and the links; × ddp: median of the "
-        f"rounds' ratios of step times; sent: payload per step of the busiest rank, inside its host and between hosts, "
-        f"as counted{', and as foreseen' if surprising else '; all as foreseen'}; wire: what its host's interface "
-        f"counted, headers included{peaks if memory else ''}",
+        "predicted: before the first step, from the workload's profile and the links; × ddp: median over the rounds of "
+        "the step time divided by DDP's; sent: payload per step of the busiest rank, within its host and between "
+        f"hosts{'' if mispredicted else ', as predicted'}; wire: bytes that its host's interface counted, headers "
+        f"included{peaks if memory else ''}",
         style="dim",
     )

@@ -1,23 +1,23 @@
-"""`syncline cluster`: hosts with links of a given speed, emulated on this machine."""
+"""`syncline cluster run`: run a command on an emulated cluster."""
 
 from __future__ import annotations
 
 import typer
 
 from syncline.cli import options
-from syncline.cli.commands.common import ClusterOptions
+from syncline.cli.commands.cluster import Run
 from syncline.cluster import ClusterSpec, format_rate, run_command, why_not_shaped
 
 
-def run(command: list[str], cluster: ClusterOptions, *, per_rank: bool) -> None:
+def run(args: Run) -> None:
     with options.one_line_errors("syncline cluster run"):
-        spec = options.cluster_spec(cluster)
-        status = run_command(spec, command, per_rank=per_rank, announce=spec.describe() + _bursts(spec))
+        spec = options.cluster_spec(args)
+        status = run_command(spec, args.command, per_rank=args.per_rank, announce=spec.describe() + _bursts(spec))
     raise typer.Exit(status)
 
 
 def _bursts(spec: ClusterSpec) -> str:
-    """The burst is what an idle link gives away for free: small messages are only as honest as it is small."""
+    """Describe the bursts of the links: an idle link carries that much faster than its rate."""
     if why_not_shaped() is not None:
         return ""
     from syncline.cluster.links import burst_bytes

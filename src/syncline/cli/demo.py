@@ -1,4 +1,4 @@
-"""`syncline demo`: the main job on this machine, end to end."""
+"""`syncline demo`: train on an emulated cluster with plain DDP and with `syncline.tune`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 from syncline.bench.demo import BATCH, run_demo
 from syncline.cli import options, screen
 from syncline.cli.commands.common import ClusterOptions
+from syncline.cli.commands.demo import Demo
 from syncline.cli.report import typed, write_page
 from syncline.cluster import format_rate, why_not_shaped
 from syncline.errors import UsageError
@@ -19,7 +20,7 @@ from syncline.report import formatting, sentences
 from syncline.report.inputs import Inputs
 
 PAGE = Path("syncline-report.html")
-"""Where the page goes, in the current folder."""
+"""The default report, in the current folder."""
 
 NAMES = {
     "nosync": "no communication",
@@ -29,31 +30,30 @@ NAMES = {
 }
 
 
-def demo(cluster: ClusterOptions, *, steps: int, tune: float, json: Path | None, report: Path | None) -> None:
+def demo(args: Demo) -> None:
     with options.one_line_errors("syncline demo"):
-        spec = options.cluster_spec(cluster)
+        spec = options.cluster_spec(ClusterOptions(hosts=args.hosts, per_host=args.per_host, rate=args.rate))
         if spec.world_size < 2:
-            raise UsageError("--hosts 1: one rank exchanges nothing; take two or more")
-        for path in (json, report):
+            raise UsageError("--hosts 1: one rank exchanges nothing; use two or more")
+        for path in (args.json, args.report):
             screen.check_writable(path)
-        screen.say_if_not_shaped()
-        what = f"Training a CNN on 4,000 real digits, {screen.links(spec, why_not_shaped() is None)}"
-        screen.err.print(what)
-        with screen.progress("Tuning, then every method takes turns") as on_progress:
-            result = run_demo(spec, steps, tune_s=tune, on_progress=on_progress)
+        screen.warn_if_not_shaped()
+        screen.err.print(f"Training a CNN on 4,000 real digits, {screen.links(spec, why_not_shaped() is None)}")
+        with screen.progress("Tuning, then training with every method in turn") as on_progress:
+            result = run_demo(spec, args.steps, tune_s=args.tune, on_progress=on_progress)
         result = msgspec.structs.replace(result, command=typed())
         try:
-            if json is not None:
-                write_json(json, result)
-        finally:  # as in the bench: what was measured is shown in any case
+            if args.json is not None:
+                write_json(args.json, result)
+        finally:  # show the result even if its file cannot be written
             show(result, screen.out)
-        if (page := report or _usual_page()) is not None:
+        if (page := args.report or _default_page()) is not None:
             screen.out.print()
             write_page(page, Inputs(demo=result), short=True)
 
 
-def _usual_page() -> Path | None:
-    """Nobody asked for it: where nothing may be written, there is none."""
+def _default_page() -> Path | None:
+    """Return the default report, or None if this folder is not writable: the user did not ask for it."""
     try:
         screen.check_writable(PAGE)
     except UsageError:

@@ -1,4 +1,4 @@
-"""What commands have in common: clusters, devices and process groups made of options, and errors in one line."""
+"""Helpers that commands share: check options, make clusters and process groups from them, and report errors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from syncline.cluster import ClusterSpec, RankFailedError, parse_per_host, parse
 from syncline.errors import ClusterError, SynclineError, UsageError, first_line
 
 _JOINING = timedelta(minutes=10)
-"""How long ranks wait for each other."""
+"""Timeout for all ranks to join the process group."""
 
 
 def cluster_spec(cluster: ClusterOptions) -> ClusterSpec:
-    """The cluster that these options describe, or a `UsageError`."""
-    if (
-        cluster.device == "cuda" and torch.version.cuda is None
-    ):  # asking for a GPU would keep CUDA from ranks that are forked
-        raise UsageError("--device cuda: this torch was built without CUDA: use cpu, or install another build")
+    """Return the cluster that these options describe; raise `UsageError` if they do not describe one."""
+    # Not torch.cuda.is_available(): a process that has called it cannot fork ranks that use CUDA.
+    if cluster.device == "cuda" and torch.version.cuda is None:
+        raise UsageError("--device cuda: this torch was built without CUDA: use cpu, or install a build with CUDA")
     return ClusterSpec(
         hosts=cluster.hosts,
         per_host=parse_per_host(cluster.per_host, cluster.hosts),
@@ -38,7 +37,7 @@ def cluster_spec(cluster: ClusterOptions) -> ClusterSpec:
 
 
 def scales(text: str) -> tuple[float, float]:
-    """`"10,0.05"` → factors for a profile's times and sizes."""
+    """Parse `"10,0.05"` as two factors: for a profile's times and for its sizes."""
     try:
         time_scale, size_scale = (float(part) for part in text.split(","))
         if not (0 < time_scale < 1e6 and 0 < size_scale <= 1000):
@@ -48,47 +47,61 @@ def scales(text: str) -> tuple[float, float]:
     return time_scale, size_scale
 
 
+def split(text: str) -> list[str]:
+    """Split a list of names that are separated by commas."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def check_bucket_mb(bucket_mb: float | None) -> None:
+    if bucket_mb is not None and not 0 < bucket_mb < 1e6:
+        raise UsageError(f"--bucket-mb {bucket_mb:g}: must be greater than 0 and less than 1e6")
+
+
+def check_timeout(seconds: float) -> None:
+    if not 0 < seconds < 1e9:
+        raise UsageError(f"--timeout {seconds:g}: must be greater than 0 and less than 1e9")
+
+
 def under_torchrun() -> bool:
-    """Whether this process is one of several ranks already."""
+    """Return whether torchrun, or a similar launcher, has started this process as a rank."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
 def is_first() -> bool:
-    """Whether this process is the one that speaks and writes."""
+    """Return whether this process prints and writes the results: rank 0, or the only process."""
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
 def refuse_cluster_options(context: typer.Context) -> None:
-    """Under torchrun: the cluster is there, and an option that describes another would be ignored without a word."""
-    describing = ("hosts", "per_host", "rate", "racks", "trunk_rate", "rank_order")
-    for name in describing:
+    """Raise `UsageError` under torchrun if an option describes an emulated cluster: it would have no effect."""
+    for name in ("hosts", "per_host", "rate", "racks", "trunk_rate", "rank_order"):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} describes an emulated cluster, and torchrun has started a real one: omit it")
+            raise UsageError(f"{option} describes an emulated cluster, but torchrun has started a real one: omit it")
 
 
 def local_device(name: str) -> torch.device:
-    """This process's own device; under torchrun each rank of a host has another GPU."""
+    """Return the device of this process. Under torchrun, each rank of a host has its own GPU."""
     if name not in ("cpu", "cuda"):
         raise UsageError(f"--device {name!r}: use cpu or cuda")
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds no GPU here: use cpu")
+        raise UsageError("--device cuda: torch finds no GPU on this machine: use cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 @contextlib.contextmanager
 def torchrun_group(device: str) -> Iterator[None]:
-    """The default process group of the ranks that torchrun has started."""
+    """Make the default process group of the ranks that torchrun has started."""
     where = local_device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
     try:
         dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_JOINING)
     except (RuntimeError, ValueError) as error:
-        raise UsageError(f"the ranks that torchrun started did not meet: {first_line(error)}") from error
+        raise UsageError(f"the ranks that torchrun started could not connect: {first_line(error)}") from error
     try:
         yield
     finally:
@@ -97,9 +110,9 @@ def torchrun_group(device: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_line_errors(command: str) -> Iterator[None]:
-    """Around a command's work: what Syncline raises on purpose becomes one line, and 2 (wrong use) or 1; Ctrl-C is 130.
+    """Print a `SynclineError` as one line and exit with 2 (wrong use) or 1; exit with 130 after Ctrl-C.
 
-    Only a rank that fails in a way nobody foresaw keeps its traceback.
+    An unexpected exception, on this process or on a rank, keeps its traceback.
     """
     startup.end()
     try:

@@ -1,10 +1,11 @@
-"""`syncline plan`: the best plan for a model on a cluster, with the alternatives that it beat."""
+"""`syncline plan`: find the fastest plan for a model on a cluster, and show the alternatives."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from syncline.cli import options, screen
+from syncline.cli.commands.plan import Plan as PlanOptions
 from syncline.cli.predict import FASTEST_BPS, assumed, load_network, moved
 from syncline.cli.report import typed, write_page
 from syncline.cluster import parse_rate
@@ -21,61 +22,48 @@ from syncline.report.inputs import Inputs
 from syncline.units import format_bytes, parse_bytes
 
 _SHOWN = 8
+"""Number of alternatives and of buckets that are listed."""
 
 
-def plan_command(
-    *,
-    profile: str,
-    network: Path | None,
-    hosts: int | None,
-    rate: str | None,
-    per_host: int | None,
-    allow: str,
-    bucket_mb: float | None,
-    memory_budget: str | None,
-    scale: str,
-    out: Path | None,
-    json: Path | None,
-    report: Path | None,
-) -> None:
+def plan(args: PlanOptions) -> None:
     with options.one_line_errors("syncline plan"):
-        for path in (out, json, report):
+        for path in (args.out, args.json, args.report):
             screen.check_writable(path)
-        time_scale, size_scale = options.scales(scale)
-        model = load_profile(profile).scaled(time=time_scale, bytes=size_scale)
-        rate_bps = None if rate is None else parse_rate(rate, fastest_bps=FASTEST_BPS)
-        if bucket_mb is not None and not 0 < bucket_mb < 1e6:
-            raise UsageError(f"--bucket-mb {bucket_mb:g}: a bucket needs a positive size, in MB")
-        if network is not None:
-            if per_host is not None:
-                raise UsageError("--per-host is for links that are assumed: a --network knows its ranks")
-            measured = load_network(network, None)
-            cluster = moved(measured, hosts or measured.hosts, rate_bps)
+        time_scale, size_scale = options.scales(args.scale)
+        model = load_profile(args.profile).scaled(time=time_scale, bytes=size_scale)
+        rate_bps = None if args.rate is None else parse_rate(args.rate, fastest_bps=FASTEST_BPS)
+        options.check_bucket_mb(args.bucket_mb)
+        if args.network is not None:
+            if args.per_host is not None:
+                raise UsageError("--per-host cannot be combined with --network, which has its own ranks per host")
+            measured = load_network(args.network, None)
+            cluster = moved(measured, args.hosts or measured.hosts, rate_bps)
         else:
-            cluster = moved(assumed([hosts or 4], per_host, rate_bps, None), hosts or 4, None)
-        allowed = [name.strip() for name in allow.split(",") if name.strip()]
-        if memory_budget is not None:
-            if out is not None:
-                raise UsageError("--out is for buckets: apply this with syncline.Layerwise(…, memory_budget=…)")
-            if report is not None:
-                raise UsageError("--report is of buckets: there is no page of a memory budget")
-            if memory_budget.isdecimal():
-                raise UsageError(f"--memory-budget {memory_budget}: of what? write it like 8GiB or 500MB")
-            answer = plan_memory(model, cluster, parse_bytes(memory_budget), allowed)
-            if json is not None:
-                write_json(json, answer)
+            hosts = args.hosts or 4
+            cluster = moved(assumed([hosts], args.per_host, rate_bps, None), hosts, None)
+        allowed = options.split(args.allow)
+        if args.memory_budget is not None:
+            if args.out is not None:
+                raise UsageError("--out writes buckets: apply a memory budget with syncline.Layerwise(memory_budget=…)")
+            if args.report is not None:
+                raise UsageError("--report cannot be combined with --memory-budget")
+            if args.memory_budget.isdecimal():
+                raise UsageError(f"--memory-budget {args.memory_budget}: add a unit, as in 8GiB or 500MB")
+            answer = plan_memory(model, cluster, parse_bytes(args.memory_budget), allowed)
+            if args.json is not None:
+                write_json(args.json, answer)
             _show_memory(answer, cluster.measured)
             return
-        plan = make_plan(model, cluster, allowed, caps=ddp_caps(bucket_mb))
-        for path in (out, json):
+        best = make_plan(model, cluster, allowed, caps=ddp_caps(args.bucket_mb))
+        for path in (args.out, args.json):
             if path is not None:
-                plan.save(path)
-        _show(plan, out or json, cluster.measured)
-        if report is not None:
-            plain = "ddp" if bucket_mb is None else f"ddp,bucket_mb={bucket_mb:g}"
-            inputs = Inputs(model, cluster, {"the plan": plan}, schedules=(plain,), command=typed())
+                best.save(path)
+        _show(best, args.out or args.json, cluster.measured)
+        if args.report is not None:
+            plain = "ddp" if args.bucket_mb is None else f"ddp,bucket_mb={args.bucket_mb:g}"
+            inputs = Inputs(model, cluster, {"the plan": best}, schedules=(plain,), command=typed())
             screen.out.print()
-            write_page(report, inputs, short=True)
+            write_page(args.report, inputs, short=True)
 
 
 def _show(plan: Plan, path: Path | None, measured: bool) -> None:
@@ -96,7 +84,7 @@ def _show(plan: Plan, path: Path | None, measured: bool) -> None:
         table.add_row(other.name, *_figures(plan, other.iteration_s, other.lossless))
     screen.out.print(table)
     if len(others) > _SHOWN:
-        screen.out.print(f"and {len(others) - _SHOWN} slower ones", style="dim")
+        screen.out.print(f"and {len(others) - _SHOWN} slower alternatives", style="dim")
     if not plan.nothing:
         screen.out.print()
         screen.out.print(f"expected: {plan.low_s * 1e3:.0f}–{plan.high_s * 1e3:.0f} ms per step", style="dim")
@@ -104,15 +92,15 @@ def _show(plan: Plan, path: Path | None, measured: bool) -> None:
             size = sum(gradient.bytes for gradient in plan.gradients if gradient.name in set(bucket.parameters))
             lane = f", lane {bucket.lane}" if plan.lanes > 1 else ""
             count = f"{len(bucket.parameters)} gradient{'s' if len(bucket.parameters) > 1 else ''}"
-            way = formatting.exchange(plan.exchanges[index])
-            line = f"bucket {index}: {count}, {formatting.size(size)}, {way}{lane}, from {bucket.parameters[0]}"
+            exchange = formatting.exchange(plan.exchanges[index])
+            line = f"bucket {index}: {count}, {formatting.size(size)}, {exchange}{lane}, from {bucket.parameters[0]}"
             screen.out.print(line, style="dim", no_wrap=True, overflow="ellipsis")
         if len(plan.buckets) > _SHOWN:
-            screen.out.print(f"and {len(plan.buckets) - _SHOWN} buckets more", style="dim")
+            screen.out.print(f"and {len(plan.buckets) - _SHOWN} more buckets", style="dim")
     if path is not None:
         screen.out.print()
         apply = f'Apply it: model = syncline.wrap(net, "{path}")'
-        screen.out.print("There is nothing to apply: keep plain DDP" if plan.nothing else apply)
+        screen.out.print("Nothing to apply: keep plain DDP" if plan.nothing else apply)
 
 
 def _show_memory(answer: MemoryPlan, measured: bool) -> None:
@@ -124,7 +112,7 @@ def _show_memory(answer: MemoryPlan, measured: bool) -> None:
         screen.out.print("Links are not measured but assumed: syncline probe measures yours.", style="yellow")
     if not best.batch:
         least = format_bytes(min(row.least_bytes for row in answer.rows))
-        raise SynclineError(f"not even one {unit} fits in {budget}: the least with which one does is {least}")
+        raise SynclineError(f"not even one {unit} fits in {budget}: the smallest budget for one is {least}")
     times = f", {plain.sample_s / best.sample_s:.2f} times plain DDP's rate" if plain.batch and best != plain else ""
     screen.out.print(
         f"\nBest: {best.name}, {best.batch} {units if best.batch > 1 else unit} per rank and step, "
@@ -140,20 +128,20 @@ def _show_memory(answer: MemoryPlan, measured: bool) -> None:
         table.add_row(name, str(row.batch), *shown, row.about)
     screen.out.print(table)
     screen.out.print(
-        f"batch: {units} per rank and step; beyond the measured ones, sizes and times are a straight line, and no more "
-        f"than {FURTHEST} times as many are looked at. peak: weights, optimizer, gradients, what exchanges keep and "
-        "work in, and what forward leaves for backward.",
+        f"batch: {units} per rank and step, up to {FURTHEST} times the measured batch; memory and times of other "
+        "batches are extrapolated linearly. peak: weights, optimizer state, gradients, residuals and buffers of "
+        "exchanges, and activations.",
         style="dim",
     )
     if unit == "batch":
-        screen.out.print("The profile does not say how many samples its batch has: what is counted are such batches.")
+        screen.out.print("The profile does not say how many samples its batch has, so whole batches are counted.")
     if best.by_layer:
-        given = f'syncline.{best.exchange}, memory_budget="{budget}", step=step'
-        screen.out.print(f"Apply it: syncline.Layerwise(net, optimizer, {given})", soft_wrap=True)
+        arguments = f'syncline.{best.exchange}, memory_budget="{budget}", step=step'
+        screen.out.print(f"Apply it: syncline.Layerwise(net, optimizer, {arguments})", soft_wrap=True)
     elif best.exchange:
         screen.out.print(f"Apply it: syncline.attach(model, syncline.{best.exchange})", soft_wrap=True)
     else:
-        screen.out.print("It fits with DDP as it is, and nothing here is faster by more than a percent.")
+        screen.out.print("Plain DDP fits, and no other method is more than 1 % faster.")
 
 
 def _figures(plan: Plan, seconds: float, lossless: bool) -> tuple[str, str, str, str]:

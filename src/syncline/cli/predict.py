@@ -1,4 +1,4 @@
-"""`syncline predict`: what a step would take on other hosts, links and plans, and what limits it."""
+"""`syncline predict`: predict the time of a step on other hosts, links and plans, and find what limits it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from syncline.cli import options, screen
+from syncline.cli.commands.predict import Predict
 from syncline.cli.report import typed, write_page
 from syncline.cluster import format_rate, parse_rate
 from syncline.errors import UsageError
@@ -21,13 +22,13 @@ from syncline.report.inputs import Inputs
 
 MAX_HOSTS = 65_536
 FASTEST_BPS = 10**13
-"""Nothing is shaped here: what is predicted may be faster than what can be emulated."""
+"""Fastest link that can be predicted. It may be faster than the fastest link that can be emulated."""
 MAX_RANKS = 1 << 20
 _DEFAULT_HOSTS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One prediction, for machines."""
+    """One prediction, as JSON."""
 
     plan: str
     hosts: int
@@ -43,145 +44,144 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PredictResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All predictions and the diagnosis, as JSON."""
+
     model: str
     measured_network: bool
     verdict: str
     culprit: str | None
     remedies: dict[str, float]
-    """Milliseconds per step, by what would be changed."""
+    """Milliseconds per step with each remedy."""
     rows: list[Row]
     schema: int = 1
 
 
-def predict_command(
-    *,
-    profile: str,
-    network: Path | None,
-    hosts: str | None,
-    rate: str | None,
-    trunk_rate: str | None,
-    per_host: int | None,
-    plans: list[str],
-    scale: str,
-    json: Path | None,
-    report: Path | None,
-) -> None:
+def predict_steps(args: Predict) -> None:
     with options.one_line_errors("syncline predict"):
-        for path in (json, report):
+        for path in (args.json, args.report):
             screen.check_writable(path)
-        time_scale, size_scale = options.scales(scale)
-        model = load_profile(profile).scaled(time=time_scale, bytes=size_scale)
-        measured = None if network is None else load_network(network, trunk_rate)
-        counts = _host_counts(hosts, measured)
-        rates = [None] if rate is None else [parse_rate(one, fastest_bps=FASTEST_BPS) for one in rate.split(",")]
+        plans = args.plan or ["ddp"]
+        time_scale, size_scale = options.scales(args.scale)
+        model = load_profile(args.profile).scaled(time=time_scale, bytes=size_scale)
+        measured = None if args.network is None else load_network(args.network, args.trunk_rate)
+        counts = _host_counts(args.hosts, measured)
+        texts = [None] if args.rate is None else args.rate.split(",")
+        rates = [None if text is None else parse_rate(text, fastest_bps=FASTEST_BPS) for text in texts]
         if measured is None:
-            cluster = assumed(counts, per_host, rates[0], trunk_rate)
-        elif per_host is not None:
-            raise UsageError("--per-host is for links that are assumed: a --network knows its ranks")
+            cluster = assumed(counts, args.per_host, rates[0], args.trunk_rate)
+        elif args.per_host is not None:
+            raise UsageError("--per-host cannot be combined with --network, which has its own ranks per host")
         else:
             cluster = measured
         schedules = [Schedule.parse(model, text, cluster.backend) for text in plans]
-        here = moved(cluster, counts[0], rates[0])
-        found = diagnose(model, here, schedules[0])
+        first_cluster = moved(cluster, counts[0], rates[0])
+        diagnosis = diagnose(model, first_cluster, schedules[0])
         rows = [
             (rate_bps, predict(model, moved(cluster, count, rate_bps), schedule))
             for schedule in schedules
             for rate_bps in rates
             for count in counts
         ]
-        if json is not None:
-            write_json(json, _result(model, here, found, rows))
-        _show(model, here, found, rows)
-        if report is not None:
-            links = tuple(rates)
+        if args.json is not None:
+            write_json(args.json, _result(model, first_cluster, diagnosis, rows))
+        _show(model, first_cluster, diagnosis, rows)
+        if args.report is not None:
             inputs = Inputs(
-                model, cluster, schedules=tuple(plans), hosts=tuple(counts), rates_bps=links, command=typed()
+                model, cluster, schedules=tuple(plans), hosts=tuple(counts), rates_bps=tuple(rates), command=typed()
             )
-            write_page(report, inputs, short=True)
+            write_page(args.report, inputs, short=True)
 
 
 def _host_counts(text: str | None, network: Network | None) -> list[int]:
     if text is None:
         measured = network.hosts if network is not None else 4
-        others = _DEFAULT_HOSTS if measured > 1 else ()  # one host says nothing of the links between several
+        others = _DEFAULT_HOSTS if measured > 1 else ()  # one host has no link to extrapolate from
         return [measured, *(count for count in others if count != measured)]
     try:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError(f"--hosts {text!r}: write numbers, like 2,4,8,16") from None
+        raise UsageError(f"--hosts {text!r}: must be whole numbers, as in 2,4,8,16") from None
     for count in counts:
         if not 1 <= count <= MAX_HOSTS:
-            raise UsageError(f"--hosts {count}: there may be 1 to {MAX_HOSTS}")
+            raise UsageError(f"--hosts {count}: must be 1 to {MAX_HOSTS}")
     return list(dict.fromkeys(counts))
 
 
 def assumed(counts: list[int], per_host: int | None, rate_bps: int | None, trunk_rate: str | None) -> Network:
+    """Return a network of Ethernet links at this rate."""
     if rate_bps is None:
-        raise UsageError("without --network, say at least how fast the hosts' links are: --rate 10gbit")
+        raise UsageError(
+            "without --network, the rate of the hosts' links is needed: add --rate, for example --rate 10gbit"
+        )
     if trunk_rate is not None:
-        raise UsageError("--trunk-rate needs a --network with racks in it")
+        raise UsageError("--trunk-rate needs a --network that has racks")
     if per_host is not None and per_host * max(counts) > MAX_RANKS:
-        raise UsageError(f"--per-host {per_host}: on {max(counts)} hosts that is more than {MAX_RANKS} ranks")
+        raise UsageError(f"--per-host {per_host}: with {max(counts)} hosts, that is more than {MAX_RANKS} ranks")
     return assumed_network(max(2, counts[0]), per_host or 1, rate_bps)
 
 
 def load_network(path: Path, trunk_rate: str | None) -> Network:
     network = Network.load(path)
     if not network.collectives or not network.links:
-        raise UsageError(f"{path}: holds no measured collectives: probe again")
+        raise UsageError(f"{path}: has no measured collectives: probe again")
     if trunk_rate is not None:
         network = network.with_rate(parse_rate(trunk_rate, fastest_bps=FASTEST_BPS), "rack")
     return network
 
 
 def moved(network: Network, hosts: int, rate_bps: int | None) -> Network:
-    moved = network.with_hosts(hosts)
-    return moved if rate_bps is None else moved.with_rate(rate_bps)
+    """Return the network with another number of hosts and, if not None, another rate of their links."""
+    resized = network.with_hosts(hosts)
+    return resized if rate_bps is None else resized.with_rate(rate_bps)
 
 
 def _result(
-    model: Profile, network: Network, found: Diagnosis, rows: list[tuple[int | None, Prediction]]
+    model: Profile, network: Network, diagnosis: Diagnosis, rows: list[tuple[int | None, Prediction]]
 ) -> PredictResult:
     return PredictResult(
         model=model.model,
         measured_network=network.measured,
-        verdict=sentences.diagnosis(found),
-        culprit=found.culprit,
-        remedies={remedy.name: remedy.prediction.iteration_s * 1e3 for remedy in found.remedies},
+        verdict=sentences.diagnosis(diagnosis),
+        culprit=diagnosis.culprit,
+        remedies={remedy.name: remedy.prediction.iteration_s * 1e3 for remedy in diagnosis.remedies},
         rows=[
             Row(
-                plan=one.schedule.describe(),
-                hosts=one.hosts,
-                ranks=one.ranks,
+                plan=row.schedule.describe(),
+                hosts=row.hosts,
+                ranks=row.ranks,
                 rate_bps=rate_bps,
-                iteration_ms=one.iteration_s * 1e3,
-                low_ms=one.low_s * 1e3,
-                high_ms=one.high_s * 1e3,
-                compute_ms=one.compute_s * 1e3,
-                scaling=one.scaling,
-                sent_bytes=one.sent_bytes,
-                lost=one.losses,
+                iteration_ms=row.iteration_s * 1e3,
+                low_ms=row.low_s * 1e3,
+                high_ms=row.high_s * 1e3,
+                compute_ms=row.compute_s * 1e3,
+                scaling=row.scaling,
+                sent_bytes=row.sent_bytes,
+                lost=row.losses,
             )
-            for rate_bps, one in rows
+            for rate_bps, row in rows
         ],
     )
 
 
-def _show(model: Profile, network: Network, found: Diagnosis, rows: list[tuple[int | None, Prediction]]) -> None:
-    one = found.prediction
+def _show(model: Profile, network: Network, diagnosis: Diagnosis, rows: list[tuple[int | None, Prediction]]) -> None:
+    prediction = diagnosis.prediction
     link = network.link("host")
     rate = f", {format_rate(link.nominal_bps)} links" if link is not None and link.nominal_bps else ""
-    per_host = f"{one.ranks // one.hosts} rank{'s' if one.ranks > one.hosts else ''}"
-    hosts = "1 host" if one.hosts == 1 else f"{one.hosts} hosts"
-    screen.out.print(f"{model.model}, {one.schedule.describe()} on {hosts} × {per_host}{rate}, {network.backend}")
+    per_host = f"{prediction.ranks // prediction.hosts} rank{'s' if prediction.ranks > prediction.hosts else ''}"
+    hosts = "1 host" if prediction.hosts == 1 else f"{prediction.hosts} hosts"
+    screen.out.print(
+        f"{model.model}, {prediction.schedule.describe()} on {hosts} × {per_host}{rate}, {network.backend}"
+    )
     if not network.measured:
         screen.out.print(f"Links are not measured but {network.how}: syncline probe measures yours.", style="yellow")
     screen.out.print()
-    screen.out.print(sentences.diagnosis(found))
+    screen.out.print(sentences.diagnosis(diagnosis))
     screen.out.print()
-    _show_losses(one)
-    _show_remedies("What you can change:", one, [remedy for remedy in found.remedies if not remedy.hardware])
-    _show_remedies("What other hardware would give:", one, [remedy for remedy in found.remedies if remedy.hardware])
+    _show_losses(prediction)
+    _show_remedies("What you can change:", prediction, [remedy for remedy in diagnosis.remedies if not remedy.hardware])
+    _show_remedies(
+        "What other hardware would give:", prediction, [remedy for remedy in diagnosis.remedies if remedy.hardware]
+    )
     _show_rows(rows, network.measured)
 
 
@@ -200,7 +200,7 @@ def _show_remedies(title: str, before: Prediction, remedies: list[Remedy]) -> No
 
 
 def _show_rows(rows: list[tuple[int | None, Prediction]], measured: bool) -> None:
-    """Only what differs between rows gets a column."""
+    """Show all predictions. Plans and links get a column only if they differ between rows."""
     plans = len({row.schedule.describe() for _, row in rows}) > 1
     rates = len({rate_bps for rate_bps, _ in rows}) > 1
     names = [*(["plan"] if plans else []), *(["links"] if rates else [])]
@@ -217,20 +217,20 @@ def _show_rows(rows: list[tuple[int | None, Prediction]], measured: bool) -> Non
             formatting.size(row.sent_bytes),
         )
     screen.out.print(table)
-    taken = "with the network's figures at the ends of their 90 % intervals"
+    inputs = "over the 90 % intervals of the network's measurements"
     if not measured:
-        taken = "start-ups a third to three times, and links 80 to 100 %, of what is assumed"
+        inputs = "over start-ups of 1/3 to 3 times, and rates of 80 to 100 %, of the assumed ones"
     screen.out.print(
-        f"scaling: the step on one rank alone, over this step; range: {taken}, and on more hosts than those with "
-        "start-ups that grow as a tree's or as a ring's; sent: by the busiest rank",
+        f"scaling: step time of a single rank, divided by this step time; range: {inputs} and, with more hosts, over "
+        "start-ups that grow as in a tree or as in a ring; sent: by the busiest rank",
         style="dim",
     )
 
 
-def _show_losses(one: Prediction) -> None:
+def _show_losses(prediction: Prediction) -> None:
     table = screen.table("lost to", "per step", "of the step")
-    table.add_row("(computation)", formatting.step_time(one.compute_s), f"{one.scaling:.0%}")
-    for name, seconds in lost_to(one.losses).items():
-        table.add_row(CAUSES[name], formatting.step_time(seconds), f"{seconds / one.iteration_s:.0%}")
+    table.add_row("(computation)", formatting.step_time(prediction.compute_s), f"{prediction.scaling:.0%}")
+    for name, seconds in lost_to(prediction.losses).items():
+        table.add_row(CAUSES[name], formatting.step_time(seconds), f"{seconds / prediction.iteration_s:.0%}")
     screen.out.print(table)
     screen.out.print()

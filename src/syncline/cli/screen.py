@@ -1,4 +1,4 @@
-"""What a person sees: tables on standard output, progress on standard error, numbers rounded to what they mean."""
+"""Output of the commands: tables on standard output, progress on standard error."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from rich.table import Table
 from syncline.cluster import ClusterSpec, unshaped_notice, why_not_shaped
 from syncline.errors import UsageError
 
-# Without markup: names and paths may have brackets in them.
+# Without markup, because names and paths may contain brackets.
 out = Console(highlight=False, markup=False)
 err = Console(stderr=True, highlight=False, markup=False)
 
 
 @contextlib.contextmanager
 def progress(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
-    """A bar on a terminal; silence elsewhere, and where it is not to be `shown`."""
+    """Show a progress bar if standard error is a terminal and `shown` is true."""
     with Progress(
         TextColumn(what),
         BarColumn(),
@@ -37,22 +37,23 @@ def progress(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], 
         yield lambda done, of: bar.update(task, completed=done, total=of)
 
 
-def say_if_not_shaped() -> None:
+def warn_if_not_shaped() -> None:
+    """Warn if this machine cannot emulate links."""
     if (reason := why_not_shaped()) is not None:
         err.print(unshaped_notice(reason), style="yellow")
 
 
 def links(spec: ClusterSpec, emulated: bool) -> str:
-    """The cluster, without a rate where there was none."""
+    """Describe the cluster; its rates only if links were emulated."""
     return spec.describe() if emulated else f"{spec.world_size} ranks on the loopback interface, links not shaped"
 
 
 def check_writable(path: Path | None) -> None:
-    """Before a long run, rather than after it."""
+    """Raise `UsageError` if the file cannot be written; call it before a long run."""
     if path is None:
         return
     if str(path) == "-":
-        raise UsageError("- is no file: name one, or /dev/stdout")
+        raise UsageError("- is not a file name: write to a file, or to /dev/stdout")
     try:
         if path.is_dir():
             raise UsageError(f"{path} is a folder: name a file to write to")
@@ -62,19 +63,21 @@ def check_writable(path: Path | None) -> None:
             allowed = os.access(path, os.W_OK)
         else:
             allowed = True
-            with tempfile.TemporaryFile(dir=path.parent):  # the only way to know
+            with tempfile.TemporaryFile(dir=path.parent):  # permission bits alone do not show whether this works
                 pass
-    except OSError:  # not even to be looked at
+    except OSError:  # a folder on the path is not readable
         allowed = False
     if not allowed:
-        raise UsageError(f"{path}: may not be written by this user: choose another place")
+        raise UsageError(f"{path}: this user may not write there: choose another file")
 
 
 def table(*columns: str, words: str = "") -> Table:
-    """The first column is a name, and so may be one that is called so; the others are figures. Where 80 columns are too
-    few, names go on in the next line, and figures stay whole."""
-    made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+    """Make a table whose first column, and the one called `words`, hold text, and the others numbers.
+
+    If a row is too wide, text is wrapped and numbers are not.
+    """
+    grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for index, column in enumerate(columns):
-        name = index == 0 or (column and column == words)
-        made.add_column(column, justify="left" if name else "right", no_wrap=not name)
-    return made
+        text = index == 0 or (column and column == words)
+        grid.add_column(column, justify="left" if text else "right", no_wrap=not text)
+    return grid

@@ -1,7 +1,7 @@
-"""Runs a user's own command on every emulated host, as a cluster's scheduler would: `torchrun train.py`, a shell, MPI.
+"""Run a command on every emulated host, as a cluster's scheduler would: `torchrun train.py`, a shell, MPI.
 
-Each host's output comes line by line behind its name. When one host fails, the others are asked to end and then made
-to; when the caller ends, however it ends, everything does.
+Output is shown line by line, with the name of its host. If the command fails on one host, it is terminated on the
+others, and killed after a grace period. If the caller ends, for whatever reason, everything ends.
 """
 
 from __future__ import annotations
@@ -39,19 +39,24 @@ class Command:
 
     host: int
     name: str
-    """Who speaks, in front of its lines."""
+    """Prefix of its output."""
     place: str
-    """Who failed, in the last line."""
+    """Its host and rank, for error messages."""
     variables: Mapping[str, str]
+    """Environment variables, in addition to the caller's."""
 
 
 def run_command(
     spec: ClusterSpec, argv: Sequence[str], *, per_rank: bool = False, grace_s: float = 5.0, announce: str = ""
 ) -> int:
-    """Runs `argv` on every host, or once per rank, and returns 0, 1 if it failed anywhere, or 130 after Ctrl-C.
+    """Run `argv` on every host, or once per rank.
 
-    The first failure asks the others to end (SIGTERM), and kills them after `grace_s`. `announce` is a line for
-    standard error, once nothing is wrong with what was asked for.
+    Args:
+        grace_s: After the first failure, the other commands get SIGTERM, and SIGKILL after this time.
+        announce: A line for standard error, written after the arguments were checked.
+
+    Returns:
+        0, or 1 if the command failed anywhere, or 130 after Ctrl-C.
     """
     if spec.rank_order != "host" and not per_rank:
         raise UsageError(f"--rank-order {spec.rank_order} needs --per-rank: torchrun numbers ranks host by host")
@@ -69,16 +74,16 @@ def run_command(
 
 
 def commands_of(spec: ClusterSpec, *, shaped: bool, port: int = MASTER_PORT, per_rank: bool = False) -> list[Command]:
-    """Who runs where, with which variables on top of the caller's."""
+    """Return the commands to start on each host, with their environment variables."""
     commands = []
     for host in range(spec.hosts):
-        there = host_variables(spec, host, shaped=shaped, port=port)
+        common = host_variables(spec, host, shaped=shaped, port=port)
         if per_rank:
             for local_rank, rank in enumerate(spec.ranks_of(host)):
-                variables = {**there, **rank_variables(spec, host, local_rank)}
+                variables = {**common, **rank_variables(spec, host, local_rank)}
                 commands.append(Command(host, f"host{host} rank{rank}", f"host {host}, rank {rank}", variables))
         else:
-            variables = {**there, **torchrun_variables(spec, host, shaped=shaped, port=port)}
+            variables = {**common, **torchrun_variables(spec, host, shaped=shaped, port=port)}
             commands.append(Command(host, f"host{host}", f"host {host}", variables))
     return commands
 
@@ -86,8 +91,8 @@ def commands_of(spec: ClusterSpec, *, shaped: bool, port: int = MASTER_PORT, per
 def _find(argv: Sequence[str]) -> str:
     if not argv:
         raise UsageError("no command to run: write it after --, for example -- torchrun train.py")
-    beside_us = str(Path(sys.executable).parent)  # so that torchrun is found without activating our environment
-    program = shutil.which(argv[0]) or shutil.which(argv[0], path=beside_us)
+    own_bin = str(Path(sys.executable).parent)  # so that torchrun is found without activating our environment
+    program = shutil.which(argv[0]) or shutil.which(argv[0], path=own_bin)
     if program is None:
         raise UsageError(f"command not found: {argv[0]}")
     return program
@@ -95,23 +100,23 @@ def _find(argv: Sequence[str]) -> str:
 
 def _environment(command: Command) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if name not in OUTER_JOB}
-    # One thread each, as hosts share this machine's cores; and lines when they are written, not when a buffer is full.
+    # One thread each, because hosts share this machine's cores; unbuffered, so that lines appear when written.
     return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **inherited, **command.variables}
 
 
 class _Run:
-    """One run of commands on hosts: its pipes, and both sides of them."""
+    """One run of commands on hosts: the caller's side and the hosts' side, and the pipes between them."""
 
     def __init__(self, spec: ClusterSpec, argv: list[str], commands: list[Command], *, shaped: bool) -> None:
         self._spec, self._argv, self._commands, self._shaped = spec, argv, commands, shaped
-        # A command that runs alone has the terminal to itself, colours and progress bars included.
+        # A single command writes to the terminal directly, so that colours and progress bars work.
         self._alone = len(commands) == 1
         self._reports = [os.pipe() for _ in range(spec.hosts)]
         self._outputs = [] if self._alone else [(os.pipe(), os.pipe()) for _ in commands]
         self._stop = os.pipe()
-        """One byte for all hosts, which none of them takes out."""
+        """Becomes readable when all commands must end. Hosts only poll it, so one byte serves all of them."""
         self._exits: dict[int, str | None] = {}
-        """How each command ended, by its index: None, or what went wrong."""
+        """Exits by command index: None for success, or a description of the failure."""
         self._first_failure: str | None = None
 
     # In the caller
@@ -154,7 +159,7 @@ class _Run:
         ]
 
     def _follow(self, printers: list[_Printer], grace_s: float) -> None:
-        """Shows what the hosts write until every command has ended, or the grace after a failure is over."""
+        """Print the hosts' output until every command has ended, or until the grace period after a failure is over."""
         end: float | None = None
         with selectors.DefaultSelector() as selector:
             for host, (read_end, _) in enumerate(self._reports):
@@ -172,17 +177,17 @@ class _Run:
                     if isinstance(key.data, _Printer):
                         key.data.take(data)
                     else:
-                        self._note(key.data, data)
+                        self._record_exits(key.data, data)
                 if end is None and self._first_failure is not None:
                     end = time.monotonic() + grace_s
                     os.write(self._stop[1], b"1")
 
-    def _note(self, host: int, data: bytes) -> None:
-        """What a host reports: a line for each command that ended. Without a word it was killed itself."""
+    def _record_exits(self, host: int, data: bytes) -> None:
+        """Record what a host reports: a line for each command that ended. End of file means that it was killed."""
         reports = [json.loads(line) for line in data.splitlines()]
         if not data:
-            mine = [index for index, command in enumerate(self._commands) if command.host == host]
-            reports = [(index, "was left alone: its host's process was killed") for index in mine]
+            indices = [index for index, command in enumerate(self._commands) if command.host == host]
+            reports = [(index, "was lost: its host's process was killed") for index in indices]
         for index, problem in reports:
             if index in self._exits:
                 continue
@@ -197,7 +202,7 @@ class _Run:
         running: dict[int, int] = {}
         failed = False
 
-        def tell(index: int, problem: str | None) -> None:
+        def report_exit(index: int, problem: str | None) -> None:
             os.write(report, json.dumps((index, problem)).encode() + b"\n")
 
         for index, command in enumerate(self._commands):
@@ -206,20 +211,20 @@ class _Run:
                     running[self._start(index, command)] = index
                 except OSError as error:
                     failed = True
-                    tell(index, f"could not be started: {error.strerror}")
+                    report_exit(index, f"could not be started: {error.strerror}")
         for _, write_end in self._reports:
             if write_end != report:
                 os.close(write_end)
-        threading.Thread(target=self._terminate_when_told, args=(running,), daemon=True).start()
+        threading.Thread(target=self._terminate_on_stop, args=(running,), daemon=True).start()
         while running:
             pid, status = os.wait()
             code = os.waitstatus_to_exitcode(status)
             failed = failed or code != 0
-            tell(running.pop(pid), describe_exit(code) if code else None)
+            report_exit(running.pop(pid), describe_exit(code) if code else None)
         return 1 if failed else 0
 
     def _start(self, index: int, command: Command) -> int:
-        # Not `subprocess`, which collects children by itself: this process waits for all of them at once.
+        # Not `subprocess`, which would reap the children: this process waits for all of them with os.wait().
         files: list[tuple[int, ...]] = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]  # type: ignore[list-item]
         if not self._alone:
             files += [(os.POSIX_SPAWN_DUP2, pipe[1], 1 + stream) for stream, pipe in enumerate(self._outputs[index])]
@@ -232,7 +237,7 @@ class _Run:
             setsigdef=[signal.SIGPIPE],  # Python ignores it, and children would inherit that
         )
 
-    def _terminate_when_told(self, running: dict[int, int]) -> None:
+    def _terminate_on_stop(self, running: dict[int, int]) -> None:
         stop = select.poll()
         stop.register(self._stop[0], select.POLLIN)
         stop.poll()
@@ -242,7 +247,7 @@ class _Run:
 
 
 class _Printer:
-    """Passes on what a command writes, whole lines at a time, behind the name of who wrote them."""
+    """Prints the output of a command in whole lines, each with the command's name."""
 
     def __init__(self, pipe: int, stream: TextIO, command: Command) -> None:
         os.set_blocking(pipe, False)
@@ -261,7 +266,7 @@ class _Printer:
             self._write(lines)
 
     def finish(self) -> None:
-        """What is still in the pipe, and a last line without its end."""
+        """Print the rest of the pipe, and a last line without a newline."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.pipe, 1 << 16):
                 self.take(data)

@@ -1,4 +1,4 @@
-"""The variables by which torch.distributed, torchrun, NCCL and gloo find each other on emulated hosts."""
+"""Environment variables with which torch.distributed, torchrun, NCCL and gloo connect emulated hosts."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from syncline.cluster.spec import ClusterSpec
 
 LOOPBACK = "127.0.0.1"
 MASTER_PORT = 29500
-"""Inside the cluster's own namespaces no port can be taken."""
+"""Always free in the cluster's own network namespaces."""
 
 
 def host_variables(spec: ClusterSpec, host: int, *, shaped: bool, port: int = MASTER_PORT) -> dict[str, str]:
-    """What every process of a host needs to find the other hosts, over the host's own link and no other."""
+    """Return the variables for all processes of a host: addresses, and the interface of the host's link."""
     if shaped:
         from syncline.cluster import links
 
@@ -29,12 +29,12 @@ def host_variables(spec: ClusterSpec, host: int, *, shaped: bool, port: int = MA
     }
     if spec.device == "cuda":
         variables["NCCL_HOSTID"] = f"syncline-host{host}"
-        variables["NCCL_NET"] = "Socket"  # InfiniBand would pass our links by
+        variables["NCCL_NET"] = "Socket"  # InfiniBand would bypass the emulated links
     return variables
 
 
 def rank_variables(spec: ClusterSpec, host: int, local_rank: int) -> dict[str, str]:
-    """What one rank needs on top: who it is."""
+    """Return the additional variables of one rank: its numbers."""
     rank = spec.ranks_of(host)[local_rank]
     variables = {
         "RANK": str(rank),
@@ -48,15 +48,15 @@ def rank_variables(spec: ClusterSpec, host: int, local_rank: int) -> dict[str, s
 
 
 def torchrun_variables(spec: ClusterSpec, host: int, *, shaped: bool, port: int = MASTER_PORT) -> dict[str, str]:
-    """What makes a plain `torchrun train.py` join the others: each PET_ variable is the default of its option."""
-    there = host_variables(spec, host, shaped=shaped, port=port)
-    number = {"NNODES": str(spec.hosts), "NODE_RANK": str(host), "NPROC_PER_NODE": str(spec.per_host[host])}
+    """Return the variables for a plain `torchrun train.py`: each PET_ variable is the default of an option."""
+    common = host_variables(spec, host, shaped=shaped, port=port)
+    numbers = {"NNODES": str(spec.hosts), "NODE_RANK": str(host), "NPROC_PER_NODE": str(spec.per_host[host])}
     return {
-        **number,
-        **{f"PET_{name}": value for name, value in number.items()},
-        "PET_MASTER_ADDR": there["MASTER_ADDR"],
-        "PET_MASTER_PORT": there["MASTER_PORT"],
-        "PET_LOCAL_ADDR": there["SYNCLINE_HOST_ADDR"],  # for a rendezvous of the user's own choice
+        **numbers,
+        **{f"PET_{name}": value for name, value in numbers.items()},
+        "PET_MASTER_ADDR": common["MASTER_ADDR"],
+        "PET_MASTER_PORT": common["MASTER_PORT"],
+        "PET_LOCAL_ADDR": common["SYNCLINE_HOST_ADDR"],  # for a rendezvous that the user chooses
     }
 
 
@@ -79,4 +79,4 @@ OUTER_JOB = (
     "TORCHELASTIC_USE_AGENT_STORE",
     "TORCH_ELASTIC_WORKER_IDENTICAL",
 )
-"""Left by another job in the caller's environment, each of these would send a command to the wrong place."""
+"""Variables of a job that started the caller. Commands must not inherit them, or they would join that job."""

@@ -1,14 +1,14 @@
-"""Processes that are hosts: each owns its network namespace, and all of them end with the process that asked for them.
+"""Run hosts as processes, each in its own network namespace, which all end when the caller ends.
 
-The shape of the process tree, in which every arrow is a fork:
+The process tree, in which every arrow is a fork:
 
     caller → keeper → switch (PID 1 of a PID namespace) → host 0 … host n → what the host runs
 
 The keeper is killed by the kernel when the caller ends, the switch when the keeper ends, and everything inside a PID
-namespace when its first process ends. Namespaces and the interfaces in them have no names on disk and vanish with their
-last process. So nothing is left behind, even after `kill -9` on the caller, and even if a host's command daemonises.
+namespace when its first process ends. Namespaces and their interfaces have no names on disk and vanish with their last
+process. So nothing is left behind, even after `kill -9` on the caller, and even if a host's command daemonises.
 
-Without namespaces the keeper does the same by hand: it adopts all orphans and kills what is left at the end.
+Without namespaces, the keeper adopts all orphans and kills the remaining processes at the end.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ START_S = 60.0
 END_S = 10.0
 
 HostMain = Callable[[int], int]
-"""What a host runs: its index → its exit status."""
+"""Function that a host runs: takes the host's index and returns an exit status."""
 
 _KEEPER_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 
 
 class Isolated:
-    """A running set of hosts, for the thread that started it: the kernel ends the hosts when that thread ends."""
+    """A running set of hosts. The kernel ends them when the thread that started them ends."""
 
     def __init__(self, keeper_pid: int, control: int, scratch: Path | None) -> None:
         self.keeper_pid = keeper_pid
@@ -53,12 +53,12 @@ class Isolated:
         self._status: int | None = None
 
     def wait_until_ready(self) -> None:
-        """Returns when every host has its link and is about to run; raises what went wrong otherwise."""
+        """Wait until every host has its link and is about to run; raise `ClusterError` if that fails."""
         if (problem := self.start_problem()) is not None:
             raise ClusterError(f"the emulated cluster did not start: {problem}")
 
     def start_problem(self) -> str | None:
-        """Waits like `wait_until_ready` and returns what went wrong; nothing runs any more then."""
+        """Wait like `wait_until_ready`, and return the problem or None. After a problem, no process runs any more."""
         message, end = b"", time.monotonic() + START_S
         while _readable(self._control, end - time.monotonic()):
             chunk = os.read(self._control, 65536)
@@ -68,22 +68,22 @@ class Isolated:
             if not chunk:
                 self.kill()
                 return message.decode(errors="replace").strip() or "its processes were killed"
-        waiting = _what_is_waited_for(self.keeper_pid)
+        states = _process_states(self.keeper_pid)
         self.kill()
-        return f"it was not up after {START_S:g} s{waiting}"
+        return f"it was not up after {START_S:g} s{states}"
 
     def wait(self, timeout_s: float | None = None) -> int | None:
-        """The exit status, 0 or that of the first host that failed; None if hosts still run at the timeout."""
+        """Return 0 or the exit status of the first host that failed; None if hosts still run at the timeout."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while self._status is None:
             if not _readable(self._control, None if end is None else end - time.monotonic()):
                 return None
-            if not os.read(self._control, 65536):  # the keeper holds the other end until everything has ended
+            if not os.read(self._control, 65536):  # the keeper has the other end open until all have ended
                 self._reap()
         return self._status
 
     def kill(self) -> None:
-        """Ends every process of every host; returns when they are gone."""
+        """End every process of every host, and wait until they are gone."""
         if self._status is not None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -96,35 +96,37 @@ class Isolated:
     def _reap(self) -> None:
         try:
             self._status = os.waitstatus_to_exitcode(os.waitpid(self.keeper_pid, 0)[1])
-        except ChildProcessError:  # the caller collects its children itself, or ignores them
+        except ChildProcessError:  # the caller reaps its children itself, or ignores SIGCHLD
             self._status = 0
         os.close(self._control)
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def _what_is_waited_for(keeper_pid: int) -> str:
-    """Where in the kernel the cluster's processes are, for whoever has to find out why it does not start."""
-    found = []
+def _process_states(keeper_pid: int) -> str:
+    """Describe where in the kernel the cluster's processes wait, to debug a cluster that does not start."""
+    states = []
     with contextlib.suppress(psutil.Error, OSError):
         keeper = psutil.Process(keeper_pid)
         for process in [keeper, *keeper.children(recursive=True)][:12]:
             where = Path(f"/proc/{process.pid}/wchan").read_text() or "nothing"
-            found.append(f"{process.name()} {process.pid} of {process.ppid()}, {process.status()}, in {where}")
-    return f" ({'; '.join(found)})" if found else ""
+            states.append(f"{process.name()} {process.pid} of {process.ppid()}, {process.status()}, in {where}")
+    return f" ({'; '.join(states)})" if states else ""
 
 
 def start_hosts(spec: ClusterSpec, host_main: HostMain, *, shaped: bool, hosts_only: Sequence[int] = ()) -> Isolated:
-    """Starts `host_main` on every host; with `shaped`, each in its own namespace behind its own link.
+    """Start `host_main` on every host.
 
-    Of the file descriptors that the hosts inherit, those in `hosts_only` are closed in the processes between the
-    caller and the hosts, so that a pipe from a host ends when the host does.
+    Args:
+        shaped: Give each host its own namespace and link.
+        hosts_only: File descriptors for the hosts. They are closed in the processes between the caller and the hosts,
+            so that a pipe from a host ends when the host does.
     """
     scratch = Path(tempfile.mkdtemp(prefix="syncline-")) if spec.device == "cuda" else None
     control_read, control_write = os.pipe()
     complaints = Complaints(control_write)
     caller = os.getpid()
-    # Blocked from its first moment on, the keeper's signals cannot be lost to a handler of the caller's.
+    # The keeper inherits the blocked signals, so the caller's handlers cannot take them before it waits for them.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _KEEPER_SIGNALS)
     try:
         keeper_pid = fork(
@@ -148,7 +150,7 @@ def _keeper(
 ) -> int:
     for number in (signal.SIGINT, *_KEEPER_SIGNALS):
         signal.signal(number, signal.SIG_DFL)
-    os.setsid()  # Ctrl-C reaches the caller alone, which then ends us
+    os.setsid()  # so that Ctrl-C reaches only the caller, which then ends the keeper
     if shaped:
         linux.unshare_as_user(linux.CLONE_NEWNET | linux.CLONE_NEWPID | linux.CLONE_NEWNS | linux.CLONE_NEWUTS)
         linux.die_with_parent(caller)
@@ -163,7 +165,7 @@ def _keeper(
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _KEEPER_SIGNALS)
         linux.die_with_parent(keeper)
         if _readable(alive_read, 0):
-            return 1  # the keeper ended before it could take us along
+            return 1  # the keeper ended before die_with_parent was in effect
         if shaped:
             _private_files(spec)
         with mps.shared_gpu(scratch) if scratch is not None else contextlib.nullcontext():
@@ -176,7 +178,7 @@ def _keeper(
     while not ended:
         if signal.sigwait(_KEEPER_SIGNALS) == signal.SIGTERM:
             os.kill(switch_pid, signal.SIGKILL)
-        ended, status = os.waitpid(switch_pid, os.WNOHANG)  # a PID namespace's first process ends after all others
+        ended, status = os.waitpid(switch_pid, os.WNOHANG)  # the first process of a PID namespace ends last
     if not shaped:
         _end_descendants()
     return os.waitstatus_to_exitcode(status)
@@ -190,7 +192,7 @@ def _switch(
     control: int,
     complaints: Complaints,
 ) -> int:
-    """Starts the hosts and brings them up in step: all in their namespaces, all wired, all configured, all go."""
+    """Start the hosts in lockstep: all enter their namespaces, all get links, all configure them, all run."""
     switch = os.getpid()
     hosts: list[int] = []
     lines: list[socket.socket] = []
@@ -207,7 +209,7 @@ def _switch(
     for end in hosts_only:
         os.close(end)
     if not _all_say_yes(lines):
-        return 1  # the host has said why
+        return 1  # the host has reported why
     if shaped:
         from syncline.cluster import links
 
@@ -256,7 +258,7 @@ def _host(
 
 def _say_yes(lines: list[socket.socket]) -> None:
     for line in lines:
-        with contextlib.suppress(BrokenPipeError):  # the other end is gone, which the next answer shows
+        with contextlib.suppress(BrokenPipeError):  # the other end has ended, which the next answer shows
             line.sendall(b"y")
 
 
@@ -265,7 +267,7 @@ def _all_say_yes(lines: list[socket.socket]) -> bool:
 
 
 def _reap_until_done(children: list[int]) -> int:
-    """Waits for these children, and for orphans that the first process of a PID namespace inherits."""
+    """Wait for these children; also reap orphans, which the first process of a PID namespace inherits."""
     waiting, failed = set(children), 0
     while waiting:
         pid, status = os.wait()
@@ -276,7 +278,7 @@ def _reap_until_done(children: list[int]) -> int:
 
 
 def _end_descendants() -> None:
-    for _ in range(int(END_S)):  # a process may start another while we look
+    for _ in range(int(END_S)):  # a process may start another one meanwhile
         processes = psutil.Process().children(recursive=True)
         if not processes:
             return
@@ -287,13 +289,13 @@ def _end_descendants() -> None:
 
 
 def _private_files(spec: ClusterSpec) -> None:
-    """A /proc of our processes and an /etc/hosts that knows our hosts, seen by nobody else."""
+    """Mount a /proc with the cluster's processes, and an /etc/hosts with its hosts, in this namespace only."""
     from syncline.cluster import links
 
     linux.mount_private()
-    with contextlib.suppress(OSError):  # refused in some containers; the outer /proc then serves
+    with contextlib.suppress(OSError):  # refused in some containers, which then use the outer /proc
         linux.mount_proc()
-    # Twice each: dual-stack servers see their IPv4 clients as mapped IPv6 addresses.
+    # Each address twice: dual-stack servers see IPv4 clients as mapped IPv6 addresses.
     names = "".join(
         f"{prefix}{links.host_address(host)} host{host}\n" for host in range(spec.hosts) for prefix in ("", "::ffff:")
     )
@@ -306,13 +308,14 @@ def _private_files(spec: ClusterSpec) -> None:
 
 
 def why_not_shaped() -> str | None:
-    """None where this machine can emulate links; otherwise the reason, for the one line that says so."""
+    """Return why this machine cannot emulate links, in one line; None if it can."""
     if os.environ.get("SYNCLINE_NO_NAMESPACES", "0") not in ("", "0"):
         return "SYNCLINE_NO_NAMESPACES is set"
     return _why_namespaces_fail()
 
 
 def unshaped_notice(reason: str) -> str:
+    """Return the warning for a run without emulated links."""
     return f"links are not shaped: {reason}; hosts share the loopback interface at its full speed"
 
 
@@ -327,13 +330,13 @@ def _why_namespaces_fail() -> str | None:
     trial = start_hosts(ClusterSpec(hosts=1), lambda _: 0, shaped=True)
     try:
         if (problem := trial.start_problem()) is not None:
-            return problem.splitlines()[-1]  # of a traceback, the line that says what happened
+            return problem.splitlines()[-1]  # the last line of a traceback has the error
         return None if trial.wait(END_S) == 0 else "a trial host failed"
     finally:
         trial.kill()
 
 
 def _readable(descriptor: int, timeout_s: float | None) -> bool:
-    poll = select.poll()  # unlike select, at home with descriptors over 1023
+    poll = select.poll()  # select does not support descriptors over 1023
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000))

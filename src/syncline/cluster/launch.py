@@ -1,4 +1,4 @@
-"""Runs a Python function as the ranks of an emulated cluster, forked from one process that has imported torch."""
+"""Run a Python function on the ranks of an emulated cluster, forked from one process that has imported torch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from syncline.cluster.spec import ClusterSpec
 from syncline.errors import ClusterError, SynclineError, UsageError
 
 RankMain = Callable[["Rank"], Any]
-"""What a rank runs; what it returns must be JSON."""
+"""Function that a rank runs. Its result must be serialisable as JSON."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """Where the calling process sits in the emulated cluster."""
+    """The rank of the calling process in the emulated cluster."""
 
     rank: int
     world_size: int
@@ -47,7 +47,7 @@ class Rank:
     _port: int = MASTER_PORT
 
     def say(self, event: Any) -> None:
-        """Sends something to the launching process while the rank goes on, for progress."""
+        """Send an event to the launching process, for example progress."""
         _send(self._pipe, {"event": event})
 
     @property
@@ -55,12 +55,14 @@ class Rank:
         if self.spec.device == "cpu":
             return torch.device("cpu")
         if not torch.cuda.is_available():
-            raise UsageError("the cluster's device is cuda, and torch finds no GPU here: use cpu")
+            raise UsageError("the cluster's device is cuda, but torch finds no GPU here: use cpu")
         return torch.device("cuda", 0)
 
     def init_process_group(self, timeout_s: float = 60.0) -> None:
-        """Joins the default process group, over a store that rank 0 serves on its own host only. On CUDA the rank's
-        device becomes the current one: what collectives run on."""
+        """Make the default process group. On CUDA, the rank's device becomes the current device.
+
+        Rank 0 serves the store, on the address of its own host only.
+        """
         if self.spec.device == "cuda":
             torch.cuda.set_device(self.device)
         address = os.environ["MASTER_ADDR"]
@@ -77,15 +79,15 @@ class Rank:
 
 @dataclass
 class Outcome:
-    """What became of one rank."""
+    """The result of one rank."""
 
     rank: int
     value: Any = None
     error: str | None = None
-    """The exception's type and message, or how the process ended."""
+    """Type and message of the exception, or how the process ended."""
     traceback: str = ""
     foreseen: bool = False
-    """It raised a `SynclineError`, whose message says it all."""
+    """True for a `SynclineError`, whose message needs no traceback."""
     finished: bool = False
     finished_at_s: float = 0.0
     """`time.monotonic()` when it ended."""
@@ -114,9 +116,16 @@ def launch(
     on_event: Callable[[int, Any], None] | None = None,
     shaped: bool | None = None,
 ) -> list[Any]:
-    """Runs `main(rank)` on every rank and returns what each returned, in rank order.
+    """Run `main(rank)` on every rank and return the results in rank order.
 
-    The first rank that fails gives the others `grace_s` to end by themselves; at `deadline_s` everything is killed.
+    Args:
+        deadline_s: Time after which all ranks are killed.
+        grace_s: Time that the other ranks have to end after one has failed.
+        on_event: Called with the rank and the event for each `Rank.say`.
+        shaped: Whether to emulate links. Default: if this machine can.
+
+    Raises:
+        RankFailedError: If a rank raised, died, or ran past the deadline.
     """
     outcomes = launch_outcomes(spec, main, deadline_s=deadline_s, grace_s=grace_s, on_event=on_event, shaped=shaped)
     if any(outcome.error for outcome in outcomes):
@@ -133,12 +142,12 @@ def launch_outcomes(
     on_event: Callable[[int, Any], None] | None = None,
     shaped: bool | None = None,
 ) -> list[Outcome]:
-    """Like `launch`, for callers that want to know how each rank failed."""
+    """Like `launch`, but return the outcome of every rank instead of raising."""
     if spec.device == "cuda" and torch.cuda.is_initialized():
-        raise UsageError("ranks are forked, and CUDA does not survive a fork: launch before the first use of CUDA")
+        raise UsageError("ranks are forked, and CUDA does not survive a fork: launch them before the first use of CUDA")
     shaped = why_not_shaped() is None if shaped is None else shaped
     with contextlib.ExitStack() as cleanup:
-        # Loopback ranks share the machine's ports.
+        # Without namespaces, ranks share the machine's ports.
         port = MASTER_PORT if shaped else cleanup.enter_context(reserved_port())
         pipes = [os.pipe() for _ in range(spec.world_size)]
         ends = [end for pipe in pipes for end in pipe]
@@ -162,9 +171,9 @@ def launch_outcomes(
 def _run_ranks(
     spec: ClusterSpec, host: int, main: RankMain, shaped: bool, port: int, pipes: list[tuple[int, int]]
 ) -> int:
-    """A host's life: starts its ranks, and reports those that end without having reported themselves."""
+    """Run on a host: start its ranks, and report those that ended without a report of their own."""
     parent = os.getpid()
-    mine: dict[int, int] = {}
+    pipe_of: dict[int, int] = {}
     for local_rank, number in enumerate(spec.ranks_of(host)):
         rank = Rank(
             rank=number,
@@ -177,19 +186,19 @@ def _run_ranks(
             _port=port,
         )
         pid = fork(functools.partial(_rank_process, rank, parent, main, pipes), Complaints(2))
-        mine[pid] = pipes[number][1]
+        pipe_of[pid] = pipes[number][1]
     for read_end, write_end in pipes:
         os.close(read_end)
-        if write_end not in mine.values():
+        if write_end not in pipe_of.values():
             os.close(write_end)
     failed = False
-    while mine:
+    while pipe_of:
         pid, status = os.wait()
-        pipe = mine.pop(pid)
+        pipe = pipe_of.pop(pid)
         code = os.waitstatus_to_exitcode(status)
         if code != 0:
             failed = True
-            os.write(pipe, b"\n")  # it may have ended in the middle of a line
+            os.write(pipe, b"\n")  # the rank may have ended in the middle of a line
         _send(pipe, {"error": f"{describe_exit(code)} before it returned"})
         os.close(pipe)
     return 1 if failed else 0
@@ -201,19 +210,19 @@ def _rank_process(rank: Rank, parent: int, main: RankMain, pipes: list[tuple[int
         os.close(read_end)
         if number != rank.rank:
             os.close(write_end)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launching process decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launching process handles Ctrl-C
     os.environ.update(host_variables(rank.spec, rank.host, shaped=rank.shaped, port=rank._port))
     os.environ.update(rank_variables(rank.spec, rank.host, rank.local_rank))
-    torch.set_num_threads(1)  # ranks share the machine's cores; and a forked OpenMP pool would hang
+    torch.set_num_threads(1)  # ranks share the cores, and a forked OpenMP pool would hang
     try:
         if rank.spec.device == "cuda" and torch.cuda._is_in_bad_fork():
             raise UsageError(
-                "the launching process has asked CUDA for its devices (torch.cuda.is_available() is enough), so ranks "
-                "forked from it cannot use CUDA: launch before that, or from a new process"
+                "the launching process has initialised CUDA (torch.cuda.is_available() is enough), so ranks forked "
+                "from it cannot use CUDA: launch them before that, or from a new process"
             )
         value = main(rank)
         _send(rank._pipe, {"value": value})
-    except BaseException as error:  # noqa: BLE001 - reported to the launching process, sys.exit() among them
+    except BaseException as error:  # noqa: BLE001 - reported to the launching process, SystemExit too
         _send(
             rank._pipe,
             {
@@ -231,7 +240,7 @@ def _rank_process(rank: Rank, parent: int, main: RankMain, pipes: list[tuple[int
 
 
 def _wait_for_listener(address: str, port: int, timeout_s: float) -> None:
-    """Until rank 0 takes connections: a store that is refused once tries again only after most of a second."""
+    """Wait until rank 0 accepts connections. TCPStore itself would retry only after most of a second."""
     end = time.monotonic() + timeout_s
     while (left := end - time.monotonic()) > 0:
         try:
@@ -244,7 +253,7 @@ def _wait_for_listener(address: str, port: int, timeout_s: float) -> None:
         except OSError as error:
             problem = error.strerror or str(error)
             raise ClusterError(f"rank 0 cannot be reached at {address}, port {port}: {problem}") from error
-    raise ClusterError(f"rank 0 has not taken connections at {address}, port {port}, for {timeout_s:g} s")
+    raise ClusterError(f"rank 0 did not accept connections at {address}, port {port}, within {timeout_s:g} s")
 
 
 _sending = threading.Lock()
@@ -252,7 +261,7 @@ _sending = threading.Lock()
 
 def _send(pipe: int, message: dict[str, Any]) -> None:
     data = msgspec.json.encode(message) + b"\n"
-    with _sending:  # a rank's threads share its pipe, and long messages take several writes
+    with _sending:  # threads share the pipe, and long messages take several writes
         while data:
             data = data[os.write(pipe, data) :]
 
@@ -289,7 +298,7 @@ def _take(outcome: Outcome, data: bytes, on_event: Callable[[int, Any], None] | 
         try:
             message = msgspec.json.decode(line)
         except msgspec.DecodeError:
-            continue  # cut short: the rank was killed while it wrote, which its host reports next
+            continue  # incomplete: the rank was killed while it wrote, which its host reports next
         if "event" in message:
             if on_event is not None:
                 on_event(outcome.rank, message["event"])
@@ -300,7 +309,7 @@ def _take(outcome: Outcome, data: bytes, on_event: Callable[[int, Any], None] | 
 def _finish(
     outcome: Outcome, value: Any = None, error: str | None = None, traceback: str = "", foreseen: bool = False
 ) -> None:
-    """The first word counts: what comes later, like how the process ended, is a consequence."""
+    """Record the first result of a rank. Later ones, such as the exit of its process, are consequences of it."""
     if outcome.finished:
         return
     outcome.value, outcome.error, outcome.traceback, outcome.foreseen = value, error, traceback, foreseen

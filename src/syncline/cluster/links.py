@@ -1,15 +1,15 @@
-"""Switches, links and their shaping, through netlink.
+"""Build switches and links and shape them, through netlink.
 
-Every link is a veth pair with a token-bucket filter at both ends, so each direction holds its rate on its own.
+Every link is a veth pair with a token-bucket filter at both ends, so each direction has its own rate.
 Latency and loss are not emulated: few kernels ship `netem`.
 
-**The burst is the trap.** A bucket's burst is credit that an idle link hands to the next message for free, so a large
-one flatters small and sparse messages. Below 64 kB, the largest segment that TCP hands to a link in one piece, the
-kernel cuts every segment into packets and the CPU, not the link, sets the pace. `BURST_S` and `MIN_BURST_BYTES` are
-about the smallest that held the rate at every size in `benchmarks/link_rate.py`, from a standing start and back to
+**The burst matters.** An idle link sends the bytes of its burst faster than its rate, so a large burst makes small and
+sparse messages look faster than they are. With a burst below 64 kB, the largest segment that TCP passes to a link, the
+kernel cuts every segment into packets, and the CPU limits the rate instead of the link. `BURST_S` and `MIN_BURST_BYTES`
+are about the smallest values that held the rate for every size in `benchmarks/link_rate.py`, after a pause and back to
 back.
 
-A process on an emulated host can change that host's link while it is used: `reshape` it, `cut` it, `mend` it.
+A process on an emulated host can change that host's link at any time, with `reshape`, `cut` and `mend`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HOST_INTERFACE = "eth0"
 BURST_S = 0.004
 MIN_BURST_BYTES = 80_000
 QUEUE_S = 0.2
-"""Room for this much traffic in front of a link: a switch that does not drop while TCP finds its window."""
+"""Queue in front of a link, in seconds at its rate: enough that it drops nothing while TCP finds its window."""
 MIN_QUEUE_BYTES = 1024 * 1024
 
 
@@ -41,19 +41,19 @@ def burst_bytes(rate_bps: int) -> int:
 
 
 def host_address(host: int) -> str:
-    """Addresses live in the cluster's own network namespaces and mean nothing outside of them."""
+    """Return the address of a host, which is valid only in the cluster's network namespaces."""
     return f"10.77.0.{host + 1}"
 
 
 def build_switches(spec: ClusterSpec, host_pids: list[int]) -> None:
-    """In the switch's namespace: bridges, one link to each host, trunks between racks and core."""
+    """Add bridges, a link to each host, and trunks between racks and core; runs in the switch's namespace."""
     with IPRoute() as netlink:
         _up(netlink, "lo")
         for rack in range(spec.racks):
             _add_bridge(netlink, f"rack{rack}")
         for host, pid in enumerate(host_pids):
             port = f"host{host}"
-            with _asking_the_kernel_for("a veth pair"):
+            with _needs_kernel_support("a veth pair"):
                 netlink.link("add", ifname=port, kind="veth", peer={"ifname": HOST_INTERFACE, "net_ns_pid": pid})
             _plug(netlink, port, f"rack{spec.rack_of(host)}")
             _shape(netlink, port, spec.rate_bps)
@@ -69,7 +69,7 @@ def build_switches(spec: ClusterSpec, host_pids: list[int]) -> None:
 
 
 def configure_host(spec: ClusterSpec, host: int) -> None:
-    """In a host's namespace, once its link exists: address, shaping, and the TCP that hosts run by default."""
+    """Set the address, the rate and TCP's algorithm of a host; runs in its namespace, after its link was added."""
     with IPRoute() as netlink:
         _up(netlink, "lo")
         index = _index(netlink, HOST_INTERFACE)
@@ -80,7 +80,7 @@ def configure_host(spec: ClusterSpec, host: int) -> None:
 
 
 def sent_bytes() -> int:
-    """Bytes that this host has put on its link since it exists, headers included."""
+    """Return the bytes that this host has sent since its start, headers included."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == HOST_INTERFACE:
@@ -89,24 +89,23 @@ def sent_bytes() -> int:
 
 
 def reshape(rate_bps: int) -> None:
-    """From now on this host sends at another rate; what it receives, the switch's end of the link still decides."""
+    """Change the rate at which this host sends. The rate at which it receives stays the same."""
     with IPRoute() as netlink:
         _own_link(netlink)
         _shape(netlink, HOST_INTERFACE, rate_bps, "change")
 
 
 def cut() -> None:
-    """Pulls this host's cable out of the switch: nothing passes any more, in neither direction, until `mend`.
+    """Cut this host's link in both directions, as if its cable were pulled, until `mend`.
 
-    It is done at the switch's end, because that is what a pulled cable looks like. This host loses its carrier and
-    keeps its address and routes, so that its own ranks still reach each other; the other hosts see nothing at all; and
-    every TCP connection stays open until somebody's timeout.
+    The switch's end goes down. This host loses its carrier but keeps its address and routes, so its own ranks still
+    reach each other. The other hosts notice nothing, and TCP connections stay open until a timeout.
     """
     _set_port("down")
 
 
 def mend() -> None:
-    """Puts the cable back. What was sent meanwhile arrives when TCP tries again: the later, the longer it was out."""
+    """Repair the link. Pending data arrives when TCP retries: the longer the cut, the later."""
     _set_port("up")
 
 
@@ -122,43 +121,43 @@ def _set_port(state: str) -> None:
 
 
 def _own_link(netlink: IPRoute) -> Any:
-    """This host's end, if this is an emulated host. Elsewhere an eth0 is the machine's own, and nobody's to change."""
-    found = netlink.link_lookup(ifname=HOST_INTERFACE)
-    if found and any(
+    """Return this host's end of its link; raise if eth0 is not an emulated link but the machine's own."""
+    indices = netlink.link_lookup(ifname=HOST_INTERFACE)
+    if indices and any(
         address.get_attr("IFA_ADDRESS").startswith(host_address(0).rpartition(".")[0])
-        for address in netlink.get_addr(index=found[0], family=socket.AF_INET)
+        for address in netlink.get_addr(index=indices[0], family=socket.AF_INET)
     ):
-        return netlink.get_links(found[0])[0]
+        return netlink.get_links(indices[0])[0]
     raise LookupError(f"no emulated link at {HOST_INTERFACE} here: links are not emulated")
 
 
 def _at_the_switch(action: Callable[[], None]) -> None:
-    """In the switch's network namespace, that of the first of our ancestors that is not on our host."""
+    """Run `action` in the switch's network namespace."""
     namespace = _switch_namespace()
 
-    def there() -> None:
+    def run() -> None:
         linux.enter(namespace, linux.CLONE_NEWNET)
         action()
 
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a thread of its own: it does not come back
-        thread.submit(there).result()
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a new thread, because it stays in that namespace
+        thread.submit(run).result()
 
 
 def _switch_namespace() -> Path:
-    """Process numbers are those of the /proc that is mounted here, whichever it is."""
+    """Return the namespace of the closest ancestor that is not on this host."""
     process = Path("/proc/self")
     here = Path("/proc/self/ns/net").readlink()
     while (process / "ns/net").readlink() == here:
         status = dict(line.split(":", 1) for line in (process / "status").read_text().splitlines())
         parent = int(status["PPid"])
         if parent == 0:
-            raise LookupError("none of our ancestors is a switch: links are not emulated")
+            raise LookupError("no ancestor of this process is a switch: links are not emulated")
         process = Path(f"/proc/{parent}")
     return process / "ns/net"
 
 
 def _use_common_tcp() -> None:
-    # The machine underneath may run BBR or tiny buffers; an emulated host should not depend on that.
+    # The machine may use another algorithm, such as BBR; results must not depend on that.
     for algorithm in ("cubic", "reno"):
         with contextlib.suppress(OSError):
             Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(algorithm)
@@ -166,7 +165,7 @@ def _use_common_tcp() -> None:
 
 
 def _add_bridge(netlink: IPRoute, name: str) -> None:
-    with _asking_the_kernel_for("a bridge"):
+    with _needs_kernel_support("a bridge"):
         netlink.link("add", ifname=name, kind="bridge", br_stp_state=0)
     _up(netlink, name)
 
@@ -178,7 +177,7 @@ def _plug(netlink: IPRoute, port: str, bridge: str) -> None:
 def _shape(netlink: IPRoute, name: str, rate_bps: int, how: str = "add") -> None:
     rate = rate_bps // 8
     queue = max(MIN_QUEUE_BYTES, int(rate * QUEUE_S))
-    with _asking_the_kernel_for("a token-bucket filter (module sch_tbf)"):
+    with _needs_kernel_support("a token-bucket filter (module sch_tbf)"):
         netlink.tc(
             how,
             "tbf",
@@ -191,7 +190,7 @@ def _shape(netlink: IPRoute, name: str, rate_bps: int, how: str = "add") -> None
 
 
 @contextlib.contextmanager
-def _asking_the_kernel_for(what: str) -> Iterator[None]:
+def _needs_kernel_support(what: str) -> Iterator[None]:
     try:
         yield
     except NetlinkError as error:

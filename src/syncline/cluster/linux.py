@@ -1,4 +1,4 @@
-"""The few Linux calls that Python 3.10 lacks: namespaces of one's own, dying with one's parent, inheriting orphans."""
+"""Linux system calls that Python 3.10 lacks: namespaces, a signal when the parent ends, adopting orphans."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def unshare(flags: int) -> None:
 
 
 def unshare_as_user(flags: int) -> None:
-    """Gives the calling process namespaces of its own; without privilege, inside a user namespace of its own.
+    """Move the calling process into new namespaces; without privilege, also into a new user namespace.
 
-    The user keeps its uid and gid inside, so commands see the user who started them.
+    The uid and gid stay the same, so commands run as the user who started them.
     """
     try:
         unshare(flags)
@@ -49,7 +49,7 @@ def unshare_as_user(flags: int) -> None:
 
 
 def enter(namespace: Path, kind: int) -> None:
-    """Moves the calling thread, and no other, into a namespace of another process: a path like /proc/1/ns/net."""
+    """Move only the calling thread into a namespace of another process, such as /proc/1/ns/net."""
     descriptor = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
     try:
         _checked(_libc.setns(descriptor, ctypes.c_int(kind)), f"setns {namespace}")
@@ -58,7 +58,7 @@ def enter(namespace: Path, kind: int) -> None:
 
 
 def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) -> None:
-    """Has the kernel send this process a signal when the thread that forked it ends, however it ends.
+    """Ask the kernel to signal this process when the thread that forked it ends.
 
     The kernel forgets this when a process changes its user: call it again after that.
     """
@@ -66,17 +66,17 @@ def die_with_parent(parent_pid: int, number: signal.Signals = signal.SIGKILL) ->
         return
     _checked(_libc.prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0), "prctl")
     if os.getppid() not in (parent_pid, 0):  # 0: the parent is outside this PID namespace
-        os._exit(1)  # it ended before the call above
+        os._exit(1)  # the parent ended before the call above
 
 
 def adopt_orphans() -> None:
-    """Makes this process the parent of descendants whose own parents end, daemons among them."""
+    """Make this process the parent of descendants whose own parents end, including daemons."""
     if sys.platform == "linux":
         _checked(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
 
 
 def mount_private() -> None:
-    """Keeps this mount namespace's mounts from reaching the rest of the machine."""
+    """Keep the mounts of this mount namespace private."""
     _checked(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
 
 

@@ -1,7 +1,7 @@
 """CUDA MPS: lets the ranks of an emulated cluster compute on one GPU at the same time.
 
-Without it the GPU takes turns between processes, and a small NCCL all-reduce costs milliseconds of waiting for one's
-turn instead of a fraction of one. The daemon runs inside the cluster, so it ends with it, however that ends.
+Without it, the GPU switches between processes, and a small NCCL all-reduce waits for milliseconds instead of a fraction
+of one. The daemon runs inside the cluster and ends with it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ QUIT_S = 10.0
 
 @contextlib.contextmanager
 def shared_gpu(directory: Path) -> Iterator[None]:
-    """Runs an MPS daemon, with its sockets and logs in `directory`, for processes that are started inside the block.
+    """Run an MPS daemon for processes that are started in this context, with its sockets and logs in `directory`.
 
-    A daemon that the user has started is used as it is. Where none can be started, one line says so and ranks share
-    the GPU by turns.
+    If the user has started a daemon, that one is used. If none can be started, a line on standard error says so.
     """
     if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
         yield
@@ -46,14 +45,14 @@ def shared_gpu(directory: Path) -> Iterator[None]:
 
 
 def _start(directory: Path, variables: dict[str, str]) -> str | None:
-    """None once the daemon listens; otherwise what went wrong."""
+    """Start the daemon; return the problem, or None if it listens."""
     if shutil.which(PROGRAM) is None:
         return f"{PROGRAM} is not installed"
     for path in variables.values():
         Path(path).mkdir(parents=True, exist_ok=True)
-    said = directory / "start.txt"
+    log = directory / "start.txt"
     try:
-        with said.open("w") as output:  # a file: the daemon keeps what it inherits, and a pipe would never end
+        with log.open("w") as output:  # not a pipe, which the daemon would keep open
             status = subprocess.run(
                 [PROGRAM, "-d"],
                 env={**os.environ, **variables},
@@ -66,13 +65,13 @@ def _start(directory: Path, variables: dict[str, str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{PROGRAM} -d: {error}"
     if status != 0:
-        lines = said.read_text(errors="replace").strip().splitlines()
+        lines = log.read_text(errors="replace").strip().splitlines()
         return f"{PROGRAM} -d exited with {status}" + (f": {lines[-1]}" if lines else "")
     return None
 
 
 def _quit(variables: dict[str, str]) -> None:
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # it then ends with the cluster
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # the daemon then ends with the cluster
         subprocess.run(
             [PROGRAM],
             input=b"quit\n",

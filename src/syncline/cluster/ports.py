@@ -1,4 +1,4 @@
-"""A free port for processes that cannot inherit a socket."""
+"""Reserve a free port for processes that cannot inherit a socket."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from syncline.cluster.environment import LOOPBACK
 
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
-    """A port on the loopback interface that the kernel gives to nobody else inside the block.
+    """Reserve a port on the loopback interface: the kernel does not assign it to other sockets in this context.
 
-    The socket that holds it is bound but does not listen, and allows reuse: a server that names the port can still
-    bind and listen, while the kernel's own choices pass it by.
+    A bound socket with SO_REUSEADDR, which does not listen, holds the port. A server that names the port can still
+    bind to it and listen.
     """
     with socket.socket() as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Forked children that live their whole life in one function."""
+"""Fork children that run one function and exit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from syncline.errors import SynclineError
 
 
 class Complaints:
-    """Where children say why they failed: the pipe given here until it is closed, then the terminal."""
+    """Where children report why they failed: a pipe until it is closed, then standard error."""
 
     def __init__(self, pipe: int) -> None:
         self._pipe: int | None = pipe
@@ -34,17 +34,17 @@ class Complaints:
 
 
 def fork(main: Callable[[], int], complaints: Complaints) -> int:
-    """Starts a child that runs `main`, ends with the status it returns, and never comes back into its parent's code.
+    """Fork a child that runs `main` and exits with the status it returns; return its process id.
 
-    Forking is safe while the caller's other threads hold no lock that `main` needs. Locks of Python and of the C
-    library are reset by them; torch's OpenMP pool does not survive, so children compute on one thread.
+    Forking is safe while no other thread of the caller holds a lock that `main` needs. Python and the C library reset
+    their own locks. torch's OpenMP pool does not survive, so children must compute on one thread.
 
-    What the parent left behind is never collected in a child: a process group that waits in a cycle of garbage would
-    join threads that only the parent has, and hang.
+    A child never collects its parent's garbage: a process group in a reference cycle would join threads that exist only
+    in the parent, and hang.
     """
-    _flush()  # what is still buffered would be written once by each process that inherits the buffer
+    _flush()  # or every child would write the buffered output again
     collects = gc.isenabled()
-    gc.disable()  # or the child could collect before it has frozen anything: libraries run code of theirs in a new fork
+    gc.disable()  # until gc.freeze(): libraries run code in a new child, which could start a collection
     pid = -1
     try:
         with warnings.catch_warnings():
@@ -62,7 +62,7 @@ def fork(main: Callable[[], int], complaints: Complaints) -> int:
         status = main()
     except (OSError, SynclineError) as error:
         complaints.say(getattr(error, "strerror", None) or str(error))
-    except BaseException:  # noqa: BLE001 - whatever it was, this process must end here
+    except BaseException:  # noqa: BLE001 - the child must end here in any case
         complaints.say(traceback.format_exc())
     finally:
         _flush()
@@ -70,7 +70,7 @@ def fork(main: Callable[[], int], complaints: Complaints) -> int:
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended, from its exit code as `subprocess` counts: negative for signals."""
+    """Describe an exit code, which is negative for signals as in `subprocess`."""
     if code >= 0:
         return f"exited with {code}"
     try:
@@ -81,5 +81,5 @@ def describe_exit(code: int) -> str:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # closed, missing, or its reader is gone
+        with contextlib.suppress(Exception):  # closed, missing, or without a reader
             stream.flush()

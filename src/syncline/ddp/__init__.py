@@ -1,1 +1,1 @@
-"""Exchanges in a stock DistributedDataParallel: the hook, `attach`, `wrap` and the handle that they return."""
+"""Exchanges for DistributedDataParallel models: the hook, `attach`, `wrap` and their handle."""

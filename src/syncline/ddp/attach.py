@@ -1,4 +1,4 @@
-"""`attach`: an exchange for a stock DistributedDataParallel model, in one line."""
+"""`attach`: make a DistributedDataParallel model exchange its gradients through an exchange."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from syncline.ddp.engine import Engine
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import other_hooks, switch_of
+from syncline.ddp.reduction import Reduction
 from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, group_timeout
 from syncline.errors import SynclineError, UsageError
 from syncline.exchange import Exchange, default_lanes
-from syncline.health.heartbeat import vigil
+from syncline.health.heartbeat import shared_heartbeat
 from syncline.health.meeting import meet, meeting
 from syncline.records.network import Network
-from syncline.runtime.bucket_policy import Route, Uniform
-from syncline.runtime.engine import Engine
+from syncline.runtime.bucket_policy import BucketPolicy, Uniform
 from syncline.runtime.parameters import ddp_of, described_fully, only_device, parameters_of
-from syncline.runtime.reduction import Reduction
-from syncline.runtime.topology import find_place, mark_of, read_network
+from syncline.runtime.topology import find_topology, mark_of, read_network
 from syncline.runtime.validation import check_lanes, check_timeout, checked_exchange
 
 
@@ -39,15 +39,38 @@ def attach(
     network: Network | str | os.PathLike[str] | None = None,
     scaler: GradScaler | None = None,
 ) -> Handle:
-    """Has `model`, a DistributedDataParallel, exchange its gradients through `exchange` (default: `Dense()`).
+    """Make a DistributedDataParallel model exchange its gradients through an exchange.
 
-    All ranks of the model's process group call it, with the same arguments. `lanes` exchanges run at the same time,
-    each over connections of its own; default: one, or two where an exchange over gloo waits between its collectives,
-    so that another uses the links meanwhile. `timeout_s` is how long a collective may take; default: the group's own.
-    `network`, or the file that `syncline probe` wrote of it, is for exchanges that choose by what links take, and knows
-    racks; without one, hosts are found and ordinary links are assumed. `scaler` is the GradScaler that the loss is
-    scaled with, if any: an exchange that keeps gradients for later must know when their scale changes.
-    Replaces what was attached before; raises, and leaves the model as it was, if anything does not fit.
+    All ranks of the model's process group call this with the same arguments. It replaces an exchange that was attached
+    before. If it raises, the model is unchanged.
+
+    Args:
+        model: A DistributedDataParallel model, or the result of `torch.compile` for one.
+        exchange: The exchange. Default: `Dense()`.
+        lanes: The number of buckets that may be exchanged at the same time, each over its own connections. Default: 2
+            for exchanges over gloo that wait between their collectives, so that another bucket uses the links in the
+            meantime, and 1 otherwise.
+        timeout_s: The time in seconds after which a collective counts as failed. Default: the timeout of the model's
+            process group.
+        network: The cluster's network, or the path of the file that `syncline probe` wrote. Exchanges that climb
+            levels, such as `Hierarchical`, use it to find racks and to choose paths. Without it they detect hosts and
+            assume typical links.
+        scaler: The GradScaler that scales the loss, if there is one. An exchange with a residual needs it, because the
+            residual must follow changes of the scale.
+
+    Returns:
+        A handle, for statistics, checkpoints and `detach`.
+
+    Raises:
+        UsageError: An argument is invalid, the model is not a DDP model, it has another communication hook, or the
+            network belongs to another cluster.
+        MismatchError: The arguments, the models or the versions differ between ranks, or not all ranks call `attach`.
+
+    Example:
+        >>> model = DistributedDataParallel(net)
+        >>> handle = syncline.attach(model, syncline.Dense(wire="bf16"))
+        >>> train(model)
+        >>> print(handle.stats().sent_bytes)
     """
     ddp = ddp_of(model)
     exchange = checked_exchange(exchange)
@@ -60,13 +83,13 @@ def attach(
 
 def attach_route(
     ddp: DDP,
-    route: Route,
+    route: BucketPolicy,
     *,
     timeout_s: float | None = None,
     network: Network | str | os.PathLike[str] | None = None,
     scaler: GradScaler | None = None,
 ) -> Handle:
-    """`attach`, for buckets that go different ways."""
+    """Attach a route, which chooses an exchange and a lane for each bucket. See `attach` for the arguments."""
     check_scaler(scaler)
     group: dist.ProcessGroup = ddp.process_group
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
@@ -76,12 +99,12 @@ def attach_route(
     with current_device(only_device(parameters)):
         known = read_network(network)
         scaled = scaler is not None and scaler.is_enabled()
-        with vigil():
+        with shared_heartbeat():
             meet(group, {**_fingerprint(ddp, group, route, parameters, known), "scaler": scaled})
             if isinstance(known, SynclineError):
                 raise known
             with meeting(group, "attach", users=True):
-                place = find_place(group, route.exchanges, known)
+                place = find_topology(group, route.exchanges, known)
                 engine = Engine(group, parameters, route, timeout, place, lambda: scale_of(scaler), reduction=reduction)
     try:
         switch = switch_of(ddp)
@@ -93,6 +116,7 @@ def attach_route(
 
 
 def check_scaler(scaler: object) -> None:
+    """Raise a UsageError unless `scaler` is a GradScaler or None."""
     known = all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "get_scale"))
     if scaler is not None and (isinstance(scaler, type) or not known):
         raise UsageError(
@@ -101,22 +125,22 @@ def check_scaler(scaler: object) -> None:
 
 
 def scale_of(scaler: GradScaler | None) -> Tensor | None:
-    """What its losses are multiplied with, where it is now."""
+    """Return the current loss scale as a 0-dim tensor, without waiting for the device if torch permits it."""
     if scaler is None or not scaler.is_enabled():
         return None
-    on_device = getattr(scaler, "_get_scale_async", None)  # private: without it, asking waits for the device
-    found: Tensor | None = on_device() if on_device is not None else None
-    return torch.tensor(scaler.get_scale()) if found is None else found
+    get_async = getattr(scaler, "_get_scale_async", None)  # private: `get_scale` waits for the device
+    scale: Tensor | None = get_async() if get_async is not None else None
+    return torch.tensor(scaler.get_scale()) if scale is None else scale
 
 
 def _fingerprint(
     ddp: DDP,
     group: dist.ProcessGroup,
-    route: Route,
+    route: BucketPolicy,
     parameters: Mapping[str, nn.Parameter],
     network: Network | SynclineError | None,
 ) -> dict[str, Any]:
-    """Everything that must be the same on all ranks for their collectives to fit together."""
+    """Return all settings that must match on every rank."""
     flags = {
         "static_graph": bool(getattr(ddp, "static_graph", False)),
         "find_unused_parameters": ddp.find_unused_parameters,

@@ -1,8 +1,9 @@
-"""DDP's buckets, made to measure: for a model that is to be wrapped, and for one that is wrapped already.
+"""Set the buckets of a DDP model, when it is built or while it lives.
 
-DDP takes a cap for each bucket, and closes a bucket when it reaches its cap: caps of exactly so many bytes give exact
-buckets. A live model gets new ones by building its reducer anew, inside the same object, so that whoever refers to the
-model still does. That is private to torch, and looked for before it is used.
+DDP accepts a cap in bytes for each bucket, and closes a bucket when it reaches its cap. Caps that equal the sizes of
+the planned buckets therefore give exactly these buckets. The buckets of a live model are changed by building a new
+reducer inside the same DDP object, so that references to the model stay valid. This uses private functions of torch;
+`can_change` checks that they exist.
 """
 
 from __future__ import annotations
@@ -19,20 +20,25 @@ from torch.nn.parallel import distributed as ddp_module
 from syncline.errors import UsageError
 from syncline.predict.schedule import MIB
 
-_own: weakref.WeakKeyDictionary[DDP, Any] = weakref.WeakKeyDictionary()
-"""Of models that have a plan's buckets: how theirs were."""
+_original: weakref.WeakKeyDictionary[DDP, Any] = weakref.WeakKeyDictionary()
+"""The original bucket configuration of each model that has the buckets of a plan."""
 
 
 def caps_are_known() -> bool:
-    """Whether this torch takes a cap for each bucket."""
+    """Return whether this version of torch accepts a cap for each bucket."""
     return "bucket_cap_mb_list" in inspect.signature(DDP.__init__).parameters
 
 
 def cap_arguments(caps: Sequence[int], *, rebuilt: bool = True) -> dict[str, Any]:
-    """What to build DDP with for buckets of so many bytes, in the order in which they are launched.
+    """Return the arguments with which DDP makes buckets of these sizes.
 
-    Where DDP does not rebuild its buckets, it fills them from the first parameter on, and launches them backwards. A
-    torch that knows one cap for all gets the middle one: its buckets are others, and that will be told.
+    A version of torch with a single cap for all buckets gets the median. Its buckets then differ from the plan's, and
+    a warning follows in training.
+
+    Args:
+        caps: The sizes of the buckets in bytes, in the order in which they are exchanged.
+        rebuilt: Whether DDP will rebuild its buckets. If not, it fills them starting at the first parameter, and
+            exchanges them in reverse order.
     """
     if not caps_are_known():
         return {"bucket_cap_mb": sorted(caps)[len(caps) // 2] / MIB}
@@ -41,70 +47,70 @@ def cap_arguments(caps: Sequence[int], *, rebuilt: bool = True) -> dict[str, Any
 
 
 def rebuilds(ddp: DDP) -> bool:
-    """Whether it forms its buckets anew when it has seen in which order gradients are ready."""
+    """Return whether DDP rebuilds its buckets once it knows the order in which gradients become ready."""
     return bool(getattr(ddp, "static_graph", False)) or not ddp.find_unused_parameters
 
 
 def settled_after(ddp: DDP) -> int:
-    """Steps after which its buckets stay as they are."""
+    """Return the number of steps after which the buckets no longer change."""
     return 2 if getattr(ddp, "static_graph", False) else int(rebuilds(ddp))
 
 
 def can_change() -> bool:
-    """Whether a live model's buckets can be changed with this torch."""
+    """Return whether this version of torch permits changing the buckets of a live model."""
     config = getattr(ddp_module, "_BucketCapacityConfig", None)
     needed = ("_ddp_init_helper", "_build_params_for_reducer", "_build_debug_param_to_name_mapping")
     return config is not None and hasattr(config, "create") and all(hasattr(DDP, name) for name in needed)
 
 
 def why_not_change(ddp: DDP) -> str | None:
-    """Why this model's buckets cannot be changed, if they cannot."""
+    """Return why the buckets of this model cannot be changed, or None if they can."""
     if not can_change():
         return "this torch cannot change the buckets of a live model"
     if getattr(ddp, "_use_python_reducer", False):
-        return "DDP's reducer in Python, which compiled autograd uses, takes no plan"
+        return "plans do not support DDP's Python reducer, which compiled autograd uses"
     if getattr(ddp, "_delay_all_reduce_params", None):
         return "delay_all_reduce_named_params leaves DDP no buckets"
     logged = ddp._get_ddp_logging_data()
     if str(logged.get("comm_hook", "")).startswith("BuiltinCommHookType"):
         return f"this model has a communication hook already ({logged['comm_hook']}), and DDP takes only one"
-    return _why_others(ddp)
+    return _changed_parameters(ddp)
 
 
-def _why_others(ddp: DDP) -> str | None:
-    """Whether other parameters are trained at the moment than DDP was built for."""
+def _changed_parameters(ddp: DDP) -> str | None:
+    """Describe how the trained parameters differ from those that DDP was built for, or return None if they do not."""
     built = ddp._get_ddp_logging_data().get("num_parameter_tensors")
     now = len(ddp._build_params_for_reducer()[0])
     if built in (None, now):
         return None
-    return f"DDP was built for {built} parameters, and {now} are trained now: freeze and thaw before DDP is built"
+    return f"DDP was built for {built} parameters, and {now} are trained now: freeze parameters before DDP is built"
 
 
 def own(ddp: DDP) -> Any:
-    """How its buckets are without a plan: as the user built it, or DDP's default where a plan was there first."""
-    return _own.get(ddp, getattr(ddp, "_bucket_config", None))
+    """Return the bucket configuration without a plan: the user's, or DDP's default if `wrap` built the model."""
+    return _original.get(ddp, getattr(ddp, "_bucket_config", None))
 
 
 def planned_from_the_start(ddp: DDP) -> None:
-    """It was built with a plan's caps."""
+    """Record that a model was built with the buckets of a plan: without a plan it gets DDP's default."""
     if can_change():
-        _own[ddp] = _config().create(bucket_cap_mb=None, bucket_cap_mb_list=None, use_python_reducer=False)
+        _original[ddp] = _config().create(bucket_cap_mb=None, bucket_cap_mb_list=None, use_python_reducer=False)
 
 
 def own_caps(ddp: DDP) -> tuple[int, ...]:
-    """Bytes at which it closes its buckets without a plan, once they are rebuilt."""
+    """Return the caps in bytes of the buckets without a plan, once DDP has rebuilt them."""
     config = own(ddp)
-    each: tuple[int, ...] = config.per_bucket_bytes_caps
-    return each or tuple(dict.fromkeys((config.first_bucket_bytes_cap, config.bucket_bytes_cap)))
+    caps: tuple[int, ...] = config.per_bucket_bytes_caps
+    return caps or tuple(dict.fromkeys((config.first_bucket_bytes_cap, config.bucket_bytes_cap)))
 
 
 def change(ddp: DDP, caps: Sequence[int]) -> None:
-    """Gives a live model buckets of so many bytes, between steps, on all ranks. Its hook stays."""
+    """Give a live model buckets of these sizes in bytes. All ranks call this between steps. The hook is kept."""
     if not can_change():
         raise UsageError("this torch cannot change the buckets of a live model: build it with syncline.wrap(net, plan)")
     arguments = cap_arguments(caps, rebuilt=rebuilds(ddp))
-    _own.setdefault(ddp, own(ddp))
-    _build(
+    _original.setdefault(ddp, own(ddp))
+    _rebuild(
         ddp,
         _config().create(
             bucket_cap_mb=arguments.get("bucket_cap_mb"),
@@ -115,20 +121,20 @@ def change(ddp: DDP, caps: Sequence[int]) -> None:
 
 
 def put_back(ddp: DDP) -> None:
-    """Gives a live model its own buckets again."""
-    _build(ddp, own(ddp))
-    _own.pop(ddp, None)
+    """Restore the buckets that a live model has without a plan. All ranks call this between steps."""
+    _rebuild(ddp, own(ddp))
+    _original.pop(ddp, None)
 
 
 def _config() -> Any:
     return ddp_module._BucketCapacityConfig
 
 
-def _build(ddp: DDP, config: Any) -> None:
-    """The reducer, anew."""
+def _rebuild(ddp: DDP, config: Any) -> None:
+    """Build a new reducer with this bucket configuration."""
     inside: Any = ddp
-    if (frozen := _why_others(ddp)) is not None:  # what is left out now would never be exchanged again
-        raise UsageError(frozen)
+    if (changed := _changed_parameters(ddp)) is not None:  # a parameter that is frozen now would never be exchanged
+        raise UsageError(changed)
     inside._bucket_config = config
     inside.bucket_bytes_cap = config.bucket_bytes_cap
     inside.bucket_bytes_cap_list = list(config.per_bucket_bytes_caps)
@@ -138,7 +144,7 @@ def _build(ddp: DDP, config: Any) -> None:
     inside._ddp_init_helper(parameters, expect_sparse, names, getattr(ddp, "static_graph", False))
     inside._has_rebuilt_buckets = False
     if getattr(ddp, "static_graph", False):
-        inside._static_graph_delay_allreduce_enqueued = False  # or the first step would wait for it for good
+        inside._static_graph_delay_allreduce_enqueued = False  # otherwise the first step would wait forever
         inside.reducer._set_static_graph()
         inside.logger._set_static_graph()
     for hook, state in inside._comm_hooks:

@@ -1,4 +1,4 @@
-"""What a user holds of an exchange that is attached to a model."""
+"""The handle of an exchange that is attached to a model."""
 
 from __future__ import annotations
 
@@ -11,97 +11,175 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.ddp import buckets
+from syncline.ddp.engine import Engine
 from syncline.ddp.hook import Switch, forget
+from syncline.ddp.scalars import Log, Writer, scalars_of
 from syncline.errors import ExchangeError, UsageError
 from syncline.exchange import Exchange, Tree
 from syncline.records.plan import Plan
 from syncline.runtime.bucket_policy import Planned
 from syncline.runtime.checkpoint import Checkpoints
-from syncline.runtime.engine import Engine
 from syncline.runtime.parameters import only_device, parameters_of
-from syncline.runtime.scalars import Log, Writer, scalars_of
 from syncline.runtime.stats import Stats, timings_of
 
 
 class Handle:
-    """An exchange attached to a model."""
+    """An exchange that is attached to a model. `attach` and `handle_of` return it.
+
+    After `detach`, or after another `attach` for the same model, everything but `exchange`, `plan`, `tree` and `retune`
+    raises a `UsageError`.
+
+    Example:
+        >>> handle = syncline.attach(model, syncline.OkTopk(density=0.01))
+        >>> train(model)
+        >>> handle.save("checkpoint/exchange")
+        >>> handle.detach()
+    """
 
     def __init__(self, ddp: DDP, switch: Switch, engine: Engine) -> None:
         self._ddp, self._switch, self._engine = ddp, switch, engine
         self._place, self._route = engine.place, engine.route
         self.tune: Callable[..., Any] | None = None
-        """What `retune` calls. Set by `tune`, which this package cannot import."""
+        """The function that `retune` calls. `tune` sets it, because this package cannot import `tune`."""
 
     @property
     def exchange(self) -> Exchange:
-        """Of all buckets; of a plan's, one that is not plain, if any is."""
+        """The exchange of all buckets. With a plan: one of its exchanges, and not `Dense()` if it has another."""
         return self._route.exchanges[-1]
 
     @property
     def plan(self) -> Plan | None:
-        """What buckets follow, if a plan was applied."""
+        """The plan that was applied, or None."""
         return self._route.plan if isinstance(self._route, Planned) else None
 
     @property
     def mismatch(self) -> str | None:
-        """How DDP's buckets are not the plan's, if they are not. Known after the second step."""
+        """How DDP's buckets differ from the plan's, or None. Known after the second step."""
         return self._attached.route.mismatch
 
     @property
     def error(self) -> BaseException | None:
-        """What made an exchange fail, if one did: the step was not applied, and the model cannot go on."""
+        """The error of an exchange that failed, or None. The step was not applied, and training cannot continue."""
         return self._attached.error
 
     @property
     def straggler(self) -> str | None:
-        """Which rank keeps the others waiting, and for how long, if one does: the first rank looks every 10 s."""
-        return self._attached.straggler
+        """The rank that the others wait for, and how long, or None. Only rank 0 knows it, and updates it every 10 s."""
+        return self._attached.runner.straggler
 
     def stats(self) -> Stats:
+        """Return statistics of the exchange on this rank.
+
+        Returns:
+            The number of steps, the bytes sent, and the times of the last step's buckets.
+
+        Raises:
+            UsageError: The handle is detached.
+
+        Example:
+            >>> handle.stats().sent_bytes
+            {'world': 51114064}
+        """
         engine = self._attached
         step = engine.last_step
-        return Stats(engine.steps, dict(step.sent_bytes), engine.sent_bytes, timings_of(step.jobs))
+        return Stats(engine.steps, dict(step.sent_bytes), engine.runner.sent_bytes, timings_of(step.jobs))
 
     def trace(self, on: bool = True) -> None:
-        """Has `stats().buckets` tell each bucket's collectives too, from the next step on, or not any more."""
-        self._attached.tracing = on
+        """Record the collectives of each bucket, from the next step on.
+
+        Args:
+            on: False stops recording.
+
+        Raises:
+            UsageError: The handle is detached.
+
+        Example:
+            >>> handle.trace()
+            >>> train_step(model)
+            >>> [phase.name for phase in handle.stats().buckets[0].phases]
+            ['all_reduce']
+        """
+        self._attached.runner.tracing = on
 
     def scalars(self, *, deep: bool = False) -> dict[str, float]:
-        """The last step in numbers, by names for TensorBoard. This rank's own; what is not known is left out.
+        """Return numbers about the last step on this rank, with names for TensorBoard.
 
-        - `syncline/step_ms`: from when its first bucket was ready, or on CUDA was enqueued, back to when that of the
-          step before was: all that lies between, with the update, data and whatever else the script does;
-        - `syncline/exchange_ms`: from its first bucket's gradients to its last bucket's end;
-        - `syncline/exposed_ms`: of that, what came after the last bucket was ready, when backward has nothing left to
-          hide it behind;
-        - `syncline/sent_bytes`, and `syncline/sent_bytes/LEVEL` of each level, as in `stats`;
-        - `syncline/sent_share`: of the bytes that plain DDP would send for the same buckets.
+        Numbers that are not known yet are left out.
 
-        `deep`: what takes a pass over memory, and on CUDA waits for the device. For exchanges that keep something back:
+        - `syncline/step_ms`: the time between the first bucket of the previous step and that of this step. This
+          includes the optimizer, loading data and everything else that the script does.
+        - `syncline/exchange_ms`: the time from the gradients of the first bucket to the end of the last bucket.
+        - `syncline/exposed_ms`: the part of `exchange_ms` after the last bucket was ready, which the backward pass
+          cannot hide.
+        - `syncline/sent_bytes`, and `syncline/sent_bytes/LEVEL` for each level: as in `stats`.
+        - `syncline/sent_share`: the sent bytes divided by those that plain DDP would send for the same buckets.
 
-        - `syncline/residual_norm`: the Euclidean norm of all that this rank keeps and was not applied yet;
-        - `syncline/density`: of the elements that went through such exchanges, those that came out as something else
-          than zero. Only of steps that a `log_to(…, deep=True)` was going to write.
+        With `deep`, for exchanges with a residual:
+
+        - `syncline/residual_norm`: the Euclidean norm of this rank's residual.
+        - `syncline/density`: the fraction of nonzero elements in the results. Only for steps that
+          `log_to(…, deep=True)` writes.
+
+        Args:
+            deep: Also return numbers that need a pass over memory, and on CUDA wait for the device.
+
+        Returns:
+            The numbers by name. Empty before the first step.
+
+        Raises:
+            UsageError: The handle is detached.
+
+        Example:
+            >>> handle.scalars()["syncline/exposed_ms"]
+            3.2
         """
         engine = self._attached
         return scalars_of(engine, engine.last_step, deep=deep)
 
     def log_to(self, writer: Writer, every: int = 50, *, deep: bool = False) -> Log:
-        """Writes `scalars` of every so many steps with `writer.add_scalar(name, value, step)`, of this rank: call it on
-        rank 0, or wherever you want to know. `step` is how many were exchanged until then.
+        """Write `scalars` to TensorBoard at regular intervals.
 
-        A `SummaryWriter` does, or the `experiment` of Lightning's TensorBoard logger. If it raises, a warning says so,
-        and it is not called again. `close()` what this returns to end it; detaching ends it too.
+        Only the ranks that call this write. If the writer raises an exception, a warning follows, and the writer is not
+        called again.
+
+        Args:
+            writer: An object with a method `add_scalar(name, value, step)`, such as TensorBoard's `SummaryWriter`. The
+                `step` is the number of steps exchanged so far.
+            every: The interval in steps.
+            deep: As for `scalars`.
+
+        Returns:
+            The log. Its `close()` ends it, and so does `detach`.
+
+        Raises:
+            UsageError: An argument is invalid, or the handle is detached.
+
+        Example:
+            >>> if rank == 0:
+            ...     log = handle.log_to(SummaryWriter("runs"), every=100)
         """
         engine = self._attached
         if isinstance(writer, type) or not callable(getattr(writer, "add_scalar", None)):
-            raise UsageError(f"writer is {writer!r}: pass an object with add_scalar, as TensorBoard's SummaryWriter")
+            raise UsageError(
+                f"writer is {writer!r}: pass an object with add_scalar, such as TensorBoard's SummaryWriter"
+            )
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise UsageError(f"every is {every!r}: it is a number of steps, at least 1")
+            raise UsageError(f"every is {every!r}: it must be a number of steps, at least 1")
         return Log(engine, writer, every, deep)
 
     def describe(self) -> str:
-        """What is attached, where ranks sit as far as the exchange asks, and which way buckets go."""
+        """Describe the attached exchange or plan, the topology if the exchange uses it, and the paths of buckets.
+
+        Returns:
+            A text of one or more lines.
+
+        Raises:
+            UsageError: The handle is detached.
+
+        Example:
+            >>> print(handle.describe())
+            Dense(wire='fp32') among 4 ranks
+        """
         ranks = dist.get_world_size(self._ddp.process_group)
         lines = [f"{self.exchange!r} among {ranks} ranks"]
         if self.plan is not None:
@@ -113,24 +191,47 @@ class Handle:
 
     @property
     def tree(self) -> Tree | None:
-        """Where ranks sit, for an exchange that asks."""
+        """The topology as a tree of hosts and racks, or None if the exchange does not use it."""
         return None if self._place is None else self._place.tree
 
     @property
     def lanes(self) -> int:
-        return self._attached.lanes
+        """The number of lanes."""
+        return len(self._attached.runner.lanes)
 
     @property
     def ways(self) -> dict[str, int]:
-        """Where an exchange has several ways for a bucket to go: which, and for how many buckets it takes them."""
+        """The number of buckets on each path, if the exchange has several paths."""
         return self._attached.ways
 
     def predicted_sent_bytes(self) -> dict[str, int]:
-        """What a step should send, per level, by the exchange's own account of the buckets there are now."""
+        """Predict the bytes that a step sends, from the cost that the exchange states for the current buckets.
+
+        Returns:
+            The bytes that the busiest rank sends, per level.
+
+        Raises:
+            UsageError: The handle is detached.
+
+        Example:
+            >>> handle.predicted_sent_bytes() == handle.stats().sent_bytes
+            True
+        """
         return self._attached.predicted_sent_bytes
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank must save beside the model: plain values, and tensors by parameter name."""
+        """Return this rank's state of the exchange, to be saved with the model.
+
+        Returns:
+            Plain values, and residuals by parameter name.
+
+        Raises:
+            ExchangeError: An exchange has failed, so the state is unusable.
+            UsageError: The handle is detached.
+
+        Example:
+            >>> torch.save(handle.state_dict(), f"exchange-{rank}.pt")
+        """
         engine = self._attached
         if engine.error is not None:
             raise ExchangeError(f"the state is unusable, because an exchange failed: {engine.error}")
@@ -142,47 +243,113 @@ class Handle:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken: same exchange, same rank of as many. All ranks load, or none."""
+        """Continue from a state that `state_dict` returned. All ranks must load their states, or none.
+
+        Args:
+            state: The state of the same rank, from a job with the same exchange and number of ranks.
+
+        Raises:
+            UsageError: The state belongs to another exchange, model, rank or number of ranks; or the handle is
+                detached.
+
+        Example:
+            >>> handle.load_state_dict(torch.load(f"exchange-{rank}.pt"))
+        """
         self._checkpoints.check(state)
-        self._go_on(state)
+        self._continue_from(state)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes what this rank must save to a file of its own in `folder`. All ranks call it, between steps.
+        """Save the state of the exchange, one file per rank. All ranks call this between steps.
 
-        If one of them cannot write, every rank raises and the folder holds what it held before. If all can, what
-        other numbers of ranks saved there is removed.
+        If a rank cannot write, every rank raises, and the folder is unchanged. Otherwise, files in the folder that
+        jobs with other numbers of ranks have saved are removed.
+
+        Args:
+            folder: The folder, which is created if necessary.
+
+        Raises:
+            ExchangeError: An exchange has failed, so the state is unusable.
+            UsageError: This rank cannot write to the folder, or the handle is detached.
+            MismatchError: Another rank cannot write, or the ranks are at different steps.
+
+        Example:
+            >>> handle.save("checkpoint/exchange")
         """
         self._checkpoints.save(folder, self.state_dict())
 
     def load(self, folder: str | os.PathLike[str], *, on_world_size: str = "refuse") -> None:
-        """Goes on where `save` was called, on all ranks together.
+        """Continue from a checkpoint that `save` wrote. All ranks call this. If it raises, nothing is changed.
 
-        `on_world_size`: what to do where not so many ranks are here as saved it, or where hosts kept something for
-        their ranks and those sit on other hosts now. `refuse` to go on; or `reset`: forget what was kept, which loses
-        some of the last gradients; or `redistribute` it, so that its sum stays the same: not for what hosts kept.
+        Args:
+            folder: The folder that was passed to `save`.
+            on_world_size: What to do if the number of ranks has changed, or if residuals belong to hosts and the
+                ranks are now on other hosts. `"refuse"` raises an error. `"reset"` discards the residuals, which loses
+                part of the last gradients. `"redistribute"` divides them among the ranks, so that their sum stays the
+                same; this is not possible for residuals that belong to hosts.
+
+        Raises:
+            UsageError: This rank's file is missing or damaged, it belongs to another exchange or model, an argument
+                is invalid, or the handle is detached.
+            MismatchError: Another rank cannot load its file, or the files do not belong to the same checkpoint.
+
+        Example:
+            >>> handle = syncline.attach(model, syncline.OkTopk(density=0.01))
+            >>> handle.load("checkpoint/exchange")
         """
-        self._go_on(self._checkpoints.load(folder, on_world_size))
+        self._continue_from(self._checkpoints.load(folder, on_world_size))
 
-    def _go_on(self, state: Mapping[str, Any]) -> None:
-        engine = self._attached
-        engine.load(state["tensors"], state["buckets"])
-        engine.steps = state["steps"]
+    def _continue_from(self, state: Mapping[str, Any]) -> None:
+        self._attached.load(state["tensors"], state["buckets"], state["steps"])
 
     def drift(self) -> str | None:
-        """How much longer buckets take than the plan expected, where that is so much that another might be better."""
+        """Describe how much longer exchanges take than the plan predicted.
+
+        Returns:
+            A sentence if the median of the last steps is more than 1.5 times the prediction; None otherwise, without a
+            plan, or if too few steps were measured.
+
+        Raises:
+            UsageError: The handle is detached.
+
+        Example:
+            >>> if handle.drift() is not None:
+            ...     handle.retune(step)
+        """
         return self._attached.drift()
 
     def retune(self, step: Callable[[nn.Module], object], **options: Any) -> Any:
-        """Measures, plans and applies anew, as `tune` does, which explains its arguments and what it returns. Of a
-        handle that `tune` has returned; for others, call `syncline.tune`."""
+        """Measure, plan and apply again. Only for handles that `tune` returned; for others, call `syncline.tune`.
+
+        Args:
+            step: A function that runs one forward and backward pass on the model, as for `tune`.
+            **options: Further arguments of `tune`.
+
+        Returns:
+            A `Tuned`, as `tune` returns it.
+
+        Raises:
+            UsageError: `tune` did not return this handle, or an argument is invalid.
+
+        Example:
+            >>> tuned = syncline.tune(model, step)
+            >>> tuned = tuned.handle.retune(step, budget_s=20)
+        """
         if self.tune is None:
             raise UsageError("only a handle that syncline.tune returned can retune: call syncline.tune(model, step)")
         return self.tune(self._ddp, step, **options)
 
     def detach(self) -> None:
-        """Gives the model back to plain DDP, between steps, on all ranks. The model stays the same object; after a plan
-        its buckets are its own again."""
-        _ = self._attached  # raises where there is nothing to detach
+        """Return the model to plain DDP. All ranks call this between steps.
+
+        The model stays the same object. If a plan has changed its buckets, they are restored.
+
+        Raises:
+            UsageError: The handle is detached already.
+
+        Example:
+            >>> handle.detach()
+        """
+        _ = self._attached  # raises if the handle is detached
         self._switch.turn_to(None)
         if self.plan is not None and buckets.why_not_change(self._ddp) is None:
             forget(self._ddp)
@@ -191,7 +358,7 @@ class Handle:
     @property
     def _checkpoints(self) -> Checkpoints:
         engine = self._attached
-        # Levels count for what keeps something on leaders.
+        # With `Hierarchical`, the residual belongs to the leaders of the hosts, so it depends on the topology.
         levels = repr(self._place.tree.root) if self._place is not None and engine.keeps else None
         group, device = self._ddp.process_group, only_device(parameters_of(self._ddp))
         return Checkpoints(group, device, self._route.settings(), levels, engine.misfit)
@@ -199,6 +366,8 @@ class Handle:
     @property
     def _attached(self) -> Engine:
         if self._switch.engine is not self._engine:
-            raise UsageError("this handle is detached, or another attach has replaced it: use the newest, or attach")
+            raise UsageError(
+                "this handle is detached, or another attach has replaced it: use the newest handle, or attach again"
+            )
         self._engine.conclude()
         return self._engine

@@ -1,8 +1,8 @@
-"""The DDP side: one hook function that never changes, and everything swappable behind it.
+"""The communication hook of a DDP model.
 
-DDP takes one hook per model, once, and calls it with each bucket as its gradients become ready. It wants a plain
-function with parameters called `state` and `bucket`, without annotations. What the hook does is decided by the `Switch`
-that it gets as state: plain all-reduce, as DDP alone would do it, or the engine of the attached exchange.
+DDP accepts one hook per model, which cannot be removed, and calls it with each bucket whose gradients are ready. The
+hook must be a plain function with parameters named `state` and `bucket`, without annotations. Its state is a `Switch`,
+which selects what happens: plain all-reduce, as DDP does it without a hook, or the engine of the attached exchange.
 """
 
 from __future__ import annotations
@@ -16,33 +16,34 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
+from syncline.ddp.engine import Engine
 from syncline.errors import UsageError
-from syncline.runtime.engine import Engine
 
 _switches: weakref.WeakKeyDictionary[DDP, Switch] = weakref.WeakKeyDictionary()
 
 
 class Switch:
-    """What a model's hook does at the moment."""
+    """Selects what the hook of a model does."""
 
     def __init__(self, ddp: DDP) -> None:
-        self._ddp = weakref.ref(ddp)  # DDP keeps its hook's state: a strong reference would keep both forever
+        self._ddp = weakref.ref(ddp)  # DDP holds its hook's state, so a strong reference would be a cycle
         self.group: dist.ProcessGroup = ddp.process_group
         self.engine: Engine | None = None
-        self.guard: RemovableHandle | None = None
-        """Refuses what a static graph cannot do."""
+        self.no_sync_check: RemovableHandle | None = None
+        """The forward hook that refuses `no_sync()` with a static graph."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copied or unpickled DDP has a reducer of its own, without a hook: there, this is nothing.
+        # A copied or unpickled DDP model has a new reducer without a hook, so its switch becomes None.
         return type(None), ()
 
     def turn_to(self, engine: Engine | None) -> None:
-        """Has the hook use `engine`, or do as plain DDP does; ends the engine that it used before."""
+        """Use `engine` from now on, or plain DDP if it is None, and close the engine that was used before."""
         before, self.engine = self.engine, engine
         if before is not None:
             before.close()
 
     def exchange(self, bucket: Any) -> Any:
+        """Exchange a bucket of DDP, and return a future of its average."""
         self._refuse_effective_world_size()
         if self.engine is not None:
             return self.engine.submit(bucket)
@@ -53,8 +54,8 @@ class Switch:
         joining = getattr(getattr(ddp, "_join_config", None), "enable", False)
         if joining and not getattr(ddp, "_divide_by_initial_world_size", True):
             raise UsageError(
-                "join(divide_by_initial_world_size=False) cannot be honoured by any DDP hook, and results would be "
-                "wrong without a word: use join() with its default"
+                "no DDP hook can support join(divide_by_initial_world_size=False), and results would be wrong: "
+                "use join() with its default"
             )
 
 
@@ -63,7 +64,7 @@ def _syncline_hook(state, bucket):  # type: ignore[no-untyped-def]
 
 
 def switch_of(ddp: DDP) -> Switch:
-    """The model's switch; registers the hook the first time."""
+    """Return the switch of a model. The first call registers the hook."""
     if ddp not in _switches:
         switch = Switch(ddp)
         try:
@@ -71,40 +72,40 @@ def switch_of(ddp: DDP) -> Switch:
         except RuntimeError as error:
             if "can only be called once" not in str(error):
                 raise
-            _forget_registration(ddp)
+            _remove_refused_hook(ddp)
             raise UsageError(
                 "this model has a communication hook already, and DDP takes only one: "
                 "attach to the model before registering yours, or leave yours out"
             ) from None
         _switches[ddp] = switch
         if getattr(ddp, "static_graph", False):
-            switch.guard = ddp.register_forward_pre_hook(_refuse_no_sync)
+            switch.no_sync_check = ddp.register_forward_pre_hook(_refuse_no_sync)
     return _switches[ddp]
 
 
 def forget(ddp: DDP) -> None:
-    """The next reducer of this model is one without our hook: as if it had never been there."""
+    """Remove all traces of the hook from a model, whose next reducer will then have none."""
     switch = _switches.pop(ddp, None)
     if switch is not None:
         switch.turn_to(None)
-        if switch.guard is not None:
-            switch.guard.remove()
+        if switch.no_sync_check is not None:
+            switch.no_sync_check.remove()
     hooks = getattr(ddp, "_comm_hooks", [])
     hooks[:] = [(hook, state) for hook, state in hooks if hook is not _syncline_hook]
 
 
 def attached_to(ddp: DDP) -> Switch | None:
-    """The model's switch, where it has one."""
+    """Return the switch of a model, or None if it has none."""
     return _switches.get(ddp)
 
 
 def other_hooks(ddp: DDP) -> list[str]:
-    """The names of hooks that others have registered."""
+    """Return the names of communication hooks that do not belong to Syncline."""
     return [hook.__qualname__ for hook, _ in getattr(ddp, "_comm_hooks", ()) if hook is not _syncline_hook]
 
 
-def _forget_registration(ddp: DDP) -> None:
-    """DDP makes a note of a hook before it refuses it."""
+def _remove_refused_hook(ddp: DDP) -> None:
+    """Remove our hook from DDP's list, to which DDP adds a hook before it refuses it."""
     hooks = getattr(ddp, "_comm_hooks", [])
     if hooks and hooks[-1][0] is _syncline_hook:
         hooks.pop()
@@ -122,7 +123,7 @@ def _refuse_no_sync(ddp: nn.Module, args: Any) -> None:
 
 
 def _plain(group: dist.ProcessGroup, flat: torch.Tensor) -> Any:
-    """What DDP does without a hook: average, then sum."""
+    """Average a bucket as DDP does without a hook: scale, then sum."""
     flat.mul_(1 / group.size())
     work = dist.all_reduce(flat, group=group, async_op=True)
     return work.get_future().then(lambda finished: finished.value()[0])

@@ -1,4 +1,4 @@
-"""`wrap`: a model in DistributedDataParallel, with buckets, lanes and exchanges as a plan says."""
+"""`wrap`: build a DistributedDataParallel model that follows a plan."""
 
 from __future__ import annotations
 
@@ -39,41 +39,61 @@ def wrap(
     scaler: GradScaler | None = None,
     **ddp_arguments: Any,
 ) -> DDP:
-    """`DistributedDataParallel(net, **ddp_arguments)`, exchanging gradients as `plan`, or the file of one, says.
+    """Build a DistributedDataParallel model whose buckets, lanes and exchanges follow a plan.
 
-    All ranks call it, with the same plan. A plan for another model or cluster is refused, and the error says what
-    differs; with `on_mismatch="fallback"` that is a warning, and the model plain DDP. `handle_of(model)` is what
-    `attach` would have returned. `timeout_s`, `network` and `scaler` are as for `attach`.
+    All ranks call this with the same plan. `handle_of` returns the handle of the model, unless the plan is to use plain
+    DDP.
+
+    Args:
+        net: The module, not yet in DistributedDataParallel.
+        plan: The plan, or the path of its file.
+        on_mismatch: What to do if the plan was made for another model or cluster: `"refuse"` raises an error, and
+            `"fallback"` warns and returns a plain DDP model.
+        network: As for `attach`.
+        timeout_s: As for `attach`.
+        scaler: As for `attach`.
+        **ddp_arguments: Further arguments of DistributedDataParallel, except `bucket_cap_mb` and `bucket_cap_mb_list`.
+
+    Returns:
+        The DistributedDataParallel model.
+
+    Raises:
+        UsageError: An argument is invalid, or the plan was made for another model or cluster.
+        MismatchError: The plan or the model differs between ranks, or a rank cannot read the plan.
+
+    Example:
+        >>> model = syncline.wrap(net, plan="plan.json")
+        >>> print(syncline.handle_of(model).describe())
     """
     for name in ("bucket_cap_mb", "bucket_cap_mb_list"):
         if ddp_arguments.get(name) is not None:
-            raise UsageError(f"wrap(…, {name}=…): buckets are the plan's: leave it out")
+            raise UsageError(f"wrap(…, {name}=…): the plan sets the sizes of buckets: leave {name} out")
     if on_mismatch not in ON_MISMATCH:
-        raise UsageError(f"on_mismatch is {on_mismatch!r}: it is one of {', '.join(ON_MISMATCH)}")
+        raise UsageError(f"on_mismatch is {on_mismatch!r}: it must be one of {', '.join(ON_MISMATCH)}")
     check_timeout(timeout_s)
     if isinstance(net, DDP):
-        raise UsageError("wrap takes the module, and this is in DistributedDataParallel already: pass model.module")
+        raise UsageError("wrap takes a module, but this one is already in DistributedDataParallel: pass model.module")
     group = _group(ddp_arguments)
     parameters = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
     device = only_device(parameters)
     with current_device(device):
-        made = read_plan(plan, group, device, "wrap")
-        different = difference_of(made, _trained(net), group, device.type, "wrap")
+        loaded = read_plan(plan, group, device, "wrap")
+        different = difference_of(loaded, _trained(net), group, device.type, "wrap")
     if different is not None and on_mismatch == "refuse":
         raise UsageError(f"the plan is for something else: {different}. Plan again, or pass on_mismatch='fallback'")
     if different is not None:
         if group.rank() == 0:
             warnings.warn(f"the plan is not applied, and this is plain DDP: {different}", stacklevel=2)
         return DDP(net, **ddp_arguments)
-    if made.nothing:
+    if loaded.nothing:
         plain = DDP(net, **ddp_arguments)
         bound_group(group, timeout_s)
         watch_plain(plain)
         return plain
     rebuilt = bool(ddp_arguments.get("static_graph")) or not ddp_arguments.get("find_unused_parameters")
-    ddp = DDP(net, **ddp_arguments, **buckets.cap_arguments(made.caps, rebuilt=rebuilt))
+    ddp = DDP(net, **ddp_arguments, **buckets.cap_arguments(loaded.caps, rebuilt=rebuilt))
     buckets.planned_from_the_start(ddp)
-    apply(ddp, made, network=network, timeout_s=timeout_s, scaler=scaler)
+    apply(ddp, loaded, network=network, timeout_s=timeout_s, scaler=scaler)
     return ddp
 
 
@@ -85,22 +105,36 @@ def apply(
     timeout_s: float | None = None,
     scaler: GradScaler | None = None,
 ) -> Handle:
-    """Has a model whose buckets are the plan's exchange them as it says."""
-    route = Planned(plan, settled_after=buckets.settled_after(ddp), tells=ddp.process_group.rank() == 0)
+    """Attach the exchanges of a plan to a model that has the plan's buckets."""
+    route = Planned(plan, settled_after=buckets.settled_after(ddp), warns=ddp.process_group.rank() == 0)
     return attach_route(ddp, route, timeout_s=timeout_s, network=network, scaler=scaler)
 
 
 def handle_of(model: nn.Module) -> Handle:
-    """The handle of a model that `attach`, `wrap` or `tune` was called for."""
+    """Return the handle of a model to which `attach`, `wrap` or `tune` has attached an exchange.
+
+    Args:
+        model: A DistributedDataParallel model.
+
+    Returns:
+        A handle, equivalent to the one that `attach` returned.
+
+    Raises:
+        UsageError: The model is not a DDP model, or nothing is attached to it.
+
+    Example:
+        >>> model = syncline.wrap(net, plan="plan.json")
+        >>> handle = syncline.handle_of(model)
+    """
     ddp = ddp_of(model)
-    found = attached_to(ddp)
-    if found is None or found.engine is None:
+    switch = attached_to(ddp)
+    if switch is None or switch.engine is None:
         raise UsageError("nothing is attached to this model: it exchanges its gradients as plain DDP does")
-    return Handle(ddp, found, found.engine)
+    return Handle(ddp, switch, switch.engine)
 
 
 def _trained(net: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
-    """By name: shape and type of what gets gradients."""
+    """Return shape and dtype of the parameters that DDP exchanges, by name."""
     ignored = getattr(net, "_ddp_params_and_buffers_to_ignore", ())
     return {
         name.replace("_orig_mod.", ""): described(parameter)
@@ -110,7 +144,7 @@ def _trained(net: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 def _group(ddp_arguments: Mapping[str, Any]) -> dist.ProcessGroup:
-    """The one that DDP will use."""
+    """Return the process group that DDP will use."""
     mesh = ddp_arguments.get("device_mesh")
     group: dist.ProcessGroup | None = mesh.get_group(0) if mesh is not None else ddp_arguments.get("process_group")
     group = group or dist.group.WORLD

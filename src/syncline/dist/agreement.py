@@ -1,6 +1,7 @@
-"""All ranks compare what they must agree on, before anything depends on it.
+"""Check that all ranks agree on settings, before anything depends on them.
 
-First a digest each; only where those differ, the fields themselves, so that the error can name the one that differs.
+Ranks compare digests first. Only if these differ do they exchange the fields themselves, so that the error can name the
+field that differs.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from syncline.errors import MismatchError
 from syncline.units import ranks_text
 
 Fields = Mapping[str, Any]
-"""Flat, JSON-valued."""
+"""Field names and their JSON values, without nesting. See `flatten`."""
 
-_LONGEST = 120
-"""Characters of a value that an error shows."""
+_MAX_SHOWN = 120
+"""Maximum number of characters of a value in an error message."""
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """`{"exchange": {"wire": "bf16"}}` → `{"exchange.wire": "bf16"}`."""
+    """Flatten nested mappings: `{"exchange": {"wire": "bf16"}}` becomes `{"exchange.wire": "bf16"}`."""
     flat: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping):
@@ -38,80 +39,89 @@ def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def digest(fields: Fields) -> bytes:
+    """Return a hash of the fields. It does not depend on their order."""
     return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).digest()
 
 
 def agree(group: dist.ProcessGroup, fields: Fields, what: str) -> None:
-    """Collective. Raises the same error on every rank if any of them has other fields.
+    """Collective: raise the same error on every rank if the fields differ between ranks.
 
-    A rank on which something failed has nothing to compare, and comes with nothing but its `error`: that is then all
-    that the others are told.
+    Args:
+        group: The ranks that compare.
+        fields: This rank's fields. A rank on which something failed passes only the field `error`, and the error that
+            all ranks raise then names that failure and no other difference.
+        what: The thing that is compared, as the subject of the error message.
+
+    Raises:
+        MismatchError: On every rank, with the fields that differ and each rank's value.
     """
     digests = gather_bytes(group, digest(fields))
     if len(set(digests)) == 1:
         return
-    everyone = [msgspec.json.decode(data) for data in gather_bytes(group, msgspec.json.encode(fields))]
-    by_rank = dict(zip(dist.get_process_group_ranks(group), everyone, strict=True))
+    gathered = [msgspec.json.decode(data) for data in gather_bytes(group, msgspec.json.encode(fields))]
+    by_rank = dict(zip(dist.get_process_group_ranks(group), gathered, strict=True))
     errors: dict[str, list[int]] = {}
-    for rank, theirs in by_rank.items():
-        if theirs.keys() == {"error"} and theirs["error"] is not None:
-            errors.setdefault(str(theirs["error"]), []).append(rank)
+    for rank, rank_fields in by_rank.items():
+        if rank_fields.keys() == {"error"} and rank_fields["error"] is not None:
+            errors.setdefault(str(rank_fields["error"]), []).append(rank)
     if errors:
-        told = "; ".join(f"on {ranks_text(ranks)}: {error}" for error, ranks in errors.items())
-        raise MismatchError(f"{what} is refused {told}")
+        reasons = "; ".join(f"on {ranks_text(ranks)}: {error}" for error, ranks in errors.items())
+        raise MismatchError(f"{what} is refused {reasons}")
     raise MismatchError(f"{what} differs between ranks: {difference(by_rank)}")
 
 
 def versions_here() -> dict[str, str]:
-    """Of what all ranks must have the same of."""
+    """Return the versions that must match on every rank."""
     return {"syncline": __version__, "torch": str(torch.__version__)}
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """The model's GPU, which the script need not have made the current one."""
+    """Make a GPU the current one, because the script may not have done so. Does nothing for a CPU."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
-def difference(everyone: Mapping[int, Fields]) -> str:
-    """Which field differs, and which ranks have which value."""
-    names = sorted({name for fields in everyone.values() for name in fields})
+def difference(by_rank: Mapping[int, Fields]) -> str:
+    """Describe which fields differ, and which ranks have which value."""
+    names = sorted({name for fields in by_rank.values() for name in fields})
     parts = []
     for name in names:
         values: dict[str, list[int]] = {}
-        for rank, fields in everyone.items():
+        for rank, fields in by_rank.items():
             values.setdefault(_text(fields, name), []).append(rank)
         if len(values) > 1:
             shown = zip(shortened(list(values)), values.values(), strict=True)
             parts.append(f"{name} is {'; '.join(f'{text} on {ranks_text(ranks)}' for text, ranks in shown)}")
-    told = parts[:3] + ([f"and {len(parts) - 3} more fields"] if len(parts) > 3 else [])
-    return ". ".join(told) or "fields in another order"
+    more = [f"and {len(parts) - 3} more fields"] if len(parts) > 3 else []
+    return ". ".join(parts[:3] + more) or "the fields are in a different order"
 
 
-def first_difference(one: Fields, other: Fields) -> tuple[str, str, str] | None:
-    """The first field in which two differ, and how each has it. Values are the same if they are as JSON: `1` is `1.0`,
-    and a tuple a list."""
-    for name in dict.fromkeys([*one, *other]):
-        texts = [_text(fields, name) for fields in (one, other)]
-        if (name in one) != (name in other) or msgspec.json.decode(texts[0]) != msgspec.json.decode(texts[1]):
-            first, second = shortened(texts)
-            return name, first, second
+def first_difference(left: Fields, right: Fields) -> tuple[str, str, str] | None:
+    """Return the name of the first field that differs, with both values as text, or None if all are equal.
+
+    Values are compared as JSON: `1` equals `1.0`, and a tuple equals a list.
+    """
+    for name in dict.fromkeys([*left, *right]):
+        texts = [_text(fields, name) for fields in (left, right)]
+        if (name in left) != (name in right) or msgspec.json.decode(texts[0]) != msgspec.json.decode(texts[1]):
+            left_text, right_text = shortened(texts)
+            return name, left_text, right_text
     return None
 
 
 def shortened(texts: Sequence[str]) -> list[str]:
-    """Each, or of a long one a part: from shortly before where they begin to differ."""
-    differ = (place for place, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1)
-    begin = max(0, next(differ, min(map(len, texts))) - _LONGEST // 4)
+    """Shorten long texts to the part that begins shortly before their first difference."""
+    differing = (index for index, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1)
+    begin = max(0, next(differing, min(map(len, texts))) - _MAX_SHOWN // 4)
     return [_part(text, begin) for text in texts]
 
 
 def _part(text: str, begin: int) -> str:
-    if len(text) <= _LONGEST:
+    if len(text) <= _MAX_SHOWN:
         return text
-    begin = min(begin, len(text) - _LONGEST)
-    end = begin + _LONGEST
+    begin = min(begin, len(text) - _MAX_SHOWN)
+    end = begin + _MAX_SHOWN
     return f"{'…' if begin else ''}{text[begin:end]}{'…' if end < len(text) else ''}"
 
 
 def _text(fields: Fields, name: str) -> str:
-    return msgspec.json.encode(fields[name]).decode() if name in fields else "(not there)"
+    return msgspec.json.encode(fields[name]).decode() if name in fields else "(missing)"

@@ -1,4 +1,4 @@
-"""Trying something that may never return: with a deadline, on a thread that does not keep the process alive."""
+"""Calls with a time limit, for functions that may never return. They run on daemon threads."""
 
 from __future__ import annotations
 
@@ -10,42 +10,52 @@ from typing import TypeVar
 from syncline.errors import SynclineError
 
 T = TypeVar("T")
-_NAME = "syncline-trial"
+_THREAD_NAME = "syncline-trial"
 
 
 class TooLateError(SynclineError):
-    """It had not returned when its time was over."""
+    """A call did not return within its time limit."""
 
 
-def within(seconds: float, action: Callable[[], T]) -> T:
-    """What `action` returns or raises, or `TooLateError`; it then goes on, and is left behind."""
-    return together(seconds, [action])[0]
+def within(limit_s: float, action: Callable[[], T]) -> T:
+    """Call `action` on a thread of its own, and return its result.
+
+    Raises:
+        TooLateError: It did not return within `limit_s` seconds. Its thread keeps running.
+        Exception: Whatever `action` raises.
+    """
+    return run_concurrently(limit_s, [action])[0]
 
 
-def together(seconds: float, actions: Sequence[Callable[[], T]]) -> list[T]:
-    """The same of several that need each other."""
+def run_concurrently(limit_s: float, actions: Sequence[Callable[[], T]]) -> list[T]:
+    """Call functions that wait for each other at the same time, each on its own thread, and return their results.
+
+    Raises:
+        TooLateError: Some did not return within `limit_s` seconds. Their threads keep running.
+        Exception: The first exception that an action raises.
+    """
     returned: dict[int, T] = {}
     raised: list[Exception] = []
 
-    def tried(index: int) -> None:
+    def call(index: int) -> None:
         try:
             returned[index] = actions[index]()
-        except Exception as error:  # noqa: BLE001 - raised again where it was asked for
+        except Exception as error:  # noqa: BLE001 - raised again in the calling thread
             raised.append(error)
 
-    threads = [threading.Thread(target=tried, args=(i,), name=_NAME, daemon=True) for i in range(len(actions))]
+    threads = [threading.Thread(target=call, args=(i,), name=_THREAD_NAME, daemon=True) for i in range(len(actions))]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + seconds
+    end = time.monotonic() + limit_s
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     if raised:
         raise raised[0]
     if len(returned) < len(actions):
-        raise TooLateError(f"nothing happened for {seconds:g} s")
+        raise TooLateError(f"no result within {limit_s:g} s")
     return [returned[index] for index in range(len(actions))]
 
 
 def left_behind() -> bool:
-    """Whether some trial is still waiting: such a process cannot be trusted to end by itself."""
-    return any(thread.name == _NAME for thread in threading.enumerate())
+    """Return whether a call that exceeded its limit is still running. The process may then not exit by itself."""
+    return any(thread.name == _THREAD_NAME for thread in threading.enumerate())

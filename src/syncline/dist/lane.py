@@ -1,12 +1,13 @@
-"""Lanes run exchanges, each in the order it was given them, which is the same on all ranks.
+"""A lane exchanges buckets in the order in which they are submitted, which is the same on all ranks.
 
-On gloo a lane has process groups of its own, and a worker thread for exchanges that wait for results: it issues a
-bucket's collectives, waits where the exchange needs one, and goes on with the next bucket where the exchange left its
-last collective to be waited for. An exchange that only issues is spared the way to that thread, which takes
-milliseconds on busy cores: the thread that runs backward issues it, unless something before it is still queued.
-On CUDA a lane is a stream: everything is enqueued by the thread that runs backward, and nothing waits on the host.
+On gloo a lane has a worker thread for exchanges that wait for results. The thread issues a bucket's collectives, waits
+where the exchange needs a result, and continues with the next bucket if the exchange returned its last collective
+instead of waiting for it. Handing a bucket to this thread takes milliseconds on busy cores. So the thread that runs
+backward issues an exchange that never waits, unless an earlier bucket is still queued.
 
-A lane notes when each bucket was ready, started and ended, and, for those that are traced, its collectives.
+On CUDA a lane is a stream: the thread that runs backward enqueues everything, and nothing waits on the host.
+
+A lane records when each bucket was ready, started and ended, and the collectives of buckets that are traced.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from syncline.memory_meter import followed
 
 @dataclass
 class Job:
-    """One bucket's way through a lane."""
+    """The exchange of one bucket on a lane."""
 
     bucket: int
     lane: int
     flat: Tensor | None
-    """The bucket, until the future has it: whoever keeps the job must not keep DDP's memory alive."""
+    """The bucket. None once the future holds it, so that a stored job does not keep DDP's memory alive."""
     run: Callable[[], Work | None]
     waits: bool = True
     """Whether `run` waits for collectives."""
@@ -43,11 +44,11 @@ class Job:
     error: BaseException | None = None
     marks: Marks = field(default_factory=lambda: HostMarks())
     exchange: Exchange | None = None
-    """Through which it goes, for those who ask later."""
+    """The exchange of the bucket, for statistics."""
     phases: Phases | None = None
-    """Its collectives, where they are traced."""
+    """The collectives of the bucket, if it is traced."""
     future: Any = None
-    """To be completed when it has ended, by whoever is first to say so."""
+    """Completed when the job ends."""
     elements: int = field(init=False)
     itemsize: int = field(init=False)
     _ending: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -61,30 +62,33 @@ class Job:
         return self.elements * self.itemsize
 
     def ends(self) -> bool:
-        """Whether whoever asks is the first to end it, and therefore does."""
+        """Return whether the caller is the first to end this job, and therefore must complete it."""
         return self._ending.acquire(blocking=False)
 
     def answer(self) -> None:
+        """Complete the future, and drop it, because it refers to this job."""
         if self.future is not None:
-            future, self.future = self.future, None  # which knows this job
-            future.set_result(None)  # `then` takes the tensor out of this job
+            future, self.future = self.future, None
+            future.set_result(None)  # its `then` callback takes the tensor out of this job
 
 
 class Marks(Protocol):
-    """When a bucket was ready, started and ended."""
+    """Records when a bucket was ready, started and ended."""
 
     @property
     def on_host(self) -> bool:
-        """Whether any thread may mark, whatever stream it is on."""
+        """True if any thread may call `mark`; False if marks belong to the current CUDA stream."""
 
     def mark(self, what: str) -> None:
-        """Now. Of several times the first counts."""
+        """Record the current time as `what`. Only the first call for each `what` counts."""
 
     def seconds(self) -> dict[str, float] | None:
-        """Seconds on the host's monotonic clock; None while unfinished."""
+        """Return the times in seconds on the host's monotonic clock, or None if the bucket has not ended."""
 
 
 class HostMarks:
+    """Marks on the host's clock."""
+
     on_host = True
 
     def __init__(self) -> None:
@@ -98,10 +102,10 @@ class HostMarks:
 
 
 class CudaMarks:
-    """Events on the streams themselves; read when they have passed, never waited for.
+    """Marks as CUDA events. They are read after they have completed, and nothing waits for them.
 
-    Times count from the step's first bucket, whose place on the host's clock is when it was enqueued. (Events tell
-    milliseconds in fp32: counted from the start of a job, they would get coarser by the hour.)
+    Times are relative to the first bucket of the step, whose time on the host's clock is when it was enqueued. Times
+    relative to the start of the job would become less precise by the hour, because events return milliseconds in fp32.
     """
 
     on_host = False
@@ -126,13 +130,13 @@ class CudaMarks:
 
 
 class Phases:
-    """The collectives of a bucket that is traced, in the order in which they were issued. When is in the bucket's
-    marks, so they have its clock. Several may be under way at once.
+    """The collectives of a traced bucket, in the order in which they were issued. Several may run at the same time.
 
-    On the host's clock a collective begins when it is issued and ends when its future says so, on the backend's thread;
-    where it has no future, when somebody has waited for it. On a CUDA stream it begins when the stream gets to it and
-    ends when the stream goes on after waiting for it: later than it really ended, where the exchange had the stream do
-    something else first. Nothing waits on the host for being noted, and one that nobody waits for has no end.
+    Their times are stored in the bucket's marks, and use the same clock. On the host's clock a collective starts when
+    it is issued and ends when its future completes, or, without a future, when `wait` returns. On a CUDA stream it
+    starts when the stream reaches it, and ends when the stream has waited for it. That may be later than its real end,
+    if the exchange enqueued other work first. Tracing never blocks the host, and a collective without a future for
+    which the exchange never waits has no end.
     """
 
     def __init__(self, marks: Marks) -> None:
@@ -140,28 +144,28 @@ class Phases:
         self._issued: list[tuple[str, str, int]] = []
 
     def begin(self, name: str, level: str, sent_bytes: int) -> Callable[[Any], Work]:
-        """One is about to be issued → what to make of its work, for its end to be noted."""
+        """Record that a collective is issued now, and return a function that wraps its work to record the end."""
         number = len(self._issued)
         self._issued.append((name, level, sent_bytes))
         self._marks.mark(f"start {number}")
-        return lambda work: _Noted(work, self._marks, f"end {number}")
+        return lambda work: _TracedWork(work, self._marks, f"end {number}")
 
     def ended(self, seconds: Mapping[str, float]) -> Iterator[tuple[str, str, int, float, float]]:
-        """Name, level, sent bytes, start and end of those whose end is in the `seconds` of the bucket's marks."""
+        """Yield name, level, sent bytes, start and end of each collective that has an end in the bucket's `seconds`."""
         for number, (name, level, sent_bytes) in enumerate(self._issued):
             end_s = seconds.get(f"end {number}")
             if end_s is not None:
                 yield name, level, sent_bytes, seconds[f"start {number}"], end_s
 
 
-class _Noted:
-    """A collective whose end is marked."""
+class _TracedWork:
+    """A collective that records its end."""
 
     def __init__(self, work: Any, marks: Marks, what: str) -> None:
         self._work, self._marks, self._what = work, marks, what
         if marks.on_host:
-            # Without a future, in some backends, waiting has to do. The callback knows the marks, and not this work,
-            # which knows the callback.
+            # Some backends have no futures: then `wait` records the end. The callback must not refer to this object,
+            # because the work holds the callback: that would be a reference cycle.
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 work.get_future().add_done_callback(lambda _: marks.mark(what))
 
@@ -174,54 +178,61 @@ class _Noted:
 
 
 class Lane(Protocol):
+    """Exchanges buckets one after the other."""
+
     def submit(self, job: Job) -> Any:
-        """Queues the job and returns a future of its flat tensor."""
+        """Queue the job, and return a future of its flat tensor."""
 
     def marks(self, first: Marks | None) -> Marks:
-        """For a bucket that is ready now; `first` are those of the step's first bucket, if this is not it."""
+        """Return marks for a bucket that is ready now.
+
+        Args:
+            first: The marks of the step's first bucket; None if this is the first.
+        """
 
     def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
-        """Where work goes that must follow everything submitted to this lane, to `others`, and by the caller so far."""
+        """Return a context whose work runs after everything submitted so far to this lane, `others` and the caller."""
 
     @property
     def stuck(self) -> bool:
-        """Whether it runs something that was given up: nothing that it uses can be taken away from it."""
+        """Whether an abandoned job is still running. Its process groups must then not be destroyed."""
 
     def abandon(self, job: Job, error: BaseException) -> None:
-        """Ends a job that does not end by itself, for those who wait for it. The lane is of no use any more."""
+        """Fail a job that does not end by itself. The lane cannot be used afterwards."""
 
     def end(self, within_s: float) -> None:
-        """Takes no more, and waits so long for what it still does."""
+        """Accept no more jobs, and wait at most `within_s` seconds for those that run."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Accept no more jobs, and wait for those that run."""
 
 
 class ThreadLane:
-    """Issues in order: from the caller's thread where nothing waits, from a worker of its own otherwise."""
+    """A lane for gloo: exchanges that never wait are issued by the calling thread, all others by a worker thread."""
 
     def __init__(self, name: str) -> None:
         self.stuck = False
         self._queue = _Queue()
-        self._thread = threading.Thread(target=_work_off, args=(self._queue,), name=name, daemon=True)
+        self._thread = threading.Thread(target=_run_jobs, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
-        # The thread knows its queue and not this object, so a forgotten lane ends its thread.
+        # The thread refers to the queue and not to this object, so it ends when the lane is garbage-collected.
         self._end = weakref.finalize(self, self._queue.put, None)
 
     def submit(self, job: Job) -> Any:
         job.future = torch.futures.Future()
-        # An exception set on the future would reach the user as a failed cast; one raised in `then` reaches them whole.
-        answer = job.future.then(lambda _: _result(job))
+        # DDP reports an exception that is set on a future as a failed cast. One that `then` raises arrives unchanged.
+        result = job.future.then(lambda _: _result(job))
         if not job.waits and self._queue.idle:
             _issue(job)
         else:
             self._queue.put(job)
-        return answer
+        return result
 
     def marks(self, first: Marks | None) -> Marks:
         return HostMarks()
 
     def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()  # the engine calls it when all jobs have ended
+        return contextlib.nullcontext()  # the engine calls this after all jobs have ended
 
     def abandon(self, job: Job, error: BaseException) -> None:
         self.stuck = True
@@ -238,7 +249,7 @@ class ThreadLane:
 
 
 class _Queue:
-    """Jobs for a lane's thread. Only one thread puts, so `idle` stays true until that thread puts again."""
+    """Jobs for a lane's thread. Only one thread calls `put`, so `idle` stays true until that thread does so again."""
 
     def __init__(self) -> None:
         self._entries: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -263,32 +274,32 @@ class _Queue:
             self._unissued -= 1
 
 
-def _work_off(jobs: _Queue) -> None:
+def _run_jobs(jobs: _Queue) -> None:
     while (job := jobs.get()) is not None:
         _issue(job)
         jobs.issued()
-        del job  # while it waits for the next, it keeps nothing of this one alive
+        del job  # or it would stay alive until the next one arrives
 
 
 def _issue(job: Job) -> None:
-    """Runs the job, which is answered when its last collective has landed, or now."""
+    """Run the job. It ends now, or when its last collective completes."""
     job.marks.mark("start")
     try:
         with followed():
             last = job.run()
         if last is not None and hasattr(last, "get_future"):
-            last.get_future().add_done_callback(lambda finished: _land(job, finished))
+            last.get_future().add_done_callback(lambda finished: _completed(job, finished))
             return
         if last is not None:
             last.wait()
-    except BaseException as error:  # noqa: BLE001 - it is the user's to see, through the future
+    except BaseException as error:  # noqa: BLE001 - raised to the user through the future
         _end(job, error)
     else:
         _end(job)
 
 
-def _land(job: Job, finished: Any) -> None:
-    """Runs on the backend's thread. It may not issue collectives, and does not."""
+def _completed(job: Job, finished: Any) -> None:
+    """End a job whose last collective has completed. Runs on the backend's thread, so it must not issue collectives."""
     try:
         finished.value()
     except BaseException as error:  # noqa: BLE001
@@ -298,6 +309,7 @@ def _land(job: Job, finished: Any) -> None:
 
 
 def _end(job: Job, error: BaseException | None = None) -> None:
+    """End a job, unless it has ended already."""
     if not job.ends():
         return
     job.error = error
@@ -306,26 +318,26 @@ def _end(job: Job, error: BaseException | None = None) -> None:
         job.on_done(job)
     except BaseException as failure:  # noqa: BLE001
         job.error = job.error or failure
-    # These know the step that knows this job: a circle that would be there until Python looks for circles.
-    job.run, job.on_done = _nothing, _nothing
+    # These refer to the step, which refers to this job: a reference cycle.
+    job.run, job.on_done = _do_nothing, _do_nothing
     job.answer()
 
 
-def _nothing(*_: object) -> None:
-    """Done already."""
+def _do_nothing(*_: object) -> None:
+    """Replace the callbacks of a job that has ended."""
 
 
 def _result(job: Job) -> Tensor:
-    """The exchanged bucket, which the job lets go of."""
+    """Take the exchanged bucket out of the job, or raise the job's error."""
     flat, job.flat = job.flat, None
     if job.error is not None:
         raise job.error
-    assert flat is not None  # noqa: S101 - it is taken once
+    assert flat is not None  # noqa: S101 - it is taken only once
     return flat
 
 
 class StreamLane:
-    """A CUDA stream. Collectives and kernels follow each other on it; the host only enqueues."""
+    """A lane for CUDA: a stream on which collectives and kernels run in order. The host only enqueues."""
 
     stuck = False
 
@@ -342,8 +354,8 @@ class StreamLane:
             try:
                 last = job.run()
                 if last is not None:
-                    last.wait()  # on NCCL: this stream waits, the host does not
-            except BaseException as error:  # noqa: BLE001 - raised below, once the engine knows
+                    last.wait()  # with NCCL the stream waits, not the host
+            except BaseException as error:  # noqa: BLE001 - raised below, by `_result`
                 _end(job, error)
             else:
                 _end(job)
@@ -363,14 +375,15 @@ class StreamLane:
         return torch.cuda.stream(self._stream)
 
     def abandon(self, job: Job, error: BaseException) -> None:
-        """NCCL's own watchdog ends the process."""
+        """Do nothing: NCCL's own watchdog ends the process."""
 
     def end(self, within_s: float) -> None:
-        """It has no thread that could come back."""
+        """Do nothing: a stream has no thread to wait for."""
 
     def close(self) -> None:
         self._stream.synchronize()
 
 
 def make_lane(device: torch.device, name: str) -> Lane:
+    """Return a new lane for tensors on this device. `name` is the name of its thread, if it has one."""
     return StreamLane(device) if device.type == "cuda" else ThreadLane(name)

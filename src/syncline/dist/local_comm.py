@@ -1,8 +1,11 @@
-"""`Comm` for N ranks inside one process, each on a thread: what the laws and property tests run on.
+"""`Comm` for N ranks inside one process, each on a thread, for the tests of the laws.
 
-Stricter than any network. A collective's result appears only in `wait`, so reading it too early is caught; what a rank
-contributes is copied when it issues, so a buffer may not be changed afterwards and still count; and ranks that do not
-issue the same collectives in the same order, with the same shapes, all get an error that says how they differ.
+It is stricter than a real network:
+
+- The result of a collective appears only in `wait`, so reading it too early gives a wrong result.
+- A rank's input is copied when the collective is issued, so later changes of the buffer have no effect.
+- If ranks issue different collectives, or the same ones in a different order or with different shapes, all of them get
+  an error that shows the difference.
 """
 
 from __future__ import annotations
@@ -23,53 +26,61 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Meeting:
-    """One collective, as far as it has come."""
+class _Collective:
+    """One collective of a group."""
 
     call: tuple[object, ...]
-    given: dict[int, Tensor] = field(default_factory=dict)
+    """Its kind and shape, which must be the same on all ranks."""
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    """The inputs of the ranks that have issued it."""
 
 
-class _Room:
-    """Where the ranks of one group meet."""
+class _Group:
+    """The ranks of one group, and their collectives."""
 
-    def __init__(self, ranks: Sequence[int], deadline_s: float, baton: threading.RLock) -> None:
+    def __init__(self, ranks: Sequence[int], deadline_s: float, lock: threading.RLock) -> None:
         self.ranks = tuple(ranks)
         self.deadline_s = deadline_s
-        self.changed = threading.Condition(baton)
-        self.meetings: list[_Meeting] = []
-        self.gone: set[int] = set()
-        self.broken: str | None = None
+        self.changed = threading.Condition(lock)
+        self.collectives: list[_Collective] = []
+        self.finished: set[int] = set()
+        """Members that will issue nothing more."""
+        self.mismatch: str | None = None
 
-    def give(self, turn: int, member: int, call: tuple[object, ...], tensor: Tensor) -> None:
+    def issue(self, index: int, member: int, call: tuple[object, ...], tensor: Tensor) -> None:
+        """Add a member's input to the collective of this index."""
         with self.changed:
-            if turn == len(self.meetings):
-                self.meetings.append(_Meeting(call))
-            meeting = self.meetings[turn]
-            if meeting.call != call:
-                self.broken = f"collective {turn}: rank {self.ranks[member]} issued {call}, others {meeting.call}"
-            meeting.given[member] = tensor.detach().clone()
-            if self.broken or len(meeting.given) == len(self.ranks):
+            if index == len(self.collectives):
+                self.collectives.append(_Collective(call))
+            collective = self.collectives[index]
+            if collective.call != call:
+                self.mismatch = f"collective {index}: rank {self.ranks[member]} issued {call}, others {collective.call}"
+            collective.inputs[member] = tensor.detach().clone()
+            if self.mismatch or len(collective.inputs) == len(self.ranks):
                 self.changed.notify_all()
 
-    def take(self, turn: int) -> list[Tensor]:
-        """What everyone gave, once they all did."""
+    def wait(self, index: int) -> list[Tensor]:
+        """Wait until all members have issued the collective of this index, and return their inputs."""
         with self.changed:
-            meeting = self.meetings[turn]
+            collective = self.collectives[index]
             members = range(len(self.ranks))
             self.changed.wait_for(
-                lambda: self.broken or self.gone - set(meeting.given) or len(meeting.given) == len(members),
+                lambda: (
+                    self.mismatch or self.finished - set(collective.inputs) or len(collective.inputs) == len(members)
+                ),
                 self.deadline_s,
             )
-            missing = [self.ranks[member] for member in members if member not in meeting.given]
-            if self.broken or missing:
-                raise MismatchError(self.broken or f"collective {turn} {meeting.call}: ranks {missing} never came")
-            return [meeting.given[member] for member in members]
+            missing = [self.ranks[member] for member in members if member not in collective.inputs]
+            if self.mismatch or missing:
+                raise MismatchError(
+                    self.mismatch or f"collective {index} {collective.call}: ranks {missing} did not take part"
+                )
+            return [collective.inputs[member] for member in members]
 
     def leave(self, member: int) -> None:
-        """This member will issue nothing more."""
+        """Record that a member will issue nothing more."""
         with self.changed:
-            self.gone.add(member)
+            self.finished.add(member)
             self.changed.notify_all()
 
 
@@ -82,121 +93,127 @@ class _LocalWork:
 
 
 class LocalComm:
-    """One rank's view of a room."""
+    """A `Comm` for one rank of a group inside this process."""
 
     def __init__(
-        self, room: _Room, member: int, topology: Topology, counter: Counter, siblings: Mapping[str, LocalComm]
+        self, group: _Group, member: int, topology: Topology, counter: Counter, siblings: Mapping[str, LocalComm]
     ) -> None:
-        self._room, self._name, self._siblings = room, topology.whole.name, siblings
+        self._group, self._name, self._siblings = group, topology.whole.name, siblings
         self.topology = topology
-        self.rank, self.size = member, len(room.ranks)
+        self.rank, self.size = member, len(group.ranks)
         self.counter = counter
-        self._turn = 0
+        self._issued = 0
         self.log: list[tuple[object, ...]] = []
-        """What this rank issued, at any level."""
+        """The collectives that this rank has issued, at all levels. Only the comm of all ranks has a log."""
 
     def level(self, name: str) -> Comm | None:
         return self._siblings.get(name)
 
     def leave(self) -> None:
-        """Ends this rank's part at every level: whoever still waits for it learns so at once."""
+        """Record that this rank issues nothing more, at any level, so that ranks that wait for it fail at once."""
         for sibling in self._siblings.values():
-            sibling._room.leave(sibling.rank)
+            sibling._group.leave(sibling.rank)
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        def finish(given: list[Tensor]) -> None:
-            tensor.copy_(_sum(given))
+        def finish(inputs: list[Tensor]) -> None:
+            tensor.copy_(_sum(inputs))
 
         return self._issue("all_reduce", tensor, tensor, finish)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:
-        def finish(given: list[Tensor]) -> None:
-            parts = [theirs.reshape(self.size, -1)[self.rank] for theirs in given]
-            for mine, part in zip(output.view(self.size, -1), parts, strict=True):
-                mine.copy_(part)
+        def finish(inputs: list[Tensor]) -> None:
+            for row, sent in zip(output.view(self.size, -1), inputs, strict=True):
+                row.copy_(sent.reshape(self.size, -1)[self.rank])
 
         return self._issue("all_to_all", input, input, finish)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        def finish(given: list[Tensor]) -> None:
-            for mine, part in zip(output.view(self.size, -1), given, strict=True):
-                mine.copy_(part.reshape(-1))
+        def finish(inputs: list[Tensor]) -> None:
+            for row, sent in zip(output.view(self.size, -1), inputs, strict=True):
+                row.copy_(sent.reshape(-1))
 
         return self._issue("all_gather", input, output, finish)
 
     def reduce(self, tensor: Tensor, root: int) -> Work:
-        def finish(given: list[Tensor]) -> None:
+        def finish(inputs: list[Tensor]) -> None:
             if self.rank == root:
-                tensor.copy_(_sum(given))
+                tensor.copy_(_sum(inputs))
             elif tensor.is_floating_point():
-                tensor.fill_(float("nan"))  # "undefined": nobody gets away with using it
+                tensor.fill_(float("nan"))  # undefined by the contract: NaN shows an exchange that uses it
 
         return self._issue("reduce", tensor, tensor, finish, root)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        def finish(given: list[Tensor]) -> None:
-            tensor.copy_(given[root])
+        def finish(inputs: list[Tensor]) -> None:
+            tensor.copy_(inputs[root])
 
         return self._issue("broadcast", tensor, tensor, finish, root)
 
     def _issue(
         self,
         kind: str,
-        given: Tensor,
+        input: Tensor,
         whole: Tensor,
         finish: Callable[[list[Tensor]], None],
         root: int | None = None,
     ) -> Work:
-        call = (kind, given.numel(), str(given.dtype), root)
-        turn, self._turn = self._turn, self._turn + 1
+        call = (kind, input.numel(), str(input.dtype), root)
+        index, self._issued = self._issued, self._issued + 1
         self._siblings[WORLD].log.append((self._name, *call))
         sent = sent_bytes(kind, whole.numel(), whole.element_size(), self.size)
         self.counter.add(self._name, sent)
-        self._room.give(turn, self.rank, call, given)
-        return _LocalWork(lambda: finish(self._room.take(turn)))
+        self._group.issue(index, self.rank, call, input)
+        return _LocalWork(lambda: finish(self._group.wait(index)))
 
 
 def run_ranks(topology: Topology | int, main: Callable[[LocalComm], T], *, deadline_s: float = 30.0) -> list[T]:
-    """Runs `main(comm)` for every rank, each on a thread, and returns what each returned."""
-    baton = threading.RLock()
-    comms = local_comms(topology, deadline_s=deadline_s, baton=baton)
+    """Run `main(comm)` for every rank, each on a thread, and return the results in rank order.
 
-    def life(comm: LocalComm) -> T:
-        with baton:  # one runs at a time, until it waits for the others: together they would fight for Python's lock
+    Args:
+        topology: The ranks and their levels, or the number of ranks without levels.
+        main: The program of one rank.
+        deadline_s: Seconds that a rank waits in a collective for the others.
+
+    Raises:
+        MismatchError: The ranks did not issue the same collectives.
+        Exception: The first other exception that a rank raises.
+    """
+    lock = threading.RLock()
+    comms = _local_comms(topology, deadline_s, lock)
+
+    def run_rank(comm: LocalComm) -> T:
+        with lock:  # one rank runs at a time, until it waits: this avoids contention for Python's global lock
             try:
                 return main(comm)
             finally:
                 comm.leave()
 
     with ThreadPoolExecutor(len(comms)) as pool:
-        futures = [pool.submit(life, comm) for comm in comms]
+        futures = [pool.submit(run_rank, comm) for comm in comms]
     errors = [error for future in futures if (error := future.exception()) is not None]
-    if errors:  # a rank that failed leaves the others waiting: its error is the one to show
+    if errors:  # the others fail because they wait for a rank that failed: show the error of that rank
         raise next((error for error in errors if not isinstance(error, MismatchError)), errors[0])
     return [future.result() for future in futures]
 
 
-def local_comms(
-    topology: Topology | int, *, deadline_s: float = 30.0, baton: threading.RLock | None = None
-) -> list[LocalComm]:
-    """One Comm per rank, at the level of all ranks. A number means so many, without further levels."""
-    baton = baton or threading.RLock()
+def _local_comms(topology: Topology | int, deadline_s: float, lock: threading.RLock) -> list[LocalComm]:
+    """Return one comm per rank, at the level of all ranks."""
     whole = Topology.flat(topology) if isinstance(topology, int) else topology
-    views: list[dict[str, LocalComm]] = [{} for _ in range(whole.ranks)]
+    comms: list[dict[str, LocalComm]] = [{} for _ in range(whole.ranks)]
     counters = [Counter() for _ in range(whole.ranks)]
     for level in (whole.whole, *whole.levels):
-        here = whole if level is whole.whole else whole.among(level)
-        for group in level.groups:
-            if len(group) == 1 and level is not whole.whole:
+        level_topology = whole if level is whole.whole else whole.among(level)
+        for ranks in level.groups:
+            if len(ranks) == 1 and level is not whole.whole:
                 continue
-            room = _Room(group, deadline_s, baton)
-            for member, rank in enumerate(group):
-                views[rank][level.name] = LocalComm(room, member, here, counters[rank], views[rank])
-    return [view[WORLD] for view in views]
+            group = _Group(ranks, deadline_s, lock)
+            for member, rank in enumerate(ranks):
+                comms[rank][level.name] = LocalComm(group, member, level_topology, counters[rank], comms[rank])
+    return [by_level[WORLD] for by_level in comms]
 
 
-def _sum(given: list[Tensor]) -> Tensor:
-    total = given[0].clone()
-    for theirs in given[1:]:
-        total += theirs
+def _sum(inputs: list[Tensor]) -> Tensor:
+    total = inputs[0].clone()
+    for tensor in inputs[1:]:
+        total += tensor
     return total

@@ -1,4 +1,4 @@
-"""What torchrun has told its workers in their environment; without it, what holds for a job that starts once."""
+"""Environment variables that torchrun sets for its workers. Without torchrun, a job has one attempt."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Mapping
 
 
 def run_id(environment: Mapping[str, str] = os.environ) -> str:
+    """Return the id of the job, or an empty string without torchrun."""
     return environment.get("TORCHELASTIC_RUN_ID", "")
 
 
 def attempt(environment: Mapping[str, str] = os.environ) -> str:
-    """Which of a job's starts this is. A store may outlive the ranks of the one before."""
+    """Return the number of the current attempt, as text. A store may outlive the ranks of an earlier attempt."""
     return environment.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def restarts(environment: Mapping[str, str] = os.environ) -> int:
-    """How often it would start the ranks again."""
-    asked = environment.get("TORCHELASTIC_MAX_RESTARTS", "")
-    return int(asked) if asked.isdecimal() and asked.isascii() else 0
+    """Return how often torchrun may restart the ranks."""
+    text = environment.get("TORCHELASTIC_MAX_RESTARTS", "")
+    return int(text) if text.isdecimal() and text.isascii() else 0
 
 
 def keeps_store(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether ranks meet in torchrun's own store, which it keeps from one attempt to the next; if not, rank 0 serves
-    it, where nobody else does."""
+    """Return whether the store belongs to torchrun, which keeps it between attempts. Otherwise rank 0 serves it."""
     return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

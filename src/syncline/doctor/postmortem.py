@@ -1,4 +1,4 @@
-"""What the notes of a job that failed say together: whom they suspect, and who has left none."""
+"""The failure reports of all ranks of a job, read together: which ranks they suspect, and which wrote none."""
 
 from __future__ import annotations
 
@@ -11,38 +11,40 @@ import msgspec
 
 from syncline.errors import UsageError
 from syncline.files import FileError
-from syncline.health.failure import FOLDER, FOLDER_VARIABLE, Failure, chosen_folder
+from syncline.health.failure import FOLDER, FOLDER_VARIABLE, FailureReport, chosen_folder
 from syncline.health.suspects import Kind, Suspect
 from syncline.records.run_record import FINISHED, RunRecord
 
 _APART_S = 300.0
-"""Beyond the timeout, what may lie between the notes of one failure: hosts' clocks differ."""
+"""Time beyond the timeout that may lie between the reports of one failure, because clocks of hosts differ."""
 
 _WHAT_TO_DO = {
     Kind.FAILED: "see its output",
     Kind.ENDED: "see its output",
-    Kind.INSIDE: "its exchange hangs in code of its own: see its output",
-    Kind.ELSEWHERE: "it did something else meanwhile: fewer batches, a checkpoint, an exception that was caught",
+    Kind.INSIDE: "its exchange hangs in its own code: see its output",
+    Kind.ELSEWHERE: "it did something else: fewer batches, a checkpoint, an exception that was caught",
     Kind.DETACHED: "it runs another program, or has detached its model: see its output",
-    Kind.SILENT: "its process ended or stands still, or its host or link is gone: see its output and its host",
-    Kind.UNSEEN: "it had not come so far: see its output, and whether its host reaches the others",
-    Kind.STORE_GONE: "whoever serves the store has ended, rank 0 or the launcher on its host: see its output",
-    Kind.STORE_MUTE: "see whether its host, and the link of those who say so, are up",
+    Kind.SILENT: "its process has ended or is stopped, or its host or link is down: see its output and its host",
+    Kind.UNSEEN: "it had not started yet: see its output, and whether its host can reach the others",
+    Kind.STORE_GONE: "the server of the store has ended, rank 0 or the launcher on its host: see its output",
+    Kind.STORE_MUTE: "see whether its host is up, and the links of the ranks that suspect it",
     Kind.VICTIM: "see its output",
 }
-"""From what says most of a rank to what says least."""
-_WEIGHT = {kind: place for place, kind in enumerate(_WHAT_TO_DO)}
+"""Ordered from the most to the least telling reason."""
+_ORDER = list(_WHAT_TO_DO)
 
 
 class Accused(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank, and who suspects it."""
+    """A rank that others suspect."""
 
     rank: int
     by: tuple[int, ...]
+    """The ranks that suspect it."""
     kind: Kind
+    """The most telling reason that one of them gives."""
     why: str
-    """The worst that one of them says, in its words."""
-    left_note: bool
+    left_report: bool = msgspec.field(name="left_note")
+    """True if the rank wrote a failure report itself."""
 
     @property
     def what_to_do(self) -> str:
@@ -50,72 +52,83 @@ class Accused(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Postmortem(msgspec.Struct, frozen=True, kw_only=True):
+    """The failure reports of a job's last failure, and what follows from them."""
+
     schema: int = 1
-    notes: tuple[Failure, ...]
-    """By rank, those of the last failure."""
+    reports: tuple[FailureReport, ...] = msgspec.field(name="notes")
+    """Reports of the last failure, by rank."""
     earlier: tuple[int, ...]
-    """Ranks whose note is of another one."""
+    """Ranks whose report belongs to another failure."""
     missing: tuple[int, ...]
-    """Ranks without a note of the last failure."""
+    """Ranks without a report of the last failure."""
     accused: tuple[Accused, ...]
-    """Those that most others suspect first."""
+    """Suspected ranks, those that most others suspect first."""
     damaged: tuple[str, ...] = ()
-    """Files that cannot be used, and why."""
+    """Files that could not be read, and why."""
     apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Where ranks were that all waited for each other, most first: those that were elsewhere than most did something
-    else before."""
+    """The places in which ranks waited for each other, with their ranks, the most frequent place first."""
 
     @property
-    def last(self) -> Failure:
-        return max(self.notes, key=Failure.moment)
+    def last(self) -> FailureReport:
+        return max(self.reports, key=FailureReport.moment)
 
 
-def examine_notes(folder: str | os.PathLike[str] | None = None) -> Postmortem:
-    """Of the folder that failures are left in, where no other is named. Hosts have a folder each, unless they share it:
-    notes are to be brought together first."""
-    found: dict[int, Failure] = {}
+def examine_reports(folder: str | os.PathLike[str] | None = None) -> Postmortem:
+    """Read all failure reports in a folder and work out which ranks are suspected.
+
+    If hosts share no folder, collect the reports of all hosts in one first.
+
+    Args:
+        folder: The folder; by default, the one to which ranks write their reports.
+
+    Raises:
+        UsageError: There are no reports in the folder.
+        FileError: None of the reports can be read.
+    """
+    by_rank: dict[int, FailureReport] = {}
     damaged: list[FileError] = []
     for path in _paths(_default() if folder is None else Path(folder)):
         try:
-            note = Failure.load(path)
-            if note.rank in found:
-                raise FileError(f"{path}: is a second note of rank {note.rank}: give each job a folder of its own")
-            found[note.rank] = note
+            report = FailureReport.load(path)
+            if report.rank in by_rank:
+                raise FileError(f"{path}: is a second report of rank {report.rank}: give each job its own folder")
+            by_rank[report.rank] = report
         except FileError as error:
             damaged.append(error)
-    if not found:
+    if not by_rank:
         more = f"; {len(damaged) - 1} more are damaged, too" if len(damaged) > 1 else ""
         raise FileError(f"{damaged[0]}{more}")
-    last = max(found.values(), key=Failure.moment)
-    notes = [found[rank] for rank in sorted(found) if _together(found[rank], last)]
-    there = {note.rank for note in notes}
+    last = max(by_rank.values(), key=FailureReport.moment)
+    reports = [by_rank[rank] for rank in sorted(by_rank) if _is_same_failure(by_rank[rank], last)]
+    ranks = {report.rank for report in reports}
+    accused = _accused(reports)
     return Postmortem(
-        notes=tuple(notes),
-        earlier=tuple(sorted(found.keys() - there)),
-        missing=tuple(rank for rank in range(last.world_size) if rank not in there),
-        accused=(accused := _accused(notes)),
+        reports=tuple(reports),
+        earlier=tuple(sorted(by_rank.keys() - ranks)),
+        missing=tuple(rank for rank in range(last.world_size) if rank not in ranks),
+        accused=accused,
         damaged=tuple(map(str, damaged)),
-        apart=() if accused else _apart(notes),
+        apart=() if accused else _apart(reports),
     )
 
 
 def unfinished_runs(folder: str | os.PathLike[str]) -> list[RunRecord]:
     """Return the records of `syncline run` in a folder whose scripts did not finish, by rank.
 
-    A process that was killed, and those that torchrun then ended, could write no failure report. Files that are no such
-    records are left out.
+    A process that was killed, and those that torchrun then ended, cannot write a failure report. Other files are
+    ignored.
     """
-    found: list[RunRecord] = []
+    records: list[RunRecord] = []
     with contextlib.suppress(OSError):
         for path in sorted(Path(folder).glob("rank-*.json")):
             with contextlib.suppress(FileError):
-                found.append(RunRecord.load(path))
-    return sorted((run for run in found if run.ended != FINISHED), key=lambda run: run.rank)
+                records.append(RunRecord.load(path))
+    return sorted((record for record in records if record.ended != FINISHED), key=lambda record: record.rank)
 
 
 def _default() -> Path:
     if (folder := chosen_folder()) is None:
-        raise UsageError(f"{FOLDER_VARIABLE} is set to nothing: ranks leave no notes; name a folder that has some")
+        raise UsageError(f"{FOLDER_VARIABLE} is empty, so ranks write no failure reports: name a folder that has some")
     return folder
 
 
@@ -123,52 +136,54 @@ def _paths(folder: Path) -> list[Path]:
     try:
         if not folder.exists():
             raise UsageError(
-                f"there is no {folder}: nothing has failed here, or ranks left their rank-N.json elsewhere: name it"
+                f"there is no {folder}: nothing has failed here, or ranks wrote their rank-N.json elsewhere: name it"
             )
         if not folder.is_dir():
-            raise UsageError(f"{folder} is not a folder: name the one in which ranks have left their rank-N.json")
+            raise UsageError(f"{folder} is not a folder: name the one to which ranks wrote their rank-N.json")
         paths = sorted(path for path in folder.iterdir() if path.match("rank-*.json") and path.is_file())
     except OSError as error:
         raise FileError(f"{folder}: cannot be read: {error.strerror or error}") from error
     if not paths:
         inside = f"; {folder / FOLDER} has some" if any((folder / FOLDER).glob("rank-*.json")) else ""
-        raise UsageError(f"{folder} has no rank-N.json: each rank leaves its own, on its own host{inside}")
+        raise UsageError(f"{folder} has no rank-N.json: each rank writes its own, on its own host{inside}")
     return paths
 
 
-def _together(note: Failure, last: Failure) -> bool:
-    apart_s = (last.moment() - note.moment()).total_seconds()
-    alike = note.job == last.job
-    if not (note.job and last.job):  # one of them could not ask the store
-        alike = (note.run, note.attempt) == (last.run, last.attempt)
-    return note is last or (alike and note.world_size == last.world_size and apart_s <= last.timeout_s + _APART_S)
+def _is_same_failure(report: FailureReport, last: FailureReport) -> bool:
+    apart_s = (last.moment() - report.moment()).total_seconds()
+    same_job = report.job == last.job
+    if not (report.job and last.job):  # one of them could not ask the store
+        same_job = (report.run, report.attempt) == (last.run, last.attempt)
+    in_time = apart_s <= last.timeout_s + _APART_S
+    return report is last or (same_job and report.world_size == last.world_size and in_time)
 
 
-def _accused(notes: Sequence[Failure]) -> tuple[Accused, ...]:
+def _accused(reports: Sequence[FailureReport]) -> tuple[Accused, ...]:
     by: dict[int, list[int]] = {}
     worst: dict[int, Suspect] = {}
-    for note in notes:
-        for suspect in note.suspects:
-            by.setdefault(suspect.rank, []).append(note.rank)
-            if suspect.rank not in worst or _WEIGHT[suspect.kind] < _WEIGHT[worst[suspect.rank].kind]:
-                worst[suspect.rank] = suspect
-    left = {note.rank for note in notes}
+    for report in reports:
+        for suspect in report.suspects:
+            by.setdefault(suspect.rank, []).append(report.rank)
+            worst[suspect.rank] = min(
+                worst.get(suspect.rank, suspect), suspect, key=lambda suspect: _ORDER.index(suspect.kind)
+            )
+    wrote = {report.rank for report in reports}
     accused = [
-        Accused(rank=rank, by=tuple(by[rank]), kind=one.kind, why=one.why, left_note=rank in left)
-        for rank, one in worst.items()
+        Accused(rank=rank, by=tuple(by[rank]), kind=suspect.kind, why=suspect.why, left_report=rank in wrote)
+        for rank, suspect in worst.items()
     ]
-    # Who failed too and said so is a victim; and whoever serves the store is missed by all who ask after it has left,
-    # having failed like them.
-    culprits = [one for one in accused if one.kind is not Kind.VICTIM]
-    culprits = culprits or [one for one in accused if not one.left_note]
+    # A rank that failed in a collective and reported it is a victim. All ranks that ask late miss the store, also if
+    # its server failed like them.
+    culprits = [rank for rank in accused if rank.kind is not Kind.VICTIM]
+    culprits = culprits or [rank for rank in accused if not rank.left_report]
     return tuple(
-        sorted(culprits, key=lambda one: (one.kind is Kind.STORE_GONE and one.left_note, -len(one.by), one.rank))
+        sorted(culprits, key=lambda rank: (rank.kind is Kind.STORE_GONE and rank.left_report, -len(rank.by), rank.rank))
     )
 
 
-def _apart(notes: Sequence[Failure]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+def _apart(reports: Sequence[FailureReport]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     ranks: dict[str, list[int]] = {}
-    for note in notes:
-        ranks.setdefault(note.where, []).append(note.rank)
-    found = sorted(ranks.items(), key=lambda one: -len(one[1]))
-    return tuple((where, tuple(there)) for where, there in found) if len(found) > 1 else ()
+    for report in reports:
+        ranks.setdefault(report.where, []).append(report.rank)
+    most_first = sorted(ranks.items(), key=lambda place: -len(place[1]))
+    return tuple((where, tuple(of_place)) for where, of_place in most_first) if len(ranks) > 1 else ()

@@ -1,7 +1,7 @@
 """Try whether ranks can reach each other: two in this process, over the loopback interface, or those of a job.
 
 Under torchrun, every rank writes into the rendezvous store who it is, where it would listen, and whether a sum over all
-ranks worked. So rank 0 can name the rank that did not connect, and the one that connected but reached nobody.
+ranks worked. So rank 0 can name the rank that did not connect, and the one that connected but reached no other rank.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from syncline.dist import torchrun
-from syncline.dist.deadline import TooLateError, together, within
+from syncline.dist.deadline import TooLateError, run_concurrently, within
 from syncline.doctor.interfaces import gloo_choice, interfaces
 from syncline.errors import UsageError
 from syncline.measure.topology import host_identity, number
@@ -36,7 +36,7 @@ _POLL_S = 0.1
 
 
 class RankInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank tells the others about itself."""
+    """Information about a rank for the others."""
 
     host: str
     """An identity that all ranks of one host share."""
@@ -86,7 +86,7 @@ def try_loopback() -> float:
         if total.tolist() != [3.0] * 4:
             raise RuntimeError(f"1 + 2 is {total[0].item():g}")
 
-    together(_LOOPBACK_S + _MARGIN_S, [functools.partial(rank, number) for number in range(2)])
+    run_concurrently(_LOOPBACK_S + _MARGIN_S, [functools.partial(rank, number) for number in range(2)])
     return time.monotonic() - begin
 
 

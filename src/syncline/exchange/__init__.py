@@ -1,4 +1,4 @@
-"""The ways to sum gradients over ranks. A new one is a new file and one line in `EXCHANGES`."""
+"""Algorithms that sum gradients over ranks. A new one is a new file and one line in `EXCHANGES`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ from syncline.exchange.base import (
     stride_in_bucket,
 )
 from syncline.exchange.dense import Dense
-from syncline.exchange.hierarchical import Hierarchical, Way
+from syncline.exchange.hierarchical import Hierarchical
+from syncline.exchange.hierarchical_state import Way
 from syncline.exchange.oktopk import OkTopk
 from syncline.exchange.tree import Tree
 
@@ -42,19 +43,23 @@ EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "oktopk": OkTopk,
     "hierarchical+oktopk": lambda: Hierarchical(across=OkTopk()),
 }
-"""By the name that the bench and the laws use."""
+"""Exchanges by the names that the bench and the laws use."""
 
 _TYPES = {kind.__name__: kind for kind in (Dense, Hierarchical, OkTopk, AllgatherTopk)}
 
 
 def made_of(described: Mapping[str, Any]) -> Exchange:
-    """The exchange that `settings` described. `ValueError` says what does not fit."""
+    """Return the built-in exchange that `settings` described.
+
+    Raises:
+        ValueError: The type or a field is unknown, or a value does not fit.
+    """
     exchange: Exchange = from_settings(described, _TYPES)
     return exchange
 
 
 BASELINES = frozenset({"topk-allgather"})
-"""Of those, what is there to be compared with, and not to be recommended."""
+"""Exchanges to compare with, which Syncline never recommends."""
 
 __all__ = [
     "BASELINES",

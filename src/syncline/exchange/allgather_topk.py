@@ -1,12 +1,18 @@
-"""AllgatherTopk: the usual sparse exchange, to compare with.
+"""AllgatherTopk: the usual sparse exchange, as a baseline for `OkTopk`.
 
-Each rank picks its own k = density · n largest entries, and everyone gets everyone's (all-gather): k(P−1) entries sent
-per rank, which grow with the number of ranks, where `OkTopk` stays under 2k whatever it is. The result has up to kP
-entries. What is not picked is kept.
+On the wire:
 
-It has the same selection and the same slots as `OkTopk`, one region for all: what differs is what travels.
+- Each rank selects its k = density · n largest entries and sends them to all ranks (one all-gather). The result has up
+  to kP entries, for P ranks. Entries that were not selected stay in the residual.
+- Selection and slot format are those of `OkTopk`, with one region that spans the bucket.
 
-When it wins: among two or three ranks, where its one collective saves a start-up.
+Cost: k(P−1) entries sent per rank, which grows with the number of ranks. `OkTopk` sends fewer than 2k.
+
+When it loses:
+
+- With more than three ranks. With two or three, its single collective saves a start-up.
+
+Paper: the top-k with all-gather that Ok-Topk (PPoPP 2022) compares itself with.
 """
 
 from __future__ import annotations
@@ -24,7 +30,15 @@ from syncline.kernels import VALUES, Slots, kernels_for
 
 @dataclass(frozen=True)
 class AllgatherTopk:
-    """The largest `density` of each rank's gradients; the rest is added to later ones. `values`: as in `OkTopk`."""
+    """Send the largest entries of each rank's gradients; the others are added to later gradients.
+
+    Args:
+        density: The fraction of the gradients that each rank sends.
+        values: The number format of the entries, as in `OkTopk`.
+
+    Raises:
+        UsageError: A setting is out of range.
+    """
 
     density: float = 0.01
     values: str = "fp32"
@@ -70,7 +84,11 @@ class AllgatherTopk:
         return Cost((Phase.of("all_gather", topology.ranks * slots.bytes, 1, topology),))
 
     def slots(self, numel: int, dtype: torch.dtype, ranks: int) -> Slots | None:
-        """None where a bucket goes whole: alone, or too small, or no smaller for being sparse."""
+        """Return the slots for a bucket of this size.
+
+        Returns:
+            None for a bucket that is sent dense: on one rank, if it is too small, or if sparse slots would be larger.
+        """
         if ranks == 1:
             return None
         slots = Slots.of(numel, 1, self.density, VALUES[self.values], ranks)
@@ -82,6 +100,8 @@ class AllgatherTopk:
 
 
 class _Picked(Residual):
+    """A bucket that is sent in slots."""
+
     sparse = True
 
     def __init__(self, layout: Layout, slots: Slots, ranks: int) -> None:

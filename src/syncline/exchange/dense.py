@@ -1,15 +1,26 @@
-"""Dense: every element of every gradient, as plain DDP sends it, or in 16 bits.
+"""Dense: send every element of every gradient, in its own type or in 16 bits.
 
-`wire="fp32"` is one all-reduce in the gradients' own type: bit for bit what plain DDP computes on the same buckets.
-2(P−1)/P·S bytes per rank.
+On the wire:
 
-A 16-bit wire halves the bytes and sums in fp32: each rank sends the i-th part of its bucket to rank i in 16 bits
-(all-to-all), rank i adds what it received in fp32, and its sum goes back to everyone in 16 bits (all-gather). So each
-value is rounded twice in all, where a 16-bit ring rounds at every hop. fp16 would overflow or underflow on gradients of
-unlucky scale (GradScaler's, for one): each part travels with a power of two that fits it into fp16's range.
+- `wire="fp32"` is one all-reduce in the gradients' own type. The result equals plain DDP's, bit for bit, on the same
+  buckets.
+- `wire="bf16"` and `wire="fp16"`: each rank sends the i-th part of its bucket to rank i in 16 bits (all-to-all); rank i
+  sums the parts in fp32; the sums are sent to all ranks in 16 bits (all-gather).
+- fp16 parts are scaled by a power of two, which is sent with each part. Without it, gradients multiplied by a
+  GradScaler would overflow or underflow.
 
-When it loses: on links faster than the two extra passes over memory; for buckets so small that start-ups dominate,
-because it issues two collectives instead of one; and where every bit counts.
+Cost, for P ranks and a bucket of S bytes:
+
+- fp32: 2(P−1)/P·S bytes per rank. A 16-bit wire sends half of that.
+- A 16-bit wire rounds each value twice. A 16-bit ring would round at every hop.
+
+When a 16-bit wire loses:
+
+- The link is faster than two additional passes over memory.
+- Buckets are so small that start-ups dominate: it issues two collectives instead of one.
+- The training must give the same bits as plain DDP.
+
+Paper: none. The all-reduce is plain DDP's; ADR 0005 explains the 16-bit wire.
 """
 
 from __future__ import annotations
@@ -30,7 +41,17 @@ _EXPONENT_LIMIT = 120.0  # 2^±120 and its reciprocal are fp32 numbers
 
 @dataclass(frozen=True)
 class Dense:
-    """All gradients, averaged. `wire` is the type they travel in: `fp32` (as they are), `bf16` or `fp16`."""
+    """Send all gradients.
+
+    Args:
+        wire: The number format on the wire: `fp32` (the gradients' own type), `bf16` or `fp16`.
+
+    Raises:
+        UsageError: `wire` is something else.
+
+    Example:
+        >>> handle = syncline.attach(model, syncline.Dense(wire="bf16"))
+    """
 
     wire: str = "fp32"
 
@@ -74,59 +95,63 @@ class Dense:
         return Cost(self.halves_cost(numel, dtype, topology))
 
     def halves(self, layout: Layout, ranks: int) -> Halves:
-        """A reduce-scatter and the all-gather that completes it, for an exchange that has something to do in between.
-        Made of an all-to-all: gloo would emulate a reduce-scatter by an all-reduce, of twice the bytes."""
+        """Return a reduce-scatter and the all-gather that completes it, for an exchange that runs something in between.
+
+        The reduce-scatter is an all-to-all and a local sum: gloo would emulate its own with an all-reduce, which sends
+        twice the bytes.
+        """
         if self.lossless:
             return _Plain(layout, ranks)
         return _Packed(layout, ranks, self._wire_type())
 
     def halves_cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> tuple[Phase, Phase]:
+        """Return the two phases of `halves`."""
         itemsize = dtype.itemsize if self.lossless else 2
         elements = topology.ranks * (part_of(numel, topology.ranks) + (1 if self.wire == "fp16" else 0))
-        there, back = (Phase.of(kind, elements, itemsize, topology) for kind in ("all_to_all", "all_gather"))
-        return there, back
+        scatter, gather = (Phase.of(kind, elements, itemsize, topology) for kind in ("all_to_all", "all_gather"))
+        return scatter, gather
 
     def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
         if self.lossless or ranks == 1:
             return Rounding.of_summation(dtype, ranks)
         unit = torch.finfo(self._wire_type()).eps / 2
         summation = ranks * torch.finfo(torch.float32).eps
-        # Out, and back: (1+u)² − 1; then, for a 16-bit bucket, the result's own type rounds once more.
+        # Two roundings, in scatter and gather: (1+u)² − 1. For a 16-bit bucket, the result's own type rounds once more.
         relative = 2 * unit + unit**2 + summation + torch.finfo(dtype).eps / 2
         if self.wire == "bf16":
             return Rounding(relative, absolute=2 * ranks * 2.0**-134)
-        # fp16's last bit is 2^-24, which is 2^38 below the part's largest after scaling; once out, once back.
+        # fp16's last bit is 2^-24, which is 2^38 below the part's largest value after scaling; in scatter and gather.
         return Rounding(relative, of_largest=2 * ranks * 2.0**-38, absolute=2 * ranks * 2.0**-144)
 
     def _wire_type(self) -> torch.dtype:
         wire = _WIRE[self.wire]
-        assert wire is not None  # noqa: S101 - callers ask only where values are cast
+        assert wire is not None  # noqa: S101 - called only for 16-bit wires
         return wire
 
 
 def part_of(numel: int, ranks: int) -> int:
-    """Elements of each rank's part; the last one's may be padded."""
+    """Return the number of elements in each rank's part. The last part may be padded."""
     return -(-numel // ranks)
 
 
 class Halves(Protocol):
-    """One rank's side of a reduce-scatter and its all-gather."""
+    """A reduce-scatter and the all-gather that completes it, on one rank."""
 
     def scatter(self, flat: Tensor, comm: Comm) -> Work:
-        """Sends each rank its part of `flat`."""
+        """Send each rank its part of `flat`."""
 
     def shard(self) -> Tensor:
-        """This rank's part of the sum, once `scatter` has ended; padded with zeros where parts are not even."""
+        """Return this rank's part of the sum, after `scatter` has ended. An incomplete part is padded with zeros."""
 
     def gather(self, shard: Tensor, flat: Tensor, comm: Comm) -> Work:
-        """Collects all ranks' shards, for `flat`."""
+        """Collect all ranks' shards, for `flat`."""
 
     def finish(self, flat: Tensor) -> None:
-        """Leaves the sum in `flat`, once `gather` has ended."""
+        """Write the sum to `flat`, after `gather` has ended."""
 
 
 class _Plain:
-    """As they are."""
+    """Gradients in their own type."""
 
     def __init__(self, layout: Layout, ranks: int) -> None:
         part = part_of(layout.numel, ranks)
@@ -142,7 +167,7 @@ class _Plain:
         return comm.all_to_all(self._received.view(-1), flat if self._padded is None else self._padded)
 
     def shard(self) -> Tensor:
-        return torch.sum(self._received, 0, out=self._sum)  # types of 16 bits are summed in 32 and rounded once
+        return torch.sum(self._received, 0, out=self._sum)  # torch sums 16-bit types in fp32 and rounds once
 
     def gather(self, shard: Tensor, flat: Tensor, comm: Comm) -> Work:
         return comm.all_gather(flat if self._padded is None else self._padded, shard)
@@ -153,7 +178,7 @@ class _Plain:
 
 
 class _Packed:
-    """In 16 bits, one packed part per rank, summed in fp32."""
+    """Gradients in 16 bits, one packed part per rank, summed in fp32."""
 
     def __init__(self, layout: Layout, ranks: int, wire: torch.dtype) -> None:
         self._scaled = wire == torch.float16
@@ -193,7 +218,7 @@ class _Packed:
         exponent = _FP16_TOP_EXPONENT - torch.frexp(largest).exponent.to(torch.float32)
         exponent = exponent.clamp(-_EXPONENT_LIMIT, _EXPONENT_LIMIT)
         packed[0] = exponent
-        # Widened first: on CUDA a scale over 65504 would itself be narrowed to an fp16 part's type, to infinity.
+        # Convert to fp32 first: on CUDA, a scale above 65504 would become infinite in an fp16 part's own type.
         wide = part.to(torch.promote_types(part.dtype, torch.float32))
         packed[1 : 1 + part.numel()].copy_(wide * torch.exp2(exponent))
 
@@ -204,7 +229,7 @@ class _Packed:
 
 
 class _Buffers(State):
-    """Buffers, and nothing that a checkpoint would need."""
+    """Buffers only; a checkpoint needs nothing from them."""
 
     def __init__(self, halves: Halves) -> None:
         self.halves = halves

@@ -1,25 +1,32 @@
-"""OkTopk: of all gradients only the largest sums travel, in slots of a fixed size, and the rest waits its turn.
+"""OkTopk: send only the largest sums, in slots of a fixed size, and keep the rest in a residual.
 
-After Ok-Topk (near-optimal sparse all-reduce, PPoPP 2022). A rank adds its gradients to what it has kept. Of a bucket
-of n elements about k = density · n leave it:
+On the wire, for P ranks and a bucket of n elements, of which k = density · n are selected:
 
-1. Each rank picks the largest entries of each region, k/P of each, and sends them to the region's owner (all-to-all).
-2. The owner adds up what it got, in fp32, and picks the k/P largest sums.
-3. All ranks get all owners' picks (all-gather). That is the result: the same on all ranks, zero elsewhere.
-4. A rank keeps what it did not send, what it sent and the owner did not pick, and what casting to 16 bits lost; an
-   owner keeps what casting its sums lost. So what was applied plus what is kept is what came in.
+1. Each rank adds its gradients to its residual, selects the k/P largest entries of each of P regions, and sends them to
+   the region's owner (all-to-all).
+2. Each owner sums the entries in fp32 and selects the k/P largest sums.
+3. All ranks receive all owners' selections (all-gather). The result is the same on all ranks, and zero elsewhere.
+4. A rank's residual keeps entries that it did not send, entries that the owner did not select, and rounding errors of
+   the values that it sent. So what was applied plus the residuals equals what came in.
 
-Where the paper exchanges variable numbers of entries, found with a threshold that is tracked over steps and balanced
-now and then, slots are fixed here and filled with the largest entries of this very step: shapes and bytes never depend
-on data, nothing waits for a device, and there is nothing to balance, because regions are dealt in small cells. An
-entry takes 4 bytes, or 6 with fp32 values.
+Cost:
 
-On the wire, per rank and step: 2(P−1) slots of about 4k/P bytes, which is 2k(P−1)/P words, and never more than 2.5k, in
-*every* step; the paper's bound is 6k.
+- An entry takes 4 bytes, or 6 with fp32 values.
+- A rank sends 2(P−1) slots of about 4k/P bytes per step. That is 2k(P−1)/P words of 4 bytes, and never more than 2.5k,
+  in every step. The paper's bound is 6k.
+- The residual takes two fp32 copies of the gradients.
 
-When it loses: on links that dense gradients do not fill; with buckets so small that k < 8P, which are sent whole; with
-memory to spare for nothing, because it keeps two copies of the gradients; and when a model needs all of its gradients
-in every step. Lossy: a model trains differently, and may train worse. See `warmup`, `momentum`, and the results.
+When it loses:
+
+- The link is fast enough for dense gradients.
+- Buckets are small: with k < 8P, a bucket is sent dense.
+- The model needs all gradients in every step. This exchange is lossy: a model trains differently and may train worse.
+  `warmup` and `momentum` help; `docs/results.md` has measurements.
+
+Paper: Ok-Topk, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022. The paper selects with a
+threshold that it tracks over steps, sends a variable number of entries, and rebalances regions at intervals. Here slots
+have a fixed size and hold the largest entries of the current step, so shapes and bytes do not depend on data and
+nothing waits for the device. Regions consist of small cells, so they need no rebalancing. See ADR 0015.
 """
 
 from __future__ import annotations
@@ -38,22 +45,32 @@ from syncline.exchange.residual import Residual
 from syncline.kernels import VALUES, Kernels, Slots, kernels_for
 
 _MOST_WORDS = {"bf16": 2.5, "fp16": 2.5, "fp32": 4.6}
-"""That a rank sends per selected entry, in both directions: a bucket for which headers and rounding up make it more
-goes whole."""
+"""Most 4-byte words that a rank may send per selected entry, in both collectives together. If headers and rounding up
+make a bucket exceed it, the bucket is sent dense."""
 _LOWEST_DENSITY = 1e-4
 
 
 @dataclass(frozen=True)
 class OkTopk:
-    """The largest `density` of all sums; what is not sent yet is added to later gradients.
+    """Send the largest sums of all gradients; the others are added to later gradients.
 
-    `values`: what entries travel in: `bf16`, `fp16` (scaled to its range) or `fp32`; what the cast loses is kept.
-    `warmup`: so many steps are dense at first, while gradients change fast.
-    `momentum`: each rank accumulates gradients with momentum before it selects, and an entry that was applied starts
-    anew. For optimizers with momentum, which then must have none of their own: `SGD(momentum=0)` with
-    `OkTopk(momentum=0.9)`.
+    To clip gradients, call `torch.nn.utils.clip_grad_norm_` after the backward pass, as without Syncline. It clips the
+    result of the exchange.
 
-    To clip gradients, clip the result, with `torch.nn.utils.clip_grad_norm_` after backward as ever.
+    Args:
+        density: The fraction of the gradients to send.
+        values: The number format of the entries: `bf16`, `fp16` (scaled to its range) or `fp32`. Rounding errors are
+            added to the residual.
+        warmup: The number of dense steps at the beginning, while gradients change fast.
+        momentum: Each rank accumulates its gradients with this momentum before it selects entries, and resets the
+            entries that were applied. It replaces the optimizer's own momentum: use `SGD(momentum=0)` with
+            `OkTopk(momentum=0.9)`.
+
+    Raises:
+        UsageError: A setting is out of range.
+
+    Example:
+        >>> handle = syncline.attach(model, syncline.OkTopk(density=0.01, warmup=100))
     """
 
     density: float = 0.01
@@ -66,9 +83,9 @@ class OkTopk:
             object.__setattr__(self, name, _plain(getattr(self, name)))
         check_sparse(type(self).__name__, self.density, self.values)
         if isinstance(self.warmup, bool) or not isinstance(self.warmup, int) or self.warmup < 0:
-            raise UsageError(f"OkTopk(warmup={self.warmup!r}): it is a number of steps, 0 for none")
+            raise UsageError(f"OkTopk(warmup={self.warmup!r}): warmup must be a number of steps, at least 0")
         if not (isinstance(self.momentum, int | float) and 0 <= self.momentum < 1):
-            raise UsageError(f"OkTopk(momentum={self.momentum!r}): it is at least 0, for none, and less than 1")
+            raise UsageError(f"OkTopk(momentum={self.momentum!r}): momentum must be at least 0 and less than 1")
 
     @property
     def lossless(self) -> bool:
@@ -119,7 +136,11 @@ class OkTopk:
         return Cost(tuple(Phase.of(kind, nbytes, 1, topology) for kind in ("all_to_all", "all_gather")))
 
     def slots(self, numel: int, dtype: torch.dtype, ranks: int) -> Slots | None:
-        """For a bucket of this size; None where it goes whole: alone, or too small, or no smaller for being sparse."""
+        """Return the slots for a bucket of this size.
+
+        Returns:
+            None for a bucket that is sent dense: on one rank, if it is too small, or if sparse slots would be larger.
+        """
         if ranks == 1:
             return None
         slots = Slots.of(numel, ranks, self.density, VALUES[self.values])
@@ -129,20 +150,20 @@ class OkTopk:
         return slots if 2 * (ranks - 1) * slots.bytes <= 4 * most else None
 
     def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
-        # The rank's own sum, the owner's over the ranks, and what is taken out again; kept in fp32 from step to step.
+        # fp32 additions: to the rank's residual, over the ranks at the owner, and the subtraction of what was applied.
         unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
         return Rounding(4 * ranks * unit, of_largest=4 * ranks * unit)
 
 
 class _Whole(Residual):
-    """A bucket that travels whole."""
+    """A bucket that is sent dense."""
 
     def describe(self) -> str:
         return "whole"
 
 
 class _Sparse(Residual):
-    """A bucket that travels in slots."""
+    """A bucket that is sent in slots."""
 
     sparse = True
 
@@ -165,18 +186,19 @@ class _Sparse(Residual):
 
 
 def _plain(value: Any) -> Any:
-    """numpy's numbers as Python's, for a setting to be one that JSON knows; all else as it is."""
+    """Convert NumPy numbers to Python's, so that settings can be written as JSON; return other values unchanged."""
     if type(value) in (bool, int, float) or not isinstance(value, Real):
         return value
     return int(value) if isinstance(value, Integral) else float(value)
 
 
 def check_sparse(name: str, density: object, values: object) -> None:
+    """Raise `UsageError` unless the settings of a sparse exchange are in range."""
     number = isinstance(density, int | float) and not isinstance(density, bool)
     if not (number and math.isfinite(density) and _LOWEST_DENSITY <= density <= 1):  # type: ignore[arg-type,operator]
         raise UsageError(
-            f"{name}(density={density!r}): it is a share of all gradients, like 0.01 for one in a hundred, "
-            f"and at least {_LOWEST_DENSITY:g}"
+            f"{name}(density={density!r}): density must be a fraction of the gradients from {_LOWEST_DENSITY:g} to 1, "
+            "such as 0.01 for 1 %"
         )
     if not isinstance(values, str) or values not in VALUES:
         raise UsageError(f"{name}(values={values!r}): values is one of {', '.join(VALUES)}")

@@ -1,11 +1,11 @@
-"""What sparse exchanges keep of a bucket: everything that was not applied yet.
+"""The residual of a sparse exchange: the part of the gradients that was not applied yet.
 
-There are two copies of it, and a step writes the one that is not in force. At its end they change places if the step
-was finite; if not, everything is as it was, without a copy having been made. Which one is in force is a number on the
-device, so nobody waits to know it.
+There are two copies. A step reads the current one and writes the other. At the end of the step they are swapped if the
+step was finite; otherwise the step is undone by not swapping them, so no backup copy is needed. The index of the
+current copy is a number on the device, so that the host need not wait for it.
 
-Buckets that share a workspace have one copy each, at rest. Before a step it is copied to the workspace, where there are
-two, and the one that is in force afterwards is copied back.
+Buckets that share a workspace store one copy each between steps. Before a step it is copied to the workspace, which has
+room for two, and afterwards the current one is copied back.
 """
 
 from __future__ import annotations
@@ -19,34 +19,36 @@ from syncline.exchange.base import Layout, State
 
 
 class Residual(State):
-    """In fp32, whatever the bucket's type; with momentum, each rank's own velocity beside it."""
+    """A residual in fp32, whatever the bucket's type; with momentum, also this rank's velocity."""
 
     sparse = False
-    """Whether a part of each step is kept."""
+    """True if `run` sends only a part of the bucket, so that every step leaves a residual."""
 
     def __init__(self, layout: Layout, momentum: float = 0.0) -> None:
         self._numel, self._device, self._dtype = layout.numel, layout.device, layout.dtype
         self._momentum = momentum
         self._workspace = layout.workspace
         self._pairs: dict[str, Tensor] = {}
-        """Both copies of each; where they are in a workspace, the one at rest."""
+        """Both copies of `residual` and `velocity`, by kind; with a workspace, the one copy stored between steps."""
         self.turn = torch.zeros((), dtype=torch.int32, device=layout.device)
-        """Which of each pair is in force. It stays the same tensor, as `ratio` does: kernels know where they are."""
+        """Index of the current copy, 0 or 1. Like `ratio`, it stays the same tensor: CUDA graphs store its address."""
         self.ratio: Tensor | None = None
-        """What is kept, times this, is in the measure of the step that began."""
+        """Factor that converts the residual to this step's loss scale; None without a loss scale."""
         self.share = 1.0
-        """What comes in is yet to be multiplied by this."""
+        """Factor for the bucket, which `run` applies: 1/world_size."""
         self.step = 0
-        self._scale = self._measure = torch.ones((), device=layout.device)
+        self._step_scale = self._scale = torch.ones((), device=layout.device)
+        """Loss scale of the current step, and the one that the residual is stored in."""
         self._changed = False
 
     @property
     def residual(self) -> Tensor:
-        """Both copies."""
+        """Both copies of the residual."""
         return self._pair("residual")
 
     @property
     def velocity(self) -> Tensor | None:
+        """Both copies of the velocity; None without momentum."""
         return self._pair("velocity") if self._momentum else None
 
     def _pair(self, kind: str) -> Tensor:
@@ -61,22 +63,22 @@ class Residual(State):
         return pair
 
     def reserve(self) -> None:
-        """Takes the room of a workspace that a step will need, for others to know how much that is."""
+        """Take the workspace memory that a step will need, so that the size of the workspace is known beforehand."""
         if self._workspace is not None:
             for kind in ("residual", *(("velocity",) if self._momentum else ())):
                 self._workspace.take(kind, (2, self._numel), torch.float32)
 
     def _fetch(self) -> None:
         if self._workspace is not None:
-            for kind, rest in self._pairs.items():
-                self._pair(kind)[0].copy_(rest, non_blocking=True)
+            for kind, stored in self._pairs.items():
+                self._pair(kind)[0].copy_(stored, non_blocking=True)
 
     def _store(self, applied: Tensor) -> None:
-        for kind, rest in self._pairs.items():
+        for kind, stored in self._pairs.items():
             before, after = self._pair(kind)
-            rest.copy_(torch.where(applied, after, before, out=before), non_blocking=True)
+            stored.copy_(torch.where(applied, after, before, out=before), non_blocking=True)
 
-    # --- a step -------------------------------------------------------------------------------------------------
+    # --- during a step ------------------------------------------------------------------------------------------
 
     def average(self, share: float) -> bool:
         if self._dtype == torch.float64:  # kernels multiply in fp32
@@ -85,7 +87,7 @@ class Residual(State):
         return True
 
     def take(self, flat: Tensor) -> None:
-        """What came in, multiplied as it should be: for those who do not do that on the way."""
+        """Multiply the bucket by `share`, if no kernel does that."""
         if self.share != 1.0:
             flat.mul_(self.share)
 
@@ -93,34 +95,39 @@ class Residual(State):
         self.step = step
         self._fetch()
         if scale is not None:
-            self._scale = scale.to(device=self._device, dtype=torch.float32, copy=True)
-        elif self.ratio is not None:  # there was a scale before, and there is none now
-            self._scale = torch.ones_like(self._measure)
+            self._step_scale = scale.to(device=self._device, dtype=torch.float32, copy=True)
+        elif self.ratio is not None:  # an earlier step had a loss scale
+            self._step_scale = torch.ones_like(self._scale)
         if scale is not None or self.ratio is not None:
-            self.ratio = torch.empty_like(self._measure) if self.ratio is None else self.ratio
-            torch.div(self._scale, self._measure, out=self.ratio)
+            self.ratio = torch.empty_like(self._scale) if self.ratio is None else self.ratio
+            torch.div(self._step_scale, self._scale, out=self.ratio)
 
     def accelerate(self, flat: Tensor) -> None:
-        """Turns the gradient into this rank's velocity, where it has one."""
+        """Replace the gradient by this rank's velocity, if there is momentum."""
         if self.velocity is not None:
             self.take(flat)
-            velocity = self._in_force("velocity").mul_(self._momentum).add_(flat)
+            velocity = self._before_step("velocity").mul_(self._momentum).add_(flat)
             self.put("velocity", velocity)
             flat.copy_(velocity)
 
     def hold(self) -> None:
-        """Keeps what is kept, where the step changes something else."""
+        """Carry the residual over to the other copy, in a step that changes only the velocity."""
         if self._changed and "residual" in self._pairs:
-            self.put("residual", self._in_force("residual"))
+            self.put("residual", self._before_step("residual"))
 
     def give_up(self, flat: Tensor) -> None:
-        """Adds all that is kept to a bucket that goes whole: what it kept in other buckets, or in a checkpoint."""
+        """Add the whole residual to a bucket that is sent dense. It may come from other buckets or a checkpoint."""
         if "residual" in self._pairs:
-            flat.add_(self._in_force("residual"))
+            flat.add_(self._before_step("residual"))
             self.put("residual", torch.zeros(self._numel, device=self._device))
 
     def put(self, kind: str, value: Tensor | None = None) -> None:
-        """What is to be in force if this step counts; None where it was written to the pair already."""
+        """Write the values that become current if the step is applied.
+
+        Args:
+            kind: `residual` or `velocity`.
+            value: The values; None if a kernel has already written them to the pair.
+        """
         if value is not None:
             self._pair(kind).index_copy_(0, (1 - self.turn).to(torch.int64).view(1), value.view(1, -1))
         self._changed = True
@@ -137,13 +144,13 @@ class Residual(State):
         else:
             self._store(applied)
         if self.ratio is not None:
-            self._measure = torch.where(applied, self._scale, self._measure)
+            self._scale = torch.where(applied, self._step_scale, self._scale)
 
     def _put_back(self, applied: Tensor) -> None:
-        """Undo the step for elements whose result was not applied, in the measure of the others."""
+        """Undo the step for elements whose result was not applied, and convert them to the step's loss scale."""
         for kind, pair in ((kind, self._pair(kind)) for kind in self._pairs):
             after = pair[1] if self._workspace is not None else pair.index_select(0, (1 - self.turn).view(1))[0]
-            self.put(kind, torch.where(applied, after, self._in_force(kind)))
+            self.put(kind, torch.where(applied, after, self._before_step(kind)))
         self._changed = False
 
     # --- between steps ------------------------------------------------------------------------------------------
@@ -154,32 +161,34 @@ class Residual(State):
         return kinds * self._numel * torch.float32.itemsize
 
     def kept(self) -> Tensor | None:
-        return self._at_rest("residual") if "residual" in self._pairs else None
+        return self._current("residual") if "residual" in self._pairs else None
 
     def tensors(self, layout: Layout) -> dict[str, dict[str, Tensor]]:
-        flats = {kind: (held := self._at_rest(kind)) / self._measure.to(held.device) for kind in self._pairs}
+        flats = {kind: (value := self._current(kind)) / self._scale.to(value.device) for kind in self._pairs}
         return {slot.name: {kind: slot.view(flat) for kind, flat in flats.items()} for slot in layout.slots if flats}
 
     def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.turn.zero_()
-        self._measure, self.ratio = torch.ones_like(self._measure), None
-        for held in self._pairs.values():
-            held.zero_()
+        self._scale, self.ratio = torch.ones_like(self._scale), None
+        for pair in self._pairs.values():
+            pair.zero_()
         for slot in layout.slots:
             for kind, tensor in tensors.get(slot.name, {}).items():
                 if kind == "residual" or self._momentum:
-                    slot.view(self._resting(kind)).copy_(tensor)
+                    slot.view(self._loadable(kind)).copy_(tensor)
 
-    def _resting(self, kind: str) -> Tensor:
+    def _loadable(self, kind: str) -> Tensor:
+        """Return the copy that `load` writes, as a view."""
         pair = self._pair(kind)
         return pair[0] if self._workspace is None else self._pairs[kind]
 
-    def _at_rest(self, kind: str) -> Tensor:
+    def _current(self, kind: str) -> Tensor:
+        """Return a copy of the values as they are between steps."""
         if self._workspace is not None:
             return self._pairs[kind].clone()
         return self._pair(kind).index_select(0, self.turn.view(1))[0]
 
-    def _in_force(self, kind: str) -> Tensor:
-        """A copy, in the measure of the step."""
-        value = self._at_rest(kind) if self._workspace is None else self._pair(kind)[0].clone()
+    def _before_step(self, kind: str) -> Tensor:
+        """Return a copy of the values before this step, in this step's loss scale."""
+        value = self._current(kind) if self._workspace is None else self._pair(kind)[0].clone()
         return value if self.ratio is None else value.mul_(self.ratio)

@@ -1,10 +1,10 @@
-"""Ranks in groups in groups: hosts, racks, or whatever a user nests.
+"""Trees of ranks: ranks in hosts, hosts in racks, or any nesting that a user writes.
 
     [[[0, 1], [2, 3]], [[4, 5], [6, 7]]]        two racks of two hosts of two ranks
 
-At the innermost level the ranks of each list meet. At the next one the lists do, each represented by one of its ranks:
-by its first, and, where all lists are of one size, also by its second, its third and so on, in groups of their own side
-by side. So a level serves both shapes of a hierarchical exchange: leaders alone, or every rank with its shard.
+At the innermost level, the ranks of each list form a group. At the next level, a group has one rank of each list: one
+group of the first ranks and, if all lists have the same size, further groups of the second ranks, the third ranks and
+so on. A level therefore serves both shapes of a hierarchical exchange: leaders only, or every rank with its shard.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ _MOST_SHOWN = 12
 
 @dataclass(frozen=True)
 class Tree:
-    """`root` is nested to the same depth everywhere; `names` are its levels', from the inside out."""
+    """A tree in which all ranks have the same depth."""
 
     root: tuple[Unit, ...]
     names: tuple[str, ...]
+    """Names of the levels, from the inside out."""
     units: tuple[str, ...]
-    """What a group is called at each level below the outermost: `host`, `rack`."""
+    """Names for one group at each level below the outermost: `host`, `rack`."""
 
     @classmethod
     def of_hosts(cls, host_of_rank: Sequence[int], rack_of_host: Sequence[int] = ()) -> Tree:
-        """The ranks of each host, the hosts of each rack if there are several."""
+        """Return the tree of ranks in hosts and, if there are several racks, hosts in racks."""
         members: dict[int, list[int]] = {}
         for rank, host in enumerate(host_of_rank):
             members.setdefault(host, []).append(rank)
@@ -50,12 +51,19 @@ class Tree:
 
     @classmethod
     def given(cls, levels: Any, ranks: int) -> Tree:
-        """By a user: sizes from the inside out, like (4, 2), or nested lists of ranks, like [[0, 1], [2, 3]]."""
+        """Return the tree that a user described.
+
+        Args:
+            levels: Group sizes from the inside out, like (4, 2), or nested lists of ranks, like [[0, 1], [2, 3]].
+            ranks: The number of ranks.
+
+        Raises:
+            UsageError: The levels do not contain each rank once, or not at the same depth.
+        """
         units = frozen(levels)
         sizes = tuple(unit for unit in units if isinstance(unit, int))
         root = _from_sizes(sizes, ranks) if len(sizes) == len(units) else units
-        found = sorted(_ranks(root))
-        if found != list(range(ranks)):
+        if sorted(_ranks(root)) != list(range(ranks)):
             raise _wrong(levels, f"it must name each of the ranks 0 to {ranks - 1} once")
         depth = _depth(root)
         if depth is None:
@@ -65,16 +73,16 @@ class Tree:
 
     @functools.cached_property
     def levels(self) -> tuple[Level, ...]:
-        """From the inside out."""
+        """Levels from the inside out."""
         units = [_at(self.root, depth) for depth in reversed(range(len(self.names)))]
-        alike = [len({len(unit) for unit in level}) == 1 for level in units]
+        equal = [len({len(unit) for unit in level}) == 1 for level in units]
         return tuple(
-            Level(name, tuple(group for unit in units[height] for group in _groups(unit, height, alike)))
+            Level(name, tuple(group for unit in units[height] for group in _groups(unit, height, equal)))
             for height, name in enumerate(self.names)
         )
 
     def describe(self) -> str:
-        """A line for the whole, and a small tree."""
+        """Return a line that counts the ranks and units, and a drawing of the tree."""
         parts = [f"{len(_ranks(self.root))} ranks"]
         for height, unit in enumerate(self.units):
             count = len(_at(self.root, len(self.units) - height))
@@ -84,11 +92,11 @@ class Tree:
     def _branches(self, unit: tuple[Unit, ...], height: int, indent: str) -> Iterator[str]:
         if height == 0:
             return
-        for place, child in enumerate(unit):
+        for index, child in enumerate(unit):
             assert isinstance(child, tuple)  # noqa: S101 - all ranks are equally deep
-            last = place == len(unit) - 1
-            if place == _MOST_SHOWN - 1 and not last:
-                yield f"{indent}└─ and {len(unit) - place} more"
+            last = index == len(unit) - 1
+            if index == _MOST_SHOWN - 1 and not last:
+                yield f"{indent}└─ and {len(unit) - index} more"
                 return
             text = f"{self.units[height - 1]} {self._numbers[child]}"
             if height == 1:
@@ -98,29 +106,31 @@ class Tree:
 
     @functools.cached_property
     def _numbers(self) -> dict[tuple[Unit, ...], int]:
-        """Of each unit, among those of its level."""
+        """Number of each unit among those of its level."""
         return {unit: number for depth in range(len(self.names)) for number, unit in enumerate(_at(self.root, depth))}
 
 
-def _groups(unit: tuple[Unit, ...], height: int, alike: Sequence[bool]) -> list[tuple[int, ...]]:
-    """Who meets in a unit: its children, by those of their ranks that hold the same part of a bucket. In the order of
-    ranks, as process groups have it: the first leads, and each holds the part of its place."""
-    members = [_seats(child, height - 1, alike) for child in unit]
+def _groups(unit: tuple[Unit, ...], height: int, equal: Sequence[bool]) -> list[tuple[int, ...]]:
+    """Return the groups of a unit: for each part of a bucket, the ranks of its children that hold this part.
+
+    Groups are sorted by rank, as process groups are: the first rank leads, and the i-th holds the i-th part.
+    """
+    members = [_representatives(child, height - 1, equal) for child in unit]
     return [tuple(sorted(group)) for group in zip(*members, strict=True)]
 
 
-def _seats(unit: Unit, height: int, alike: Sequence[bool]) -> list[int]:
-    """The ranks that speak for a unit at the level above it: one for each part that the levels up to it can divide a
-    bucket into. Levels of unequal groups divide nothing: there the leaders speak for all."""
+def _representatives(unit: Unit, height: int, equal: Sequence[bool]) -> list[int]:
+    """Return the ranks that represent a unit at the level above it: one for each part that the levels up to it can
+    divide a bucket into. A level of unequal groups divides nothing, so only its leaders are representatives."""
     if isinstance(unit, int):
         return [unit]
-    groups = _groups(unit, height, alike)
-    places = range(len(unit) if alike[height] else 1)
-    return [group[place] for place in places for group in groups]
+    groups = _groups(unit, height, equal)
+    parts = range(len(unit) if equal[height] else 1)
+    return [group[part] for part in parts for group in groups]
 
 
 def _at(root: tuple[Unit, ...], depth: int) -> list[tuple[Unit, ...]]:
-    """All units so deep below the root."""
+    """Return all units at a depth below the root."""
     units = [root]
     for _ in range(depth):
         units = [child for unit in units for child in unit if isinstance(child, tuple)]
@@ -128,7 +138,7 @@ def _at(root: tuple[Unit, ...], depth: int) -> list[tuple[Unit, ...]]:
 
 
 def frozen(levels: Any) -> tuple[Unit, ...]:
-    """What a user nested, as tuples, with nothing but numbers in them."""
+    """Return nested lists as nested tuples, or raise `UsageError` if they contain anything but integers."""
 
     def freeze(entries: Any, depth: int) -> tuple[Unit, ...]:
         if depth > _DEEPEST:
@@ -150,7 +160,7 @@ def frozen(levels: Any) -> tuple[Unit, ...]:
 
 def _from_sizes(sizes: Sequence[int], ranks: int) -> tuple[Unit, ...]:
     if min(sizes) < 1:
-        raise _wrong(sizes, "these are sizes, and one is less than 1; for groups of ranks nest lists: [[0, 1], [2, 3]]")
+        raise _wrong(sizes, "sizes must be at least 1; to list ranks, nest the lists: [[0, 1], [2, 3]]")
     if len(sizes) > _DEEPEST:
         raise _wrong(sizes, f"there may be up to {_DEEPEST} levels")
     total = math.prod(sizes)
@@ -169,7 +179,7 @@ def _ranks(unit: Unit) -> list[int]:
 
 
 def _depth(unit: Unit) -> int | None:
-    """None where ranks are not equally deep."""
+    """Return the depth of all ranks, or None if they differ."""
     if isinstance(unit, int):
         return 0
     depths = {_depth(child) for child in unit}
@@ -178,7 +188,7 @@ def _depth(unit: Unit) -> int | None:
 
 
 def _spans(ranks: tuple[Unit, ...]) -> str:
-    """`0–3, 7`."""
+    """Format ranks as spans, such as `0–3, 7`."""
     spans: list[list[int]] = []
     for rank in ranks:
         assert isinstance(rank, int)  # noqa: S101 - the innermost level holds ranks

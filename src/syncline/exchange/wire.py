@@ -1,8 +1,7 @@
-"""What a collective puts on the wire, by backend: bytes, the links they cross, messages that wait for each other.
+"""Bytes and messages of each collective, by backend.
 
-One table serves both sides of the ledger: an exchange's prediction adds up its phases from here, the engine counts each
-call from here. What keeps the table itself honest is a test that compares it with the interface counters of emulated
-hosts.
+The same table serves the prediction of an exchange's cost and the engine's counters, so the two cannot differ.
+`tests/test_wire.py` compares the table with the interface counters of emulated hosts.
 """
 
 from __future__ import annotations
@@ -24,17 +23,17 @@ def _one_chunk_to_each(elements: int, ranks: int) -> int:
 
 
 def _ring_reduce(elements: int, ranks: int) -> int:
-    """Gloo: a ring reduce-scatter, then everyone sends its chunk to the root."""
+    """Count for gloo: a ring reduce-scatter, after which every rank sends its chunk to the root."""
     return ranks * _chunk(elements, ranks) if ranks > 1 else 0
 
 
 def _tree_broadcast(elements: int, ranks: int) -> int:
-    """Gloo: a binomial tree, whose root sends once per doubling."""
+    """Count for gloo: a binomial tree, whose root sends once per doubling."""
     return elements * (ranks - 1).bit_length()
 
 
 def _chain(elements: int, ranks: int) -> int:
-    """NCCL: a pipelined ring, in which everyone sends everything on once."""
+    """Count for NCCL: a pipelined ring, in which each rank forwards everything once."""
     return elements if ranks > 1 else 0
 
 
@@ -59,18 +58,26 @@ KINDS = tuple(_SENT["gloo"])
 
 
 def sent_bytes(kind: str, elements: int, itemsize: int, ranks: int, backend: str = "gloo") -> int:
-    """Bytes that the busiest of `ranks` sends in one collective over `elements` (all ranks' together for gathers)."""
+    """Return the bytes that the busiest rank sends in one collective.
+
+    Args:
+        kind: The collective, one of `KINDS`.
+        elements: The number of elements, for gathers those of all ranks together.
+        itemsize: Bytes per element.
+        ranks: The number of ranks in the group.
+        backend: `gloo` or `nccl`.
+    """
     table = _SENT.get(backend, _SENT["gloo"])
     return table[kind](elements, ranks) * itemsize
 
 
 def hops(kind: str, ranks: int, backend: str = "gloo") -> int:
-    """Messages of one collective that wait for each other: what start-ups grow with."""
+    """Return the length of the longest chain of messages in a collective, to which start-ups are proportional."""
     if ranks <= 1:
         return 0
     doublings = (ranks - 1).bit_length()
     if kind == "all_reduce":
-        # NCCL sends what is small up and down a tree, gloo everything around the ring, twice.
+        # NCCL sends small messages up and down a tree; gloo sends all sizes around the ring, twice.
         return 2 * (doublings if backend == "nccl" else ranks - 1)
     if kind == "broadcast" and backend != "nccl":
         return doublings
@@ -78,29 +85,40 @@ def hops(kind: str, ranks: int, backend: str = "gloo") -> int:
 
 
 def uplink_bytes(kind: str, elements: int, itemsize: int, unit_of_rank: Sequence[int], backend: str = "gloo") -> int:
-    """Bytes that one collective puts through the busiest uplink, in its busier direction.
+    """Return the bytes that one collective sends over the busiest uplink, in its busier direction.
 
-    `unit_of_rank` says in which unit (host, rack) each rank sits; every unit has one uplink. Root is rank 0.
+    Args:
+        kind: The collective, one of `KINDS`. Its root is rank 0.
+        elements: The number of elements, for gathers those of all ranks together.
+        itemsize: Bytes per element.
+        unit_of_rank: The unit (host or rack) of each rank. Every unit has one uplink.
+        backend: `gloo` or `nccl`.
     """
     messages = uplink_messages(kind, unit_of_rank, backend)
     return messages * message_bytes(kind, elements, itemsize, len(unit_of_rank), backend)
 
 
 def message_bytes(kind: str, elements: int, itemsize: int, ranks: int, backend: str = "gloo") -> int:
-    """One message of a collective: everything along trees and chains, a chunk around rings and to each of all."""
+    """Return the bytes of one message: the whole tensor in trees and chains, one chunk in rings and all-to-alls."""
     whole = kind == "broadcast" or (kind == "reduce" and backend == "nccl")
     return (elements if whole else _chunk(elements, ranks)) * itemsize
 
 
 def uplink_messages(kind: str, unit_of_rank: Sequence[int], backend: str = "gloo") -> int:
-    """How many messages pass the busiest uplink, whatever their size: what takes a look at every rank."""
+    """Return the number of messages that pass the busiest uplink. It takes time proportional to the ranks."""
     return max(sum(count for _, count in uplink) for uplink in uplinks(kind, [unit_of_rank], backend))
 
 
 def uplinks(kind: str, groups: Sequence[Sequence[int]], backend: str = "gloo") -> set[tuple[tuple[int, int], ...]]:
-    """What passes the uplinks of all units, out or in, while groups of ranks do the same side by side; alike ones once.
+    """Return the messages on the uplinks of all units, while groups of ranks run the same collective concurrently.
 
-    Each group lists the units of its ranks. An uplink is pairs of a group's size and a number of messages.
+    Args:
+        kind: The collective, one of `KINDS`.
+        groups: For each group, the units of its ranks.
+        backend: `gloo` or `nccl`.
+
+    Returns:
+        For each uplink and direction, pairs of a group size and a number of messages. Equal ones appear once.
     """
     passed: dict[tuple[str, int], Counter[int]] = {}
     for units in groups:
@@ -111,8 +129,8 @@ def uplinks(kind: str, groups: Sequence[Sequence[int]], backend: str = "gloo") -
 
 
 def _between_units(kind: str, units: Sequence[int], backend: str) -> Iterator[tuple[int, int, int]]:
-    """From which unit to which other, and how often. Of an all-to-all's messages only how many leave each unit and
-    reach it counts: there are too many to look at."""
+    """Yield sender unit, receiver unit and number of messages. An all-to-all has too many pairs of ranks to list, so
+    only the number of messages that leave and enter each unit is computed."""
     if kind == "all_to_all":
         for unit, count in Counter(units).items():
             yield unit, unit, count * (len(units) - count)
@@ -124,7 +142,7 @@ def _between_units(kind: str, units: Sequence[int], backend: str) -> Iterator[tu
 
 
 def _messages(kind: str, ranks: int, backend: str) -> list[tuple[int, list[tuple[int, int]]]]:
-    """From rank to rank, and how often."""
+    """Return the edges between ranks, with the number of times that each is used."""
     ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
     if kind in ("all_reduce", "all_gather"):
         return [(2 * (ranks - 1) if kind == "all_reduce" else ranks - 1, ring)]

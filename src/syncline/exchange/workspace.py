@@ -1,8 +1,8 @@
-"""Memory for what exchanges need only while they run, shared by buckets that run one after the other.
+"""Memory that an exchange needs only while it runs, shared by buckets that run one after the other.
 
-A bucket of DDP has buffers of its own, and its residual twice. Where memory is short, buckets are many and small and
-take turns: what they need meanwhile then is there once, as large as the largest of them needs it, and a residual is at
-rest in one copy, on the device or in pinned memory of the host.
+With DDP, every bucket has its own buffers and two copies of its residual. `Layerwise` has less memory and many small
+buckets. They share one set of buffers, as large as the largest bucket needs, and each stores one copy of its residual
+between steps, on the device or in the host's pinned memory.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from torch import Tensor
 
 
 class Workspace:
-    """The memory of one lane. Whoever takes some must leave it as it is when the next one begins: with anything in it,
-    but for what is asked to hold zeros, which must be left with zeros."""
+    """The shared memory of one lane.
+
+    A bucket may leave anything in a buffer, and must not expect to find what it left there. The exception is a buffer
+    that must hold zeros at the start: its user must leave zeros in it.
+    """
 
     def __init__(self, device: torch.device, *, rest_on_host: bool = False) -> None:
         self.device = device
@@ -24,28 +27,29 @@ class Workspace:
         self._prefix = ""
 
     def take(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory of this kind, at the same place for everyone who asks for no more than the first did."""
+        """Return a buffer of this kind. Its address changes only when a call asks for more elements than any before."""
         key, numel = (self._prefix + kind, dtype), math.prod(shape)
         if key not in self._buffers or self._buffers[key].numel() < numel:
             self._buffers[key] = torch.zeros(numel, dtype=dtype, device=self.device)
         return self._buffers[key][:numel].view(shape)
 
     def part(self, name: str) -> Workspace:
-        """For one of several that run at the same time."""
+        """Return a view of the workspace with its own buffers, for one of several chunks that run concurrently."""
         inner = Workspace(self.device)
         inner._buffers, inner._rest, inner._prefix = self._buffers, self._rest, f"{self._prefix}{name}/"
         return inner
 
     def rest_on(self, where: str) -> None:
-        """`device` or `host`: for what begins to be kept from now on, in all parts."""
+        """Choose where residuals that are created from now on are stored, in all parts: `device` or `host`."""
         self._rest["on host"] = where == "host"
 
     def at_rest(self, numel: int) -> Tensor:
-        """Zeros, for what is kept between steps."""
+        """Return zeros, as storage for a residual between steps."""
         if self._rest["on host"]:
             return torch.zeros(numel, pin_memory=self.device.type == "cuda")
         return torch.zeros(numel, device=self.device)
 
     @property
     def bytes(self) -> int:
+        """Bytes that the buffers occupy, residuals excluded."""
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())

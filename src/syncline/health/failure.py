@@ -1,7 +1,7 @@
-"""What a rank leaves behind when an exchange or a meeting fails: one small file, for whoever asks why next morning.
+"""Failure reports: the small JSON file that each rank writes when an exchange, or a call that all ranks make, fails.
 
-Names, sizes and times, and nothing of what was exchanged. It goes to the folder `syncline-failure`, or to the one that
-`SYNCLINE_FAILURES` names; set to nothing, it is not written.
+A report contains names, sizes and times, and no gradients. It is written to the folder `syncline-failure`, or to the
+one that `SYNCLINE_FAILURES` names. If this variable is set but empty, no report is written.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,20 +19,21 @@ from syncline._version import __version__
 from syncline.dist import torchrun
 from syncline.errors import first_line
 from syncline.files import read_json, write_json
-from syncline.health.heartbeat import Vigil, vigil
-from syncline.health.suspects import Suspect
+from syncline.health.heartbeat import shared_heartbeat
+from syncline.health.suspects import Absence, Suspect, suspects_text
 
 FOLDER_VARIABLE = "SYNCLINE_FAILURES"
 FOLDER = "syncline-failure"
 _MOST_RANKS = 1_000_000
 
 
-class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
-    """Something that happened to an exchange, so many seconds before it failed."""
+class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Something that happened in an exchange before the failure."""
 
     before_s: float
+    """Time between the event and the failure."""
     what: str
-    """`ready`, `start`, `end`, `failed`, or a collective that was issued, as `all_reduce`."""
+    """`ready`, `start`, `end`, `failed`, or the name of a collective that was started, such as `all_reduce`."""
     lane: int
     step: int
     bucket: int
@@ -40,8 +41,8 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     sent_bytes: int = 0
 
 
-class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A bucket that was on its way."""
+class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A bucket whose exchange had not finished."""
 
     lane: int
     step: int
@@ -49,11 +50,11 @@ class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     bytes: int
     exchange: str
     age_s: float
-    """Since it was ready."""
+    """Time since the bucket was ready."""
 
 
-class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one rank knew when something had failed that takes all of them."""
+class FailureReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one rank knew about a failure."""
 
     schema: int = 2
     rank: int
@@ -67,22 +68,22 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     timeout_s: float
     run: str = msgspec.field(default_factory=torchrun.run_id)
     attempt: str = msgspec.field(default_factory=torchrun.attempt)
-    """torchrun's, of the job and of its restarts."""
+    """torchrun's names of the job and of this start of it."""
     job: str = ""
-    """The same for all ranks that have started together, and for no others; nothing, where they could not agree."""
+    """A name that all ranks of one start share; empty if they could not agree on one."""
     where: str
-    """What it was in: `step 6`, or a call that all ranks must make, like `save`."""
+    """`step 6`, or a call that all ranks make, such as `save`."""
     step: int | None
-    """None, where ranks met for something else."""
+    """None for a call outside training steps."""
     error: str
     suspects: tuple[Suspect, ...]
     pending: tuple[Pending, ...]
     events: tuple[Event, ...]
-    """The last ones, in the order in which they happened."""
+    """The last events, oldest first."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size <= _MOST_RANKS:
-            raise ValueError(f"rank: is {self.rank} of {self.world_size}: no rank has left it")
+            raise ValueError(f"rank: is {self.rank} of {self.world_size}: there is no such rank")
         if not self.timeout_s >= 0:
             raise ValueError(f"timeout_s: is {self.timeout_s}; it must not be negative")
         self.moment()
@@ -95,47 +96,53 @@ class Failure(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.timezone.utc)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Failure:
+    def load(cls, path: str | os.PathLike[str]) -> FailureReport:
         return read_json(path, cls)
 
+    def write(self) -> str:
+        """Write the report. Return a text that says where it is, or why it could not be written; never raise."""
+        if (folder := chosen_folder()) is None:
+            return ""
+        try:
+            path = folder / f"rank-{self.rank}.json"
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            write_json(path, self)
+        except Exception as problem:  # noqa: BLE001
+            return f"; this rank's failure report could not be written: {first_line(problem)}"
+        return f"; this rank's failure report is {path.absolute()}"
 
-def told(
-    error: str,
-    note_of: Callable[[Sequence[Suspect], str], Failure],
-    find: Callable[[Vigil], Sequence[Suspect]],
+
+def explain_failure(
+    report: FailureReport,
+    ranks: Sequence[int],
+    absence: Absence,
     *,
-    own: bool,
-) -> tuple[Sequence[Suspect], str]:
-    """Tells the other ranks, leaves a note, and finds out because of whom it is, unless it is this rank's `own` doing.
-    Takes seconds. `note_of` suspects, and the job's name. → the suspects, and where the note is."""
-    with vigil() as found:
-        job = "" if found is None else found.job
-        if found is not None:
-            found.say(error, own=own)
-        left = leave(lambda: note_of([], job))  # now: a launcher may end this process before more is known
-        suspects = [] if found is None or own else find(found)
-    return suspects, leave(lambda: note_of(suspects, job)) if suspects else left
+    own: bool = False,
+    outside: bool = False,
+    announce: bool = True,
+) -> tuple[str, str]:
+    """Announce a failure to the other ranks, write the report, and look for suspects unless the cause is `own`.
+
+    Takes seconds. Returns two texts to append to the error: the suspects, and where the report is.
+    """
+    suspects: list[Suspect] = []
+    with shared_heartbeat() as heartbeat:
+        if heartbeat is not None:
+            if announce:
+                heartbeat.announce_failure(report.error, own=own)
+            report = msgspec.structs.replace(report, job=heartbeat.job)
+        written = report.write()  # now, because a launcher may end this process before suspects are known
+        if heartbeat is not None and not own:
+            suspects = heartbeat.find_suspects(ranks, absence, outside=outside)
+    if suspects:
+        written = msgspec.structs.replace(report, suspects=tuple(suspects)).write()
+    return suspects_text(suspects), written
 
 
 def chosen_folder() -> Path | None:
-    """Where notes are left; None, where none are to be."""
+    """Return the folder of failure reports; None if none are to be written."""
     folder = os.environ.get(FOLDER_VARIABLE, FOLDER)
     return Path(folder) if folder else None
-
-
-def leave(found: Callable[[], Failure]) -> str:
-    """Writes what is found → where it is, or why it is nowhere, to be appended to the error, which must be
-    told whatever else is broken by now."""
-    if (folder := chosen_folder()) is None:
-        return ""
-    try:
-        failure = found()
-        path = folder / f"rank-{failure.rank}.json"
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_json(path, failure)
-    except Exception as problem:  # noqa: BLE001
-        return f"; this rank's note could not be written: {first_line(problem)}"
-    return f"; this rank's note is in {path.absolute()}"
 
 
 def _now() -> str:

@@ -1,12 +1,9 @@
-"""Calls that all ranks make together: whoever fails to come is named.
-
-`agreement` compares; here, a collective that fails because a rank has not come raises an error that says which.
-"""
+"""Calls that all ranks make, such as attach, save and load: an error names the ranks that did not make the call."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,26 +12,27 @@ import torch.distributed as dist
 from syncline.dist.agreement import agree, current_device
 from syncline.dist.comm import backend_of, group_timeout
 from syncline.errors import MismatchError, SynclineError, first_line
-from syncline.health import failure
-from syncline.health.heartbeat import vigil
-from syncline.health.suspects import Suspect, is_collective, suspected
+from syncline.health.failure import FailureReport, explain_failure
+from syncline.health.heartbeat import shared_heartbeat
+from syncline.health.suspects import absent_from_call, is_collective
 
 
 def meet(
     group: dist.ProcessGroup, fingerprint: Mapping[str, Any], what: str = "what is attached", call: str = "attach"
 ) -> None:
-    """`agree`, in the words of somebody who called something that all ranks must call."""
+    """Compare a fingerprint on all ranks, as part of a call that all ranks make."""
     with meeting(group, call):
         agree(group, fingerprint, what)
 
 
 @contextlib.contextmanager
 def meeting(group: dist.ProcessGroup, call: str, *, users: bool = False) -> Iterator[None]:
-    """All ranks do what is inside; if they do not, the error says who is missing, as far as can be known. `users`:
-    inside is their own code too, whose errors are theirs."""
-    with vigil() as found:
-        if found is not None:
-            found.came(group.group_name)
+    """Run a block that all ranks of a group run, and raise a MismatchError that names suspects if one does not.
+
+    With `users`, the block runs users' code too, whose errors are raised as they are.
+    """
+    with shared_heartbeat() as heartbeat:
+        calls = 0 if heartbeat is None else heartbeat.count_call(group.group_name)
         try:
             yield
         except SynclineError:
@@ -43,48 +41,39 @@ def meeting(group: dist.ProcessGroup, call: str, *, users: bool = False) -> Iter
             if users and "ExchangeError:" in str(error):
                 raise
             if not is_collective(error):
-                if found is not None:
-                    found.say(f"{type(error).__name__}: {first_line(error)}", own=True)
+                if heartbeat is not None:
+                    heartbeat.announce_failure(f"{type(error).__name__}: {first_line(error)}", own=True)
                 raise
-            told = f"the ranks did not meet to {call}: {first_line(error)}"
-            suspects, left = failure.told(
-                told,
-                lambda suspects, job: _note_of(group, call, told, suspects, job),
-                lambda found: found.suspects(dist.get_process_group_ranks(group), group.group_name),
-                own=False,
+            report = FailureReport(
+                rank=dist.get_rank(),
+                world_size=dist.get_world_size(),
+                backend=backend_of(group),
+                timeout_s=group_timeout(group).total_seconds(),
+                where=call,
+                step=None,
+                error=f"not all ranks called {call}: {first_line(error)}",
+                suspects=(),
+                pending=(),
+                events=(),
             )
+            ranks = dist.get_process_group_ranks(group)
+            suspects, written = explain_failure(report, ranks, absent_from_call(group.group_name, calls))
             raise MismatchError(
-                f"{told}{suspected(suspects)}. All ranks of the model's process group must call {call}, in the same "
-                f"order as their other collectives{left}"
+                f"{report.error}{suspects}. All ranks of the model's process group must call {call}, in the same "
+                f"order as their other collectives{written}"
             ) from error
-
-
-def _note_of(group: dist.ProcessGroup, call: str, error: str, suspects: Sequence[Suspect], job: str) -> failure.Failure:
-    return failure.Failure(
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-        backend=backend_of(group),
-        timeout_s=group_timeout(group).total_seconds(),
-        job=job,
-        where=call,
-        step=None,
-        error=error,
-        suspects=tuple(suspects),
-        pending=(),
-        events=(),
-    )
 
 
 @contextlib.contextmanager
 def together(group: dist.ProcessGroup, device: torch.device, what: str, call: str) -> Iterator[dict[str, Any]]:
-    """What is done inside is done on all ranks, with the same of what is put into the fields, or all raise."""
+    """Run a block on all ranks, and raise on all of them if one fails or if the fields that it fills differ."""
     fields: dict[str, Any] = {}
     with current_device(device):
         try:
             yield fields
         except Exception as error:
             text = first_line(error)
-            with contextlib.suppress(MismatchError):  # this rank's own error says more
+            with contextlib.suppress(MismatchError):  # this rank's own error says more than that ranks differ
                 meet(group, {"error": text}, what, call)
             raise
         meet(group, {"error": None, **fields}, what, call)

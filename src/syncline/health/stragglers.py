@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting: each says what a step takes it by itself, and the first of them compares."""
+"""Stragglers: each rank measures its own part of a step, and the first rank of a model compares them."""
 
 from __future__ import annotations
 
@@ -8,59 +8,60 @@ from collections.abc import Mapping, Sequence
 
 from syncline.dist.span import Span
 from syncline.errors import tell
-from syncline.health.suspects import At
+from syncline.health.suspects import Progress
 
 _STEPS = 50
-"""Of which the median says what a step takes."""
+"""Number of steps whose median counts."""
 _ENOUGH_STEPS = 10
-_LAGS = 0.25
-"""A rank that takes this much of a step longer than the others is a straggler."""
-_LAGS_S = 0.005
-_LOOKS = 2
-"""One after the other at which it must be the slowest: others are slow once in a while."""
+_LAG = 0.25
+"""A straggler's own time exceeds that of the others by at least this fraction, and by `_LAG_S`."""
+_LAG_S = 0.005
+_CHECKS = 2
+"""Number of checks in a row at which a rank must be the slowest: every rank is slow once in a while."""
 
 
 class Stragglers:
-    """Of one model's ranks."""
+    """The straggler among the ranks of one model."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
         self._own_s: deque[float] = deque(maxlen=_STEPS)
-        self._slowest, self._looks = -1, 0
-        """Who was the slowest at the last looks, and at how many of them."""
-        self.found: str | None = None
-        """Who keeps the others waiting, if somebody does."""
-        self._told: int | None = None
+        self._slowest, self._checks = -1, 0
+        """The slowest rank, and at how many checks in a row it was the slowest."""
+        self.straggler: str | None = None
+        """A sentence about the rank that makes the others wait, if there is one."""
+        self._warned: int | None = None
 
     def stepped(self, span: Span | None, period_s: float) -> None:
-        """A step is over, and took so long: what this rank did not spend waiting for the last bucket was its own."""
+        """Record a step: the time that this rank did not wait for the last bucket is its own."""
         if span is not None:
             self._own_s.append(max(0.0, period_s - span.exposed_s))
 
     def own_s(self) -> float | None:
-        """What a step takes this rank itself, when it has made enough of them."""
+        """Return the median of this rank's own time per step, after enough steps."""
         steps = tuple(self._own_s)
         return statistics.median(steps) if len(steps) >= _ENOUGH_STEPS else None
 
-    def compare(self, at: Mapping[int, At]) -> None:
-        own_s = {rank: one.own_s for rank, one in at.items() if one.own_s is not None}
+    def compare(self, progress: Mapping[int, Progress]) -> None:
+        """Look for a straggler, and warn about a new one."""
+        own_s = {rank: of_rank.own_s for rank, of_rank in progress.items() if of_rank.own_s is not None}
         if len(own_s) < len(self._ranks):
             return
         slowest = max(own_s, key=lambda rank: own_s[rank])
         others_s = statistics.median(seconds for rank, seconds in own_s.items() if rank != slowest)
         lag_s = own_s[slowest] - others_s
-        if lag_s <= max(_LAGS_S, _LAGS * others_s):
-            self._looks, self.found, self._told = 0, None, None
+        if lag_s <= max(_LAG_S, _LAG * others_s):
+            self._checks, self.straggler, self._warned = 0, None, None
             return
-        self._looks = self._looks + 1 if slowest == self._slowest else 1
+        self._checks = self._checks + 1 if slowest == self._slowest else 1
         self._slowest = slowest
-        if self._looks < _LOOKS:
-            self.found = None
+        if self._checks < _CHECKS:
+            self.straggler = None
             return
-        self.found = (
+        self.straggler = (
             f"rank {slowest} takes {lag_s:.3f} s per step longer than the others, which wait for it "
-            f"({own_s[slowest]:.3f} s of its own, theirs {others_s:.3f} s; medians of the last {_STEPS} steps)"
+            f"({own_s[slowest]:.3f} s of its own, the others {others_s:.3f} s; medians of the last {_STEPS} steps)"
         )
-        if self._told != slowest:
-            self._told = slowest
-            tell(self.found)
+        if self._warned != slowest:
+            self._warned = slowest
+            tell(self.straggler)

@@ -1,6 +1,7 @@
-"""What ranks say of themselves, what of it was heard, and whom that makes suspect when something fails.
+"""Which ranks are suspected when something fails, judged by the heartbeats of all ranks.
 
-No clocks are compared: a sign carries a counter, and its age is counted by whoever has heard it.
+`find_suspects` decides, and `_suspicion` says what makes a single rank suspect. Clocks of different hosts are never
+compared: a heartbeat carries a counter, and the rank that reads it measures its age.
 """
 
 from __future__ import annotations
@@ -8,88 +9,91 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import msgspec
 import torch.distributed as dist
 
-from syncline.units import ranks_text
-
 _SILENT_BEATS = 2.2
-"""A rank that has left no new sign for so long is not heard of."""
-
-ALARM_S = 5.0
-"""So long without a heartbeat is worth a line in the log, while nothing has failed yet."""
-_ALARM_BEATS = 3.0
-_NAMED = 8
-"""Ranks in one line, at most."""
-
-_LISTENS_BEATS = 2.0
-"""Between two looks, at most, that count as listening."""
+"""Beats without a new heartbeat after which a rank counts as silent."""
+_READING_BEATS = 2.0
+"""Longest time between two reads, in beats, that counts as time without a heartbeat."""
+_INSIDE_S = 1.0
+"""Time that a rank may compute inside an exchange before it starts a collective, without being suspected."""
 
 _COLLECTIVE = ("connection", "timed out", "timeout", "gloo", "nccl", "socket", "reset by peer", "broken pipe")
-"""In the words of a backend whose collective has failed: somebody else's doing, more likely than not."""
+"""Words in the error of a collective that failed inside an exchange, most likely because of another rank."""
 _BACKENDS = ("gloo", "nccl", "caused pair closure")
-"""In the words of a backend, wherever it has failed: gloo's name its own files."""
+"""Words that only a backend uses: gloo names its own source files."""
 
 
-class At(msgspec.Struct, frozen=True, array_like=True):
-    """How far a rank is with one model's exchanges."""
+class Progress(msgspec.Struct, frozen=True, array_like=True):
+    """How far a rank is with the exchanges of one model."""
 
     submitted: int
+    """Number of buckets submitted so far."""
     step: int
     own_s: float | None = None
-    """What a step takes this rank itself, without what it waits for others."""
+    """Time that a step takes this rank, without the time that it waits for others."""
     inside_s: float = 0.0
-    """For how long it has been inside of an exchange without coming to a collective."""
+    """Time since the rank entered an exchange, if it has started no collective in it yet."""
 
 
-class Sign(msgspec.Struct, frozen=True):
-    """What a rank says of itself."""
+class Beat(msgspec.Struct, frozen=True):
+    """The content of one heartbeat."""
 
-    beat: int
-    met: dict[str, int] = {}
-    """By group, how often it has come to where all of its ranks meet, to attach, save, load and so on."""
-    at: dict[str, At] = {}
+    count: int
+    """A counter that changes with every heartbeat."""
+    calls: dict[str, int] = {}
+    """By process group: how many calls that all ranks make, such as attach, save and load, this rank has reached."""
+    progress: dict[str, Progress] = {}
+    """By model."""
     failed: str = ""
     own: bool = False
-    """Whether what failed was its own doing, and not that of a collective."""
-    asks: bool = False
-    """Whether it reads the others' signs, and needs the store for that."""
-    left: str = ""
-    """How its program ended."""
-    idle: bool = False
-    """Whether it has nothing attached any more, and leaves no more signs."""
+    """True if the failure has its cause on this rank, and not in a collective."""
+    asking: bool = False
+    """True while the rank looks for suspects, and therefore needs the store."""
+    ended: str = ""
+    """How the rank's program ended."""
+    detached: bool = False
+    """True if nothing is attached any more, and this is the last heartbeat."""
+
+    @property
+    def has_failed(self) -> bool:
+        return bool(self.failed or self.ended)
+
+    @property
+    def is_final(self) -> bool:
+        """True if no more heartbeats are to be expected."""
+        return self.has_failed or self.detached
 
 
 class Kind(enum.Enum):
-    """What makes a rank suspect."""
+    """The reason why a rank is suspected."""
 
     FAILED = "failed"
-    """Something of its own."""
+    """An error of its own."""
     ENDED = "ended"
-    """Its program, with an exception or without."""
+    """Its program ended, with or without an exception."""
     VICTIM = "victim"
-    """It failed too, in a collective."""
+    """It failed in a collective too."""
     SILENT = "silent"
     UNSEEN = "unseen"
-    """It has never left a sign."""
+    """It has never sent a heartbeat."""
     ELSEWHERE = "elsewhere"
-    """Alive, and not where the others wait."""
+    """It is alive, but has not reached the collective."""
     DETACHED = "detached"
     INSIDE = "inside"
-    """Of an exchange's own code."""
+    """It is inside an exchange, but not in a collective."""
     STORE_GONE = "store-gone"
-    """Whoever served the store, rank 0 or its launcher."""
+    """It served the store, or its launcher did, and the store has ended."""
     STORE_MUTE = "store-mute"
-    """It, or the link of whoever asks."""
+    """The store does not answer, or the link of this rank is down."""
 
 
 class Suspect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A rank that it may be because of."""
+    """A rank that may have caused a failure."""
 
     rank: int
     kind: Kind
@@ -99,215 +103,197 @@ class Suspect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"rank {self.rank} ({self.why})"
 
 
-class Exchanging(Protocol):
-    """A model's exchanges, as far as their ranks can be compared."""
+class StoreState(enum.Enum):
+    """Whether the job's store can be asked."""
 
-    name: str
-    """The same on all of its ranks."""
+    ANSWERS = "answers"
+    MUTE = "mute"
+    """No answer in time; asked again later."""
+    GONE = "gone"
+    """Its server has closed the connection, for good."""
+    UNUSABLE = "unusable"
+    """A kind of store that has no heartbeats, or one that is no longer used."""
 
-    def at(self) -> At: ...
+
+Reason = tuple[Kind, str]
+Absence = Callable[[Beat], Reason | None]
+"""Returns why a live rank is suspected, given its last heartbeat, or None if it is where it should be."""
+
+
+def absent_from_call(group: str, calls: int) -> Absence:
+    """Suspect ranks that have not reached this rank's last call on a process group."""
+
+    def absence(beat: Beat) -> Reason | None:
+        late = beat.calls.get(group, 0) < calls
+        return (Kind.ELSEWHERE, "alive, but has not made this call") if late else None
+
+    return absence
+
+
+def absent_from_exchange(model: str, own: Callable[[], Progress]) -> Absence:
+    """Suspect ranks that have submitted fewer buckets of a model than this rank, or that hang inside an exchange."""
+
+    def absence(beat: Beat) -> Reason | None:
+        progress = beat.progress.get(model)
+        if progress is None:
+            return Kind.DETACHED, "alive, but has nothing attached"
+        if progress.submitted < own().submitted:
+            return Kind.ELSEWHERE, f"alive, in step {progress.step}, but has not reached this exchange"
+        if progress.inside_s > _INSIDE_S:
+            return Kind.INSIDE, f"alive, but inside an exchange for {progress.inside_s:.0f} s without a collective"
+        return None
+
+    return absence
+
+
+def absent_from_collective(model: str) -> Absence:
+    """Suspect every live rank: a collective outside Syncline is not watched."""
+
+    def absence(beat: Beat) -> Reason:
+        progress = beat.progress.get(model)
+        step = "" if progress is None else f", in step {progress.step}"
+        return Kind.ELSEWHERE, f"alive{step}, but has not reached this collective"
+
+    return absence
 
 
 @dataclass(frozen=True)
-class _Heard:
-    sign: Sign
+class _Received:
+    beat: Beat
     read_s: float
-    """When it was looked for last: nothing is known of the time since."""
-    mute_s: float = 0.0
-    """For how long it was looked for and did not change."""
-    left_after_s: float = -math.inf
-    """When it was not there yet."""
+    """When the store was last read for this rank."""
+    silent_s: float = 0.0
+    """How long the store was read without a new heartbeat."""
+    sent_after_s: float = -math.inf
+    """The last read before this heartbeat was found."""
 
 
-class Heard:
-    """The last signs of the other ranks."""
+class Heartbeats:
+    """The last heartbeat received from each other rank."""
 
     def __init__(self, beat_s: float) -> None:
         self._beat_s = beat_s
-        self._of: dict[int, _Heard] = {}
-        self._read_s = -math.inf
+        self._received: dict[int, _Received] = {}
+        self._all_read_s = -math.inf
 
-    def note(self, signs: Mapping[int, Sign], *, everyone: bool = True) -> None:
-        """What was there when somebody looked, of all ranks that have ever left one or of some."""
+    def update(self, beats: Mapping[int, Beat], *, all_ranks: bool = True) -> None:
+        """Record what the store contains now: of all ranks that have ever sent a heartbeat, or of some."""
         now_s = time.monotonic()
-        self._read_s = now_s if everyone else self._read_s
-        for rank, sign in signs.items():
-            before = self._of.get(rank)
+        self._all_read_s = now_s if all_ranks else self._all_read_s
+        for rank, beat in beats.items():
+            before = self._received.get(rank)
             if before is None:
-                self._of[rank] = _Heard(sign, now_s)
-            elif sign.beat == before.sign.beat:
-                # Whoever looks may have been stopped itself, or was too busy: then it has not listened all the time.
-                listened_s = min(now_s - before.read_s, _LISTENS_BEATS * self._beat_s)
-                self._of[rank] = replace(before, read_s=now_s, mute_s=before.mute_s + listened_s)
+                self._received[rank] = _Received(beat, now_s)
+            elif beat.count == before.beat.count:
+                # This process may have been stopped or starved itself. It has not read the store all that time.
+                reading_s = min(now_s - before.read_s, _READING_BEATS * self._beat_s)
+                self._received[rank] = replace(before, read_s=now_s, silent_s=before.silent_s + reading_s)
             else:
-                self._of[rank] = _Heard(sign, now_s, left_after_s=before.read_s)
+                self._received[rank] = _Received(beat, now_s, sent_after_s=before.read_s)
 
     def __contains__(self, rank: int) -> bool:
-        return rank in self._of
+        return rank in self._received
 
-    def at(self, name: str, ranks: Sequence[int]) -> dict[int, At]:
-        """How far these ranks are with a model, those that have said so."""
-        signs = {rank: self._of[rank].sign for rank in ranks if rank in self._of}
-        return {rank: sign.at[name] for rank, sign in signs.items() if name in sign.at}
+    def last(self, rank: int) -> Beat | None:
+        return self._received[rank].beat if rank in self._received else None
 
-    def knows(self, rank: int, asked_s: float) -> bool:
-        """Whether it has been there since somebody asked, has failed, or has been silent for long enough."""
-        heard = self._of.get(rank)
-        if heard is None or heard.read_s < asked_s:
+    def silent_s(self, rank: int) -> float | None:
+        """Return how long a rank has sent no heartbeat; None if none is due, before its first or after its last."""
+        received = self._received.get(rank)
+        return None if received is None or received.beat.is_final else received.silent_s
+
+    def progress(self, model: str, ranks: Sequence[int]) -> dict[int, Progress]:
+        """Return the progress of those ranks that have reported any."""
+        beats = {rank: self._received[rank].beat for rank in ranks if rank in self._received}
+        return {rank: beat.progress[model] for rank, beat in beats.items() if model in beat.progress}
+
+    def is_known(self, rank: int, asked_s: float) -> bool:
+        """Return whether a rank has failed, is silent, or has sent a heartbeat since `asked_s`."""
+        received = self._received.get(rank)
+        if received is None or received.read_s < asked_s:
             return False
-        return _failed(heard) or heard.left_after_s >= asked_s or self._mute_s(heard) is not None
+        return received.beat.has_failed or received.sent_after_s >= asked_s or self._is_silent(received)
 
-    def is_open(self, rank: int, asked_s: float) -> bool:
-        """Whether it may be dead, and nobody has listened for long enough to say so."""
-        heard = self._of.get(rank)
-        return heard is not None and not heard.sign.idle and not self.knows(rank, asked_s)
+    def is_unclear(self, rank: int, asked_s: float) -> bool:
+        """Return whether a rank may be dead, but the store has not been read long enough to tell."""
+        beat = self.last(rank)
+        return beat is not None and not beat.detached and not self.is_known(rank, asked_s)
 
-    def is_through(self, rank: int) -> bool:
-        """Whether nobody needs to stay because of it."""
-        heard = self._of.get(rank)
-        if heard is None:
+    def is_done(self, rank: int) -> bool:
+        """Return whether a rank needs the store no longer."""
+        received = self._received.get(rank)
+        if received is None:
             return False
-        done = _failed(heard) or heard.sign.idle
-        return (done and not heard.sign.asks) or self._mute_s(heard) is not None
+        return (received.beat.is_final and not received.beat.asking) or self._is_silent(received)
 
-    def unheard_s(self, rank: int) -> float | None:
-        """For how long it has sent no heartbeat; None where none is to be expected: it has not begun, or said that
-        there will be no more."""
-        heard = self._of.get(rank)
-        return None if heard is None or _failed(heard) or heard.sign.idle else heard.mute_s
+    def have_failed(self, ranks: Sequence[int]) -> bool:
+        return all(rank in self and self._received[rank].beat.has_failed for rank in ranks)
 
-    def _mute_s(self, heard: _Heard) -> float | None:
-        """For how long it has left no sign, where that is long."""
-        return heard.mute_s if heard.mute_s >= _SILENT_BEATS * self._beat_s else None
+    def _is_silent(self, received: _Received) -> bool:
+        return received.silent_s >= _SILENT_BEATS * self._beat_s
 
-    def known(self, others: Sequence[int]) -> list[Suspect]:
-        """Of these ranks, those that were suspect when they were heard of last, whatever has become of them since."""
-        heard = {rank: self._of[rank] for rank in others if rank in self._of}
-        guilty = [told for rank, one in heard.items() if (told := _guilt(rank, one.sign)) is not None]
-        mute = {rank: self._mute_s(one) for rank, one in heard.items() if not (_failed(one) or one.sign.idle)}
-        return guilty or [_silent(rank, seconds) for rank, seconds in mute.items() if seconds is not None]
+    def culprits(self, others: Sequence[int]) -> list[Suspect]:
+        """Return the ranks that had failed by themselves, or else were silent, when the store was last read."""
+        return _most_telling(self._suspects(others, lambda beat: None, asked_s=math.inf), _ORDER[:2])
 
-    def failed_of(self, rank: int) -> str:
-        """What has failed there, but not by itself; nothing, if nothing has."""
-        heard = self._of.get(rank)
-        return heard.sign.failed if heard is not None and not heard.sign.own else ""
-
-    def are_victims(self, others: Sequence[int]) -> bool:
-        """Whether all of these have failed: who has not may be about to, or may be whom they wait for."""
-        return all(rank in self._of and _failed(self._of[rank]) for rank in others)
-
-    def suspects(
-        self, others: Sequence[int], mine: Sign, place: Exchanging | str, asked_s: float, *, outside: bool = False
+    def find_suspects(
+        self, rank: int, others: Sequence[int], absence: Absence, asked_s: float, store: StoreState
     ) -> list[Suspect]:
-        """Of these ranks, those because of which one fails whose own sign is `mine`: in an exchange, or where a group
-        meets, or `outside`, in a collective of which nothing is known. What was heard before it asked does not count.
-        """
-        mute, guilty, behind, earlier = [], [], [], []
-        for rank in others:
-            heard = self._of.get(rank)
-            if heard is None:
-                if self._read_s >= asked_s:
-                    mute.append(Suspect(rank, Kind.UNSEEN, "it has left no sign here"))
-                continue
-            sign = heard.sign
-            if (told := _guilt(rank, sign)) is not None:
-                guilty.append(told)
-            elif sign.failed:
-                earlier.append(Suspect(rank, Kind.VICTIM, f"it failed too: {sign.failed}"))
-            elif sign.idle:
-                behind.append(Suspect(rank, Kind.DETACHED, "it had nothing attached when it was heard of last"))
-            elif heard.left_after_s < asked_s:
-                if (mute_s := self._mute_s(heard)) is not None:
-                    mute.append(_silent(rank, mute_s))
-            elif outside:
-                why = f"alive{_in_step(sign, place)}, and has not come to this collective"
-                behind.append(Suspect(rank, Kind.ELSEWHERE, why))
-            elif (told := self._behind(rank, sign, mine.met, place)) is not None:
-                behind.append(told)
-        return guilty or mute or behind or earlier
+        """Return the ranks because of which `rank` has failed, as far as heartbeats since `asked_s` show it."""
+        if store is StoreState.UNUSABLE or (rank == 0 and store is not StoreState.ANSWERS):
+            return []  # nothing can be known, and rank 0 would only suspect itself
+        if store is StoreState.MUTE:
+            return [Suspect(0, Kind.STORE_MUTE, "the job's store does not answer, or this rank's own link is down")]
+        if store is StoreState.GONE:
+            server = Suspect(0, Kind.STORE_GONE, "it or its launcher served the job's store, which has ended")
+            first = self.last(0)
+            if first is not None and first.failed and not first.own:
+                server = Suspect(0, Kind.VICTIM, f"it failed too, and ended the job's store: {first.failed}")
+            return self.culprits(others) or [server]
+        return _most_telling(self._suspects(others, absence, asked_s), _ORDER)
 
-    def _behind(self, rank: int, sign: Sign, met: Mapping[str, int], place: Exchanging | str) -> Suspect | None:
-        if isinstance(place, str):
-            late = sign.met.get(place, 0) < met.get(place, 0)
-            return Suspect(rank, Kind.ELSEWHERE, "alive, and has not come here") if late else None
-        mine, theirs = place.at(), sign.at.get(place.name)
-        if theirs is None:
-            return Suspect(rank, Kind.DETACHED, "alive, and has nothing attached")
-        if theirs.submitted < mine.submitted:
-            why = f"alive, in step {theirs.step}, and has not come to this exchange"
-            return Suspect(rank, Kind.ELSEWHERE, why)
-        if theirs.inside_s > self._beat_s:
-            why = f"alive, and has been inside of an exchange for {theirs.inside_s:.0f} s without a collective"
-            return Suspect(rank, Kind.INSIDE, why)
-        return None
+    def _suspects(self, others: Sequence[int], absence: Absence, asked_s: float) -> list[Suspect]:
+        reasons = {rank: self._suspicion(self._received.get(rank), absence, asked_s) for rank in others}
+        return [Suspect(rank, *reason) for rank, reason in reasons.items() if reason is not None]
+
+    def _suspicion(self, received: _Received | None, absence: Absence, asked_s: float) -> Reason | None:
+        """Return why a rank is suspected: the first of these reasons that applies."""
+        if received is None:
+            return (Kind.UNSEEN, "it has sent no heartbeat") if self._all_read_s >= asked_s else None
+        beat = received.beat
+        if beat.ended:
+            return Kind.ENDED, beat.ended
+        if beat.failed:
+            return (Kind.FAILED, beat.failed) if beat.own else (Kind.VICTIM, f"it failed too: {beat.failed}")
+        if beat.detached:
+            return Kind.DETACHED, "it had nothing attached at its last heartbeat"
+        if received.sent_after_s < asked_s:
+            silent = self._is_silent(received)
+            return (Kind.SILENT, f"no heartbeat for {received.silent_s:.0f} s") if silent else None
+        return absence(beat)
 
 
-class Silence:
-    """Which ranks have stopped sending heartbeats: one line when they do, and one when they are back."""
-
-    def __init__(self, rank: int, beat_s: float) -> None:
-        self._rank, self._beat_s = rank, beat_s
-        self._since_s: dict[int, float] = {}
-        """Silent ranks, and since when they are."""
-        self._alarms: Counter[int] = Counter()
-
-    def changes(self, heard: Heard, ranks: Sequence[int]) -> list[str]:
-        """What is to be logged since the last time."""
-        now_s = time.monotonic()
-        silent: list[int] = []
-        lines = []
-        for rank in ranks:
-            unheard_s = heard.unheard_s(rank)
-            if unheard_s is None:
-                self._since_s.pop(rank, None)
-            elif rank not in self._since_s and unheard_s >= self._patience_s(rank):
-                silent.append(rank)
-                self._since_s[rank] = now_s - unheard_s
-                self._alarms[rank] += 1
-            elif rank in self._since_s and unheard_s < self._beat_s:
-                since_s = self._since_s.pop(rank)
-                lines.append(
-                    f"rank {self._rank}: rank {rank} is back after {now_s - since_s:.0f} s without a heartbeat"
-                )
-        if silent:
-            least_s = min(now_s - self._since_s[rank] for rank in silent)
-            lines.append(
-                f"rank {self._rank}: no heartbeat from {ranks_text(silent, _NAMED)} for {least_s:.0f} s: the process "
-                "is stopped or has ended, or its host cannot be reached"
-            )
-        return lines
-
-    def _patience_s(self, rank: int) -> float:
-        """Longer for a rank that has come back several times: it holds Python's lock for seconds, and is no news."""
-        return max(ALARM_S, _ALARM_BEATS * self._beat_s) * 2.0 ** max(0, self._alarms[rank] - 1)
+_ORDER: tuple[tuple[Kind, ...], ...] = (
+    (Kind.FAILED, Kind.ENDED),
+    (Kind.SILENT, Kind.UNSEEN),
+    (Kind.ELSEWHERE, Kind.DETACHED, Kind.INSIDE),
+    (Kind.VICTIM,),
+)
+"""Reasons, the most telling ones first. Suspects are named from the first group that has any."""
 
 
-def _failed(heard: _Heard) -> bool:
-    return bool(heard.sign.failed or heard.sign.left)
-
-
-def _guilt(rank: int, sign: Sign) -> Suspect | None:
-    if sign.left:
-        return Suspect(rank, Kind.ENDED, sign.left)
-    return Suspect(rank, Kind.FAILED, sign.failed) if sign.failed and sign.own else None
-
-
-def _in_step(sign: Sign, place: Exchanging | str) -> str:
-    at = None if isinstance(place, str) else sign.at.get(place.name)
-    return "" if at is None else f", in step {at.step}"
-
-
-def _silent(rank: int, seconds: float) -> Suspect:
-    return Suspect(rank, Kind.SILENT, f"no sign of life for {seconds:.0f} s")
+def _most_telling(suspects: Sequence[Suspect], order: Sequence[Sequence[Kind]]) -> list[Suspect]:
+    groups = ([suspect for suspect in suspects if suspect.kind in kinds] for kinds in order)
+    return next((group for group in groups if group), [])
 
 
 def is_backends(error: BaseException) -> bool:
-    """Whether gloo or NCCL raised it, wherever that was. Other things time out, and lose connections, too."""
+    """Return whether gloo or NCCL raised an error, inside an exchange or not. Other code has timeouts too."""
     return isinstance(error, dist.DistError) or (type(error) is RuntimeError and _says(error, _BACKENDS))
 
 
 def is_collective(error: BaseException | None) -> bool:
-    """Whether a backend raised it, inside of an exchange, because of another rank, as far as its words tell."""
+    """Return whether an error inside an exchange comes from a collective, and probably from another rank."""
     if isinstance(error, TimeoutError | dist.DistError):
         return True
     return isinstance(error, RuntimeError) and _says(error, _COLLECTIVE)
@@ -318,8 +304,8 @@ def _says(error: BaseException, words: Sequence[str]) -> bool:
     return any(word in line for word in words)
 
 
-def suspected(suspects: Sequence[Suspect]) -> str:
-    """To be appended to what failed."""
+def suspects_text(suspects: Sequence[Suspect]) -> str:
+    """Return the text that names the suspects, to be appended to an error."""
     if not suspects:
         return ""
     named = ", ".join(map(str, suspects[:3])) + (f" and {len(suspects) - 3} more" if len(suspects) > 3 else "")

@@ -1,8 +1,7 @@
-"""What is watched of one model: where each bucket of its exchanges is, and what happened last; of plain DDP, only that
-its ranks send heartbeats and how far they are.
+"""Watchdogs: each follows the exchanges of one model, abandons one that hangs, and explains a failure.
 
-The last events are kept in a ring, whatever becomes of them: noting one costs less than a microsecond, and they are all
-that is left to look at when an exchange fails. See `heartbeat` for who looks, and `failure` for what is left behind.
+It keeps the last events for the failure report, at less than a microsecond per event. A thread of `heartbeat` calls it
+once per beat. The watchdog of plain DDP knows the current step, and no buckets.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -23,33 +22,61 @@ from syncline.dist.comm import LaneGroups, backend_of, group_timeout
 from syncline.dist.lane import Job, Lane
 from syncline.dist.span import Span
 from syncline.errors import first_line, tell
-from syncline.health import failure
-from syncline.health.heartbeat import log, vigil
+from syncline.health.failure import Event, FailureReport, Pending, explain_failure
+from syncline.health.heartbeat import log, shared_heartbeat
 from syncline.health.stragglers import Stragglers
-from syncline.health.suspects import At, Suspect, is_collective, suspected
+from syncline.health.suspects import Progress, absent_from_collective, absent_from_exchange, is_collective
 
 _EVENTS = 400
 _GRACE = 0.5
-"""What a collective may take beyond its timeout, as a part of it: the backend itself should have ended it by then."""
+"""Fraction of the timeout that a collective may take beyond it; its backend should have ended it by then."""
 _GRACE_S = 5.0
-_DEVICE = 0.7
-"""Of a collective's timeout on a device, after which NCCL ends the process: what is known is told before."""
-
-_LETS_GO_S = 2.0
-
+"""The same in seconds; the longer time counts."""
+_WARN = 0.7
+"""Fraction of a collective's timeout on a device after which a warning names suspects: NCCL then ends the process."""
+_END_S = 2.0
+"""Time that lanes have to end with the program."""
 _EXPLAINED_S = 120.0
-"""Longer than finding out takes."""
+"""Time that another thread waits for an explanation. Finding one takes seconds."""
 
 
 @dataclass(frozen=True)
-class _Open:
+class _Unfinished:
     job: Job
     step: int
     since_s: float
 
+    def under_way(self) -> bool:
+        try:
+            return self.job.marks.seconds() is None
+        except RuntimeError:  # a broken device does not answer
+            return True
 
-class Guard:
-    """Of one engine, from `start` to `stop`."""
+    def pending(self, now_s: float) -> Pending:
+        job = self.job
+        exchange = "" if job.exchange is None else type(job.exchange).__name__
+        return Pending(job.lane, self.step, job.bucket, job.bytes, exchange, now_s - self.since_s)
+
+
+@dataclass
+class _LaneState:
+    unfinished: list[_Unfinished] = field(default_factory=list)
+    """On a device, only the last bucket: the host does not see when the others end."""
+    moved_s: float = 0.0
+    """When the last event happened."""
+    last: str = ""
+    """The last event."""
+    step: int = -1
+    bucket: int = -1
+    warned: bool = False
+
+    def inside_s(self, now_s: float) -> float:
+        """Return how long the lane has been inside an exchange without starting a collective."""
+        return now_s - self.moved_s if self.unfinished and self.last == "start" else 0.0
+
+
+class Watchdog:
+    """The watchdog of one engine, from `start` to `stop`."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
         self.name, self.timeout_s, self._backend = "", timeout.total_seconds(), backend_of(group)
@@ -57,17 +84,12 @@ class Guard:
         self._rank = dist.get_rank()
         self._stragglers = Stragglers(self.ranks)
         self._events: deque[tuple[float, str, int, int, int, str, int]] = deque(maxlen=_EVENTS)
-        self._places: dict[int, tuple[int, int]] = {}
-        """By lane, the step and the bucket that it issues now."""
-        self._open: dict[int, list[_Open]] = {}
-        self._moved_s: dict[int, float] = {}
-        self._last: dict[int, str] = {}
-        """By lane, what happened last."""
+        """Time, and the fields of an `Event`."""
+        self._states: dict[int, _LaneState] = {}
+        """By lane. Any thread may add one, so iterate over a copy."""
         self._submitted = self._step = 0
         self._lanes: Sequence[Lane] = ()
         self._groups: Sequence[LaneGroups] = ()
-        self._told: set[int] = set()
-        """Lanes on a device whose last exchange was told to be stuck."""
         self._lock = threading.Lock()
         self._explains = False
         self._explained = threading.Event()
@@ -75,241 +97,212 @@ class Guard:
 
     @property
     def straggler(self) -> str | None:
-        """Who keeps the others waiting, if somebody does; the first rank knows."""
-        return self._stragglers.found
+        """A sentence about the rank that makes the others wait, on the first rank of the model."""
+        return self._stragglers.straggler
 
     def start(self, groups: Sequence[LaneGroups], lanes: Sequence[Lane]) -> None:
-        """From now on these are looked after, and tell what they issue."""
+        """Watch these lanes, and record the collectives of their groups."""
         self._lanes, self._groups = tuple(lanes), tuple(groups)
-        for index, one in enumerate(groups):
-            one.notes.issued = functools.partial(_issued, weakref.ref(self), index)
+        for index, lane_groups in enumerate(groups):
+            lane_groups.notes.issued = functools.partial(_issued, weakref.ref(self), index)
         self.watch(groups[0].comm.group.group_name)
 
     def watch(self, name: str) -> None:
-        """From now on this rank sends heartbeats, and logs which other one sends none, until `stop`."""
+        """Send heartbeats and log silent ranks until `stop`. The name is the same on all ranks."""
         self.name = name
-        with vigil() as found:
-            if found is not None:
-                found.watch(self)
+        with shared_heartbeat() as heartbeat:
+            if heartbeat is not None:
+                heartbeat.watch(self)
 
     def stop(self) -> None:
         if not self.name:
             return
         self._lanes = self._groups = ()
         with self._lock:
-            self._open.clear()
-        with vigil() as found:
-            if found is not None:
-                found.forget(self)
+            for state in tuple(self._states.values()):
+                state.unfinished.clear()
+        with shared_heartbeat() as heartbeat:
+            if heartbeat is not None:
+                heartbeat.unwatch(self)
 
-    # --- what happens -------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------
 
     def begin(self, job: Job, step: int) -> None:
-        """A bucket is ready, and goes to its lane."""
+        """Record that a bucket is ready and goes to its lane."""
         now_s = time.monotonic()
         with self._lock:
             self._submitted, self._step = self._submitted + 1, step
-            waiting = self._open.setdefault(job.lane, [])
+            state = self._state(job.lane)
             if not job.marks.on_host:
-                waiting.clear()  # a device ends them unseen: the last one stands for all
-            if not waiting:
-                self._moved_s[job.lane] = now_s
-            waiting.append(_Open(job, step, now_s))
+                state.unfinished.clear()
+            if not state.unfinished:
+                state.moved_s = now_s
+            state.unfinished.append(_Unfinished(job, step, now_s))
         self._events.append((now_s, "ready", job.lane, step, job.bucket, "", 0))
 
     def runs(self, lane: int, step: int, bucket: int) -> None:
-        """A lane has come to a bucket."""
-        self._places[lane] = step, bucket
-        self._note("start", lane, step, bucket)
+        """Record that a lane starts the exchange of a bucket."""
+        state = self._state(lane)
+        state.step, state.bucket = step, bucket
+        self._record("start", lane, step, bucket)
 
     def issued(self, lane: int, kind: str, level: str, sent_bytes: int) -> None:
-        """A collective, of the bucket that the lane has come to."""
-        step, bucket = self._places.get(lane, (-1, -1))
-        self._note(kind, lane, step, bucket, level, sent_bytes)
+        """Record a collective of the bucket that the lane has started."""
+        state = self._state(lane)
+        self._record(kind, lane, state.step, state.bucket, level, sent_bytes)
 
     def over(self, job: Job) -> None:
-        """On a device: it is on its way there."""
-        with self._lock:
-            if job.marks.on_host:
-                waiting = self._open.get(job.lane, [])
-                waiting[:] = [one for one in waiting if one.job is not job]
-        self._note("end" if job.error is None else "failed", job.lane, self._step, job.bucket)
+        """Record the end of an exchange; on a device, that all of it has been enqueued."""
+        if job.marks.on_host:
+            with self._lock:
+                unfinished = self._state(job.lane).unfinished
+                unfinished[:] = [other for other in unfinished if other.job is not job]
+        self._record("end" if job.error is None else "failed", job.lane, self._step, job.bucket)
 
-    def _note(self, what: str, lane: int, step: int, bucket: int, level: str = "", sent_bytes: int = 0) -> None:
-        now_s = time.monotonic()
-        self._moved_s[lane], self._last[lane] = now_s, what
-        self._events.append((now_s, what, lane, step, bucket, level, sent_bytes))
+    def _record(self, what: str, lane: int, step: int, bucket: int, level: str = "", sent_bytes: int = 0) -> None:
+        state = self._state(lane)
+        state.moved_s, state.last = time.monotonic(), what
+        self._events.append((state.moved_s, what, lane, step, bucket, level, sent_bytes))
+
+    def _state(self, lane: int) -> _LaneState:
+        return self._states.get(lane) or self._states.setdefault(lane, _LaneState())
 
     def reached(self, step: int) -> None:
-        """Plain DDP has come to a step."""
+        """Record the current step of plain DDP."""
         self._step = step
 
     def stepped(self, span: Span | None, period_s: float) -> None:
-        """A step is over, and took so long."""
+        """Record the duration of a step."""
         self._stragglers.stepped(span, period_s)
 
-    # --- for the vigil ------------------------------------------------------------------------------------------
+    # --- called by the heartbeat --------------------------------------------------------------------------------
 
-    def at(self) -> At:
-        return At(self._submitted, self._step, self._stragglers.own_s(), self._inside_s())
+    def progress(self) -> Progress:
+        now_s = time.monotonic()
+        inside_s = max((state.inside_s(now_s) for state in tuple(self._states.values())), default=0.0)
+        return Progress(self._submitted, self._step, self._stragglers.own_s(), inside_s)
 
-    def _inside_s(self) -> float:
-        """For how long a lane has been inside of an exchange without coming to a collective."""
-        with self._lock:
-            inside = [lane for lane, waiting in self._open.items() if waiting and self._last.get(lane) == "start"]
-            return max((time.monotonic() - self._moved_s[lane] for lane in inside), default=0.0)
+    def compare(self, progress: Mapping[int, Progress]) -> None:
+        self._stragglers.compare(progress)
 
     def end_overdue(self, now_s: float) -> None:
+        """Abandon exchanges that have made no progress for too long; on a device, warn about them in time."""
         lanes = self._lanes
         with self._lock:
-            late = [(self._moved_s[lane], waiting[0]) for lane, waiting in self._open.items() if waiting]
-        for moved_s, one in late:
-            mute_s = now_s - moved_s
-            if not one.job.marks.on_host:
-                if not _under_way(one.job):
-                    self._told.discard(one.job.lane)
-                elif mute_s > _DEVICE * self.timeout_s:
-                    self._tell_stuck(one, mute_s)
-            elif mute_s > self.timeout_s + max(_GRACE_S, _GRACE * self.timeout_s) and lanes:
-                # Not in this thread, which has the signs to read by which the others are named.
-                told = f"nothing has moved on lane {one.job.lane} for {mute_s:.0f} s"
-                own = self._last.get(one.job.lane) == "start"
-                error = RuntimeError(f"{told}, inside of the exchange") if own else TimeoutError(told)
-                end = functools.partial(lanes[one.job.lane].abandon, one.job, error)
-                threading.Thread(target=end, name="syncline-end", daemon=True).start()
-                self._moved_s[one.job.lane] = now_s  # once, until it is due again
+            late = [(state, state.unfinished[0]) for state in tuple(self._states.values()) if state.unfinished]
+        for state, unfinished in late:
+            job, still_s = unfinished.job, now_s - state.moved_s
+            # In a thread of its own, because the calling thread must not wait for suspects.
+            if not job.marks.on_host:
+                if not unfinished.under_way():
+                    state.warned = False
+                elif still_s > _WARN * self.timeout_s and not state.warned:
+                    state.warned = True
+                    text = (
+                        f"exchanging bucket {job.bucket} of step {unfinished.step} has taken {still_s:.0f} s, and NCCL "
+                        f"ends this process after {self.timeout_s:.0f} s"
+                    )
+                    threading.Thread(target=self._warn, args=(text,), name="syncline-stuck", daemon=True).start()
+            elif still_s > self.timeout_s + max(_GRACE_S, _GRACE * self.timeout_s) and lanes:
+                text = f"no progress on lane {job.lane} for {still_s:.0f} s"
+                inside = state.last == "start"
+                error = RuntimeError(f"{text}, inside the exchange") if inside else TimeoutError(text)
+                abandon = functools.partial(lanes[job.lane].abandon, job, error)
+                threading.Thread(target=abandon, name="syncline-end", daemon=True).start()
+                state.moved_s = now_s  # so that it is abandoned once
 
-    def _tell_stuck(self, one: _Open, mute_s: float) -> None:
-        if one.job.lane in self._told:
-            return
-        self._told.add(one.job.lane)
-        text = (
-            f"exchanging bucket {one.job.bucket} of step {one.step} has taken {mute_s:.0f} s, and NCCL ends this "
-            f"process after {self.timeout_s:.0f} s"
-        )
-        threading.Thread(target=self._alarm, args=(text,), name="syncline-stuck", daemon=True).start()
+    def _warn(self, text: str) -> None:
+        """Warn about an exchange that may still finish, and write a failure report."""
+        absence = absent_from_exchange(self.name, self.progress)
+        tell(text + "".join(explain_failure(self._report(text), self.ranks, absence, announce=False)))
 
-    def _alarm(self, text: str) -> None:
-        """Nothing has failed yet, and it may still go on."""
-        with vigil() as found:
-            job, suspects = ("", []) if found is None else (found.job, found.suspects(self.ranks, self))
-        tell(text + suspected(suspects) + failure.leave(lambda: self._note_of(text, suspects, job)))
+    def explain_end(self, error: str) -> str:
+        """Log and return the suspects for a collective outside Syncline whose error ends the program."""
+        text = f"the program ended in a collective outside Syncline: {error}"
+        explanation = self.explain(text, own=False, outside=True)
+        log(f"{text}{explanation}")
+        return explanation
 
-    def compare(self, at: dict[int, At]) -> None:
-        self._stragglers.compare(at)
+    def end_lanes(self) -> None:
+        """End all exchanges with the program.
 
-    def fell_with(self, error: str) -> str:
-        text = f"the program ended in a collective of its own or of DDP's: {error}"
-        told = self.explain(text, own=False, outside=True)
-        log(f"{text}{told}")
-        return told
-
-    def let_go(self) -> None:
-        """The program ends. A thread that came back from a collective while Python takes itself apart would abort the
-        process, and its launcher take that for the cause of it all: what is under way ends now."""
+        A thread that returns from a collective while Python shuts down would abort the process, and its launcher would
+        take that for the cause of the failure.
+        """
         with self._lock:
-            if not any(waiting and waiting[0].job.marks.on_host for waiting in self._open.values()):
+            first = [state.unfinished[0] for state in tuple(self._states.values()) if state.unfinished]
+            if not any(unfinished.job.marks.on_host for unfinished in first):
                 return
             self._explains = True
-        self._explained.set()  # there is nothing to explain, or it has been
-        for one in self._groups:
-            one.cut()
-        until_s = time.monotonic() + _LETS_GO_S
+        self._explained.set()  # no other thread shall wait for an explanation
+        for lane_groups in self._groups:
+            lane_groups.cut()
+        until_s = time.monotonic() + _END_S
         for lane in self._lanes:
             lane.end(max(0.0, until_s - time.monotonic()))
 
-    # --- when something fails -----------------------------------------------------------------------------------
+    # --- failures -----------------------------------------------------------------------------------------------
 
     def explain(
         self, error: str, *, own: bool | None = None, cause: BaseException | None = None, outside: bool = False
     ) -> str:
-        """Once: who is suspected, and where the note is, to be appended to the error. `outside` of exchanges:
-        in a collective that is not watched. Takes seconds."""
+        """Return the suspects and where the failure report is, to be appended to an error. Takes seconds, once.
+
+        `own` says whether the cause is on this rank; by default, the exception `cause` decides. `outside` is for a
+        collective outside Syncline.
+        """
         with self._lock:
             first, self._explains = not self._explains, True
         if not first:
             self._explained.wait(_EXPLAINED_S)
             return self._explanation
+        own = not is_collective(cause) if own is None else own
+        absence = absent_from_collective(self.name) if outside else absent_from_exchange(self.name, self.progress)
         try:
-            self._explanation = self._explain(error, not is_collective(cause) if own is None else own, outside)
-        except Exception as problem:  # noqa: BLE001 - the error itself must be told, whatever else is broken by now
-            self._explanation = f"; nothing more could be found out: {first_line(problem)}"
+            report = self._report(error, outside=outside)
+            self._explanation = "".join(explain_failure(report, self.ranks, absence, own=own, outside=outside))
+        except Exception as problem:  # noqa: BLE001 - the error itself must be raised, whatever else is broken by now
+            self._explanation = f"; its suspects could not be found: {first_line(problem)}"
         finally:
             self._explained.set()
         return self._explanation
 
     def explained(self, error: BaseException | None) -> str:
-        """What has failed already, with the explanation that may still be looked for."""
+        """Return an earlier error with its explanation, which another thread may still be looking for."""
         if self._explains:
             self._explained.wait(_EXPLAINED_S)
         return f"{error}" + ("" if self._explanation in str(error) else self._explanation)
 
-    def _explain(self, error: str, own: bool, outside: bool) -> str:
-        suspects, left = failure.told(
-            error,
-            lambda suspects, job: self._note_of(error, suspects, job, outside=outside),
-            lambda found: found.suspects(self.ranks, self, outside=outside),
-            own=own,
-        )
-        return suspected(suspects) + left
-
-    def _note_of(self, error: str, suspects: Sequence[Suspect], job: str, *, outside: bool = False) -> failure.Failure:
-        now_s = time.monotonic()
+    def _report(self, error: str, *, outside: bool = False) -> FailureReport:
+        events, now_s = tuple(self._events), time.monotonic()
         with self._lock:
-            pending = [
-                failure.Pending(
-                    lane=one.job.lane,
-                    step=one.step,
-                    bucket=one.job.bucket,
-                    bytes=one.job.bytes,
-                    exchange=type(one.job.exchange).__name__ if one.job.exchange is not None else "",
-                    age_s=now_s - one.since_s,
-                )
-                for waiting in self._open.values()
-                for one in waiting
-                if _under_way(one.job)
-            ]
-        events = [
-            failure.Event(
-                before_s=now_s - at_s, what=what, lane=lane, step=step, bucket=bucket, level=level, sent_bytes=sent
-            )
-            for at_s, what, lane, step, bucket, level, sent in tuple(self._events)
-        ]
-        return failure.Failure(
+            unfinished = [other for state in tuple(self._states.values()) for other in state.unfinished]
+        return FailureReport(
             rank=self._rank,
             world_size=dist.get_world_size() if dist.is_initialized() else len(self.ranks),
             backend=self._backend,
             timeout_s=self.timeout_s,
-            job=job,
-            where="a collective of its own" if outside else f"step {self._step}",
+            where="a collective outside Syncline" if outside else f"step {self._step}",
             step=self._step,
             error=error,
-            suspects=tuple(suspects),
-            pending=tuple(pending),
-            events=tuple(events),
+            suspects=(),
+            pending=tuple(bucket.pending(now_s) for bucket in unfinished if bucket.under_way()),
+            events=tuple(Event(now_s - event[0], *event[1:]) for event in events),
         )
 
 
-_plain: weakref.WeakKeyDictionary[DDP, Guard] = weakref.WeakKeyDictionary()
+_plain: weakref.WeakKeyDictionary[DDP, Watchdog] = weakref.WeakKeyDictionary()
 
 
-def watch_plain(ddp: DDP) -> weakref.ref[Guard]:
-    """Send heartbeats, and log which other rank sends none, for as long as the model is there, or until `stop`: for a
-    model that is plain DDP, or may become it."""
+def watch_plain(ddp: DDP) -> weakref.ref[Watchdog]:
+    """Send heartbeats and log silent ranks for a model that is plain DDP, until it is released or `stop` is called."""
     group: dist.ProcessGroup = ddp.process_group
-    guard = _plain.setdefault(ddp, Guard(group, group_timeout(group)))
-    guard.watch(f"plain {group.group_name}")
-    return weakref.ref(guard)
+    watchdog = _plain.setdefault(ddp, Watchdog(group, group_timeout(group)))
+    watchdog.watch(f"plain {group.group_name}")
+    return weakref.ref(watchdog)
 
 
-def _under_way(job: Job) -> bool:
-    try:
-        return job.marks.seconds() is None
-    except RuntimeError:  # of a device that answers nothing any more
-        return True
-
-
-def _issued(guard: weakref.ref[Guard], lane: int, kind: str, level: str, sent_bytes: int) -> None:
-    """Comms are in a circle of their own, which must not keep a model's guard and lanes when the model is forgotten."""
-    if (found := guard()) is not None:
+def _issued(watchdog: weakref.ref[Watchdog], lane: int, kind: str, level: str, sent_bytes: int) -> None:
+    """Record a collective. A comm is in a reference cycle, which must not keep the watchdog of a released model."""
+    if (found := watchdog()) is not None:
         found.issued(lane, kind, level, sent_bytes)

@@ -1,4 +1,4 @@
-"""Where kernels get the memory that they work in."""
+"""The source of the memory that kernels work in."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from torch import Tensor
 
 
 class Buffers(Protocol):
-    """Makes memory to work in: with zeros in it, or shared, and then with anything but for what is left as zeros."""
+    """Returns a buffer of zeros. A shared buffer contains zeros only if its last user left zeros in it."""
 
     def __call__(self, kind: str, *shape: int, dtype: torch.dtype) -> Tensor: ...
 
 
 def own_buffers(device: torch.device) -> Buffers:
+    """Return a source of buffers that are not shared."""
+
     def make(kind: str, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 

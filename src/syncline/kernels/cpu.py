@@ -1,9 +1,9 @@
-"""Selection on the CPU: one pass over a bucket, then a few over what is worth a look.
+"""Selection on the CPU: one pass over the bucket, then a few passes over the candidates.
 
-The pass goes chunk by chunk, each small enough to stay in a cache while it is added, cleared and compared. What it is
-compared with is a guess, from what the last step selected, that lets twice as much pass as is needed or so. Those
-candidates are sorted out exactly, so the guess decides how long it takes and never what is selected: where too few
-passed, it is lowered and everything compared again.
+The first pass goes through the bucket in chunks that fit into a cache: it adds the gradient to the residual, clears the
+gradient, and compares the sum with a threshold. The threshold is a guess from the entries that the last step selected,
+and lets about twice as many candidates pass as are needed. The selection among the candidates is exact. If too few
+passed, the threshold is lowered and everything is compared again. So the guess affects the time, but not the result.
 """
 
 from __future__ import annotations
@@ -23,20 +23,22 @@ Floats = npt.NDArray[np.float32]
 _CHUNK = 1 << 17
 _SAMPLE = 1 << 12
 _SPARE = 2
-"""How many times as many candidates as are needed a guess should let pass; more after each guess that was too high."""
+"""Candidates that a threshold should let pass, per entry needed. It doubles whenever a threshold was too high."""
 _MOST_CANDIDATES = 8
-"""How many times as many candidates as are needed are looked at before a guess counts as useless."""
+"""Candidates per entry needed, beyond which the threshold is too low to be useful."""
 _TOP_EXPONENT = 141
-"""Of fp32, biased, plus 14: times two to this less the largest one's, all values are under 2^15."""
+"""Biased fp32 exponent of 2^14. Scaled by two to this minus the largest value's exponent, all values are below 2^15."""
 _EXPONENT_LIMIT = 120
 
 
 class CpuKernels:
+    """`Kernels` for the CPU, in NumPy."""
+
     def __init__(self, slots: Slots, buffers: Buffers | None = None) -> None:
         make = buffers or own_buffers(torch.device("cpu"))
         self._slots = slots
         self._shift = slots.cell.bit_length() - 1
-        self._guess = KEYS
+        self._threshold = KEYS
         self._magnitude = np.empty(_CHUNK, np.float32)
         self._passed = np.empty(_CHUNK, np.bool_)
         self._sum = make("sum", slots.cells * slots.cell, dtype=torch.float32)
@@ -46,34 +48,37 @@ class CpuKernels:
     def pack(self, flat: Tensor, share: float, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
         before, after = kept[int(turn)], kept[1 - int(turn)]
         layout, sums = self._slots, after.numpy()
-        found = self._accumulate(flat, share, before, after, ratio)
+        candidates = self._accumulate(flat, share, before, after, ratio)
         spare = _SPARE
-        if found is None:
-            self._guess = self._sampled(sums, spare)
-            found = self._compare(sums)
-        candidates, values = found
+        if candidates is None:
+            self._threshold = self._sampled(sums, spare)
+            candidates = self._compare(sums)
+        where, values = candidates
         while True:
             keys = _keys(values)
-            region = (candidates >> self._shift) % layout.regions
+            region = (where >> self._shift) % layout.regions
             counts = np.bincount(region * KEYS + keys, minlength=layout.regions * KEYS).reshape(layout.regions, KEYS)
-            if self._guess <= 1 or counts.sum(1).min() >= layout.entries:
+            if self._threshold <= 1 or counts.sum(1).min() >= layout.entries:
                 break
             spare *= _SPARE
-            self._guess = min(self._guess - 1, self._sampled(sums, spare))
-            candidates, values = self._compare(sums)
+            self._threshold = min(self._threshold - 1, self._sampled(sums, spare))
+            where, values = self._compare(sums)
         chosen, smallest = _largest(keys, region, counts, layout.entries)
-        self._guess = max(1, smallest - SLACK)
-        places = candidates[chosen]
+        self._threshold = max(1, smallest - SLACK)
+        places = where[chosen]
         self._sent = places, self._write(places, region[chosen], values[chosen], counts, _words(slots, layout))
 
     def _accumulate(
         self, flat: Tensor, share: float, before: Tensor, after: Tensor, ratio: Tensor | None
     ) -> tuple[Ints, Floats] | None:
-        """Add up, and find the candidates meanwhile; None if there are so many that the guess is of no use, as after a
-        bucket that held hardly anything."""
-        found, sums = [], after.numpy()
-        level = _magnitude_of(self._guess)
-        room = _MOST_CANDIDATES * self._slots.entries * self._slots.regions
+        """Add the bucket to the residual, and return the candidates: their positions and values.
+
+        Returns:
+            None if there are too many candidates for the threshold to be useful, as after a bucket of almost all zeros.
+        """
+        candidates, sums = [], after.numpy()
+        least = _magnitude_of(self._threshold)
+        remaining = _MOST_CANDIDATES * self._slots.entries * self._slots.regions
         for start in range(0, flat.numel(), _CHUNK):
             stop = min(start + _CHUNK, flat.numel())
             gradient, sum_ = flat[start:stop], after[start:stop]
@@ -83,27 +88,27 @@ class CpuKernels:
             else:
                 torch.mul(before[start:stop], ratio, out=sum_).add_(shared)
             gradient.zero_()
-            if room >= 0:
-                found.append(self._above(sums[start:stop], level, start))
-                room -= len(found[-1][0])
-        return _joined(found) if room >= 0 else None
+            if remaining >= 0:
+                candidates.append(self._above(sums[start:stop], least, start))
+                remaining -= len(candidates[-1][0])
+        return _joined(candidates) if remaining >= 0 else None
 
     def _compare(self, values: Floats) -> tuple[Ints, Floats]:
-        level = _magnitude_of(self._guess)
+        least = _magnitude_of(self._threshold)
         starts = range(0, len(values), _CHUNK)
-        return _joined([self._above(values[start : start + _CHUNK], level, start) for start in starts])
+        return _joined([self._above(values[start : start + _CHUNK], least, start) for start in starts])
 
-    def _above(self, values: Floats, level: float, start: int) -> tuple[Ints, Floats]:
-        """Those that are not below a level, and where; what is not a number is above all of them."""
+    def _above(self, values: Floats, least: float, start: int) -> tuple[Ints, Floats]:
+        """Return positions and values of elements that are not below a threshold. NaN is above every threshold."""
         magnitude, passed = self._magnitude[: len(values)], self._passed[: len(values)]
         np.abs(values, out=magnitude)
-        np.less(magnitude, level, out=passed)
+        np.less(magnitude, least, out=passed)
         np.logical_not(passed, out=passed)
         where = np.flatnonzero(passed)
-        return where + start, values[where]  # while they are in the cache
+        return where + start, values[where]  # copies the values while they are in the cache
 
     def _sampled(self, values: Floats, spare: int) -> int:
-        """A guess that lets about `spare` times as many pass as are needed, from a sample."""
+        """Return a threshold that lets about `spare` candidates pass per entry needed, from a sample."""
         share = spare * self._slots.entries * self._slots.regions / self._slots.numel
         if share >= 1:
             return 1
@@ -121,7 +126,7 @@ class CpuKernels:
             where = (cell << self._shift) + place
             if layout.regions == 1 and where.max(initial=0) >= layout.numel:
                 raise ExchangeError(f"rank {source} sent entry {int(where.max())} of a bucket of {layout.numel}")
-            with np.errstate(over="ignore", invalid="ignore"):  # infinities: the step will not count
+            with np.errstate(over="ignore", invalid="ignore"):  # a step with infinities is not applied
                 total[where] += values
             self._touched[where] = True
         return self._sum
@@ -142,11 +147,11 @@ class CpuKernels:
         where = self._where(places, rank)
         sent = self._write(places, np.zeros(len(places), np.int64), values, counts, _words(slot, layout))
         applied = sent if dtype == torch.float32 else torch.from_numpy(sent).to(dtype).to(torch.float32).numpy()
-        with np.errstate(invalid="ignore"):  # infinities: the step will not count
+        with np.errstate(invalid="ignore"):  # a step with infinities is not applied
             after[where] += np.where(applied != 0, values - applied, np.float32(0))
 
     def _where(self, places: Ints, region: int) -> Ints:
-        """Places in a region, as places in the bucket."""
+        """Convert positions in a region to positions in the bucket."""
         cell = (places >> self._shift) * self._slots.regions + region
         where: Ints = (cell << self._shift) + (places & (self._slots.cell - 1))
         return where
@@ -171,13 +176,25 @@ class CpuKernels:
             velocity[1 - int(turn)].numpy()[where] = 0
 
     def _write(self, places: Ints, region: Ints, values: Floats, counts: Ints, words: npt.NDArray[np.int16]) -> Floats:
-        """Entries into slots, and their values as they come out of them. `counts`: of all candidates, by key."""
+        """Write entries to slots.
+
+        Args:
+            places: Positions of the entries, in the bucket or in the only region.
+            region: The region of each entry.
+            values: The value of each entry.
+            counts: The number of candidates of each region, by key.
+            words: Receives the entries, one row per region.
+
+        Returns:
+            The values as a receiver will read them, after rounding.
+        """
         layout, regions = self._slots, len(words)
         cell = (places >> self._shift) // regions
         words[:, 1 : 1 + layout.cells] = np.bincount(
             region * layout.cells + cell, minlength=regions * layout.cells
         ).reshape(regions, layout.cells)
-        order = slice(None) if regions == 1 else np.argsort(region.astype(np.int16), kind="stable")  # a radix sort
+        # NumPy sorts int16 with a radix sort.
+        order = slice(None) if regions == 1 else np.argsort(region.astype(np.int16), kind="stable")
         row = region[order]
         column = np.arange(len(row)) - _starts(np.bincount(region, minlength=regions))[row]
         words[row, layout.places_at + column] = (places & (layout.cell - 1))[order]
@@ -200,9 +217,9 @@ class CpuKernels:
 
 
 def _largest(keys: Ints, region: Ints, counts: Ints, entries: int) -> tuple[Ints, int]:
-    """Which of the candidates are selected, in their order; and the smallest key that any region went down to."""
-    at_least = counts[:, ::-1].cumsum(1)[:, ::-1]  # by key: how many are not below it
-    boundary = (at_least >= entries).sum(1) - 1  # they fall from key to key, so this is the largest that has enough
+    """Return the indices of the selected candidates, in order, and the smallest boundary key of all regions."""
+    at_least = counts[:, ::-1].cumsum(1)[:, ::-1]  # by key: the number of candidates with this key or a larger one
+    boundary = (at_least >= entries).sum(1) - 1  # the largest key for which there are enough
     boundary = np.maximum(boundary, 0)
     above = np.where(boundary + 1 < KEYS, at_least[np.arange(len(counts)), np.minimum(boundary + 1, KEYS - 1)], 0)
     limit = boundary[region]
@@ -216,8 +233,19 @@ def _largest(keys: Ints, region: Ints, counts: Ints, entries: int) -> tuple[Ints
 
 
 def _entries(words: npt.NDArray[np.int16], layout: Slots, sender: str) -> tuple[Ints, Ints, Ints, Floats]:
-    """Of some slots: each entry's cell, its place there, its slot's number and its value. Received ones are checked:
-    nothing is written by a place that cannot be."""
+    """Read slots, and check them, so that nothing is written outside of the bucket.
+
+    Args:
+        words: The slots, one row each.
+        layout: Their format.
+        sender: The sender's name for an error message.
+
+    Returns:
+        The cell, the place in the cell, the row and the value of each entry.
+
+    Raises:
+        ExchangeError: A count or a place is too large, or entries are not in order.
+    """
     counts = words[:, 1 : 1 + layout.cells].view(np.uint16).astype(np.int64)
     filled = counts.sum(1)
     if filled.max(initial=0) > layout.entries or counts.max(initial=0) > layout.cell:
@@ -229,7 +257,7 @@ def _entries(words: npt.NDArray[np.int16], layout: Slots, sender: str) -> tuple[
     if place.max(initial=0) >= layout.cell:
         raise ExchangeError(f"{sender} sent place {int(place.max())} of a cell of {layout.cell}")
     order = cell * layout.cell + place
-    if ((order[1:] <= order[:-1]) & (row[1:] == row[:-1])).any():  # of one place twice, only one would count
+    if ((order[1:] <= order[:-1]) & (row[1:] == row[:-1])).any():  # a repeated place would lose an entry
         raise ExchangeError(f"{sender} sent entries that are not in order")
     if layout.values == torch.float32:
         values = words.view(np.float32)[row, layout.values_at // 2 + column]
@@ -261,5 +289,5 @@ def _keys(values: Floats) -> Ints:
 
 
 def _magnitude_of(key: int) -> float:
-    """The smallest that has it."""
+    """Return the smallest magnitude with this key."""
     return float(np.int32(min(key << KEY_SHIFT, 0x7F800000)).view(np.float32))

@@ -1,13 +1,19 @@
-"""Selection on CUDA, in Triton: what `cpu.py` computes, bit for bit, without ever waiting for the device.
+"""Selection on CUDA, in Triton. The results equal those of `cpu.py`, bit for bit, and nothing waits for the device.
 
-One pass over a bucket adds it to what was kept, clears it, and notes per cell what is not below a guess: a key somewhat
-below the one at which the region's slot was full in the step before. Those candidates are counted by key; one program
-per region finds at which key its slot is full now; and cells count, and then write, what they have of it. As on CPU,
-the guess decides how long it takes and never what is selected: a cell with more candidates than it has room to note is
-searched as a whole, and so is a region in which too few passed.
+1. One pass adds the bucket to the residual, clears it, and stores for each cell the places of its candidates: elements
+   whose keys are not below a threshold. The threshold is slightly below the boundary key of the last step, at which the
+   region's slot was full. Candidates are counted by key.
+2. One program per region finds the boundary key of this step.
+3. Each cell counts its selected entries, and then writes them to the slot.
 
-Received slots are checked before use: a place that cannot be becomes a NaN in its cell, so the step is dropped on all
-ranks, and nothing is written elsewhere.
+As on the CPU, the threshold affects the time, but not the result: a cell with more candidates than it can store is
+searched completely, and so is a region with too few candidates.
+
+Received slots are checked before use. An invalid place becomes a NaN in its cell, so that all ranks drop the step, and
+nothing is written outside of the bucket.
+
+This module has more than 400 lines because the kernels and the class that launches them must change together: they
+share long argument lists, which no type checker compares.
 """
 
 from __future__ import annotations
@@ -28,12 +34,12 @@ from syncline.kernels.slots import KEY_SHIFT, KEYS, SLACK, Slots
 _SHIFT = tl.constexpr(KEY_SHIFT)
 _KEYS = tl.constexpr(KEYS)
 _TYPES = {torch.float32: 0, torch.float64: 0, torch.bfloat16: 1, torch.float16: 2}
-"""How kernels tell types apart that values are rounded to."""
+"""Numbers by which kernels distinguish the types that values are rounded to; 0 for no rounding."""
 _BLOCK = 4096
 _COPIES = 16
-"""Of each histogram: most candidates have few keys, and whoever counts in one place waits for the others."""
+"""Copies of each histogram. Most candidates share a few keys, and atomic additions to the same address are slow."""
 _FEW = 64
-"""Entries that are looked at together: what a cell has, or somewhat more."""
+"""Entries that a program reads at a time: slightly more than a cell usually has."""
 
 
 @triton.jit
@@ -48,7 +54,7 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _to_bits(values, TYPE: tl.constexpr):
-    """Rounded to 16 bits, as an integer: to even, and what is not a number stays so."""
+    """Round to 16 bits, to nearest even, and return the bits as an integer. NaN stays NaN."""
     if TYPE == 1:
         bits = values.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
@@ -72,15 +78,15 @@ def _rounded(values, TYPE: tl.constexpr):
 
 @triton.jit
 def _accumulate(
-    flat, share, kept, turn, ratio, guess, histogram, found, places, numel, regions, cells,
+    flat, share, kept, turn, ratio, threshold, histogram, candidates, places, numel, regions, cells,
     SCALED: tl.constexpr, TYPE: tl.constexpr,
     CELL: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Of one cell: the bucket to what was kept, the bucket cleared, and what is not below the guess noted."""
+    """For one cell: add the bucket to the residual, clear the bucket, and store the places of the candidates."""
     cell, region = tl.program_id(0), tl.program_id(1)
     now = tl.load(turn).to(tl.int64)
     before, after = kept + now * numel, kept + (1 - now) * numel
-    level = tl.load(guess + region)
+    level = tl.load(threshold + region)
     start = (cell.to(tl.int64) * regions + region) * CELL
     number = region * cells + cell
     places += number.to(tl.int64) * ROOM
@@ -99,12 +105,12 @@ def _accumulate(
         tl.store(flat + where, tl.zeros([BLOCK], flat.dtype.element_ty), mask=inside)
         key = _key(total)
         passes = inside & (key >= level)
-        one = passes.to(tl.int32)
-        note = passed + tl.cumsum(one, 0) - one
+        flag = passes.to(tl.int32)
+        note = passed + tl.cumsum(flag, 0) - flag
         tl.store(places + note, place.to(tl.int16), mask=passes & (note < ROOM))
-        tl.atomic_add(histogram + key, one, mask=passes, sem="relaxed")
-        passed += tl.sum(one, 0)
-    tl.store(found + number, passed)
+        tl.atomic_add(histogram + key, flag, mask=passes, sem="relaxed")
+        passed += tl.sum(flag, 0)
+    tl.store(candidates + number, passed)
 
 
 @triton.jit
@@ -112,7 +118,7 @@ def _recount(
     kept, turn, short, histogram, numel, regions, cells,
     CELL: tl.constexpr, BLOCK: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """All keys of a region in which too few passed. A program takes every so many of its blocks."""
+    """Count all keys of a region that had too few candidates. Its programs share the blocks."""
     region = tl.program_id(1).to(tl.int64)
     if tl.load(short + region) > 0:
         after = kept + (1 - tl.load(turn).to(tl.int64)) * numel
@@ -129,16 +135,17 @@ def _recount(
 
 @triton.jit
 def _boundary(
-    histogram, guess, short, boundary, room, top, entries,
+    histogram, threshold, short, boundary, room, top, entries,
     AGAIN: tl.constexpr, TRACKED: tl.constexpr, SLACK: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Of one region: the largest key that enough entries are not below, and how many of that very key are taken. Or
-    that too few have been counted; then this is asked again."""
+    """For one region: find the boundary key, which is the largest key with at least `entries` elements at or above it,
+    and the number of elements with exactly this key to select. If too few were counted, set `short`: the region is then
+    counted again, and this kernel runs again with AGAIN."""
     region = tl.program_id(0)
-    asked = True
+    active = True
     if AGAIN:
-        asked = tl.load(short + region) > 0
-    if asked:
+        active = tl.load(short + region) > 0
+    if active:
         keys = tl.arange(0, _KEYS)
         counts = tl.zeros([_KEYS], tl.int32)
         mine = histogram + region * COPIES * _KEYS + keys
@@ -152,28 +159,28 @@ def _boundary(
         tl.store(top + region, tl.max(tl.where(counts > 0, keys, 0), 0))
         if TRACKED:
             if not AGAIN:
-                too_few = (tl.sum(counts, 0) < entries) & (tl.load(guess + region) > 1)
+                too_few = (tl.sum(counts, 0) < entries) & (tl.load(threshold + region) > 1)
                 tl.store(short + region, too_few.to(tl.int32))
-            tl.store(guess + region, tl.maximum(limit - SLACK, 1))
+            tl.store(threshold + region, tl.maximum(limit - SLACK, 1))
 
 
 @triton.jit
 def _count(
-    source, turn, short, found, places, boundary, above, ties, numel, regions, cells,
+    source, turn, short, candidates, places, boundary, above, ties, numel, regions, cells,
     KEPT: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """Of one cell: how many are above the boundary, and how many at it."""
+    """For one cell: count the elements above the boundary key, and those at it."""
     cell, region = tl.program_id(0), tl.program_id(1)
     number = region * cells + cell
     limit = tl.load(boundary + region)
     start = (cell.to(tl.int64) * regions + region) * CELL
     if KEPT:
         source += (1 - tl.load(turn).to(tl.int64)) * numel
-    if (tl.load(found + number) <= ROOM) & (tl.load(short + region) == 0):
+    if (tl.load(candidates + number) <= ROOM) & (tl.load(short + region) == 0):
         index = tl.arange(0, ROOM)
-        there = index < tl.load(found + number)
-        place = tl.load(places + number.to(tl.int64) * ROOM + index, mask=there, other=0).to(tl.int32)
-        key = _key(tl.load(source + start + place, mask=there, other=0.0))
+        present = index < tl.load(candidates + number)
+        place = tl.load(places + number.to(tl.int64) * ROOM + index, mask=present, other=0).to(tl.int32)
+        key = _key(tl.load(source + start + place, mask=present, other=0.0))
         tl.store(above + number, tl.sum((key > limit).to(tl.int32), 0))
         tl.store(ties + number, tl.sum(((key == limit) & (key > 0)).to(tl.int32), 0))
     else:
@@ -190,7 +197,7 @@ def _count(
 
 @triton.jit
 def _deal(above, ties, room, top, starts, words, row, cells, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """Of one region: how many entries each cell has, and where in the slot they start; and the slot's header."""
+    """For one region: compute how many entries each cell selects and where they start, and write the slot's header."""
     region = tl.program_id(0)
     left = tl.load(room + region)
     first = 0
@@ -218,13 +225,13 @@ def _write(
     place, value, next, left, words, after, limit, exponent, places_at, values_at, home, numel,
     OWNED: tl.constexpr, VALUES: tl.constexpr, RESULT: tl.constexpr,
 ):  # fmt: skip
-    """Those of some elements that are selected, to their places in the slot from `next` on. Returns how many, and how
-    many are at the boundary. An owner keeps what the cast to the bucket's type loses."""
+    """Write the selected ones of some elements to the slot, from entry `next` on. If OWNED, add rounding errors to the
+    residual. Return the number of entries written and the number of elements at the boundary key."""
     key = _key(value)
     same = ((key == limit) & (key > 0)).to(tl.int32)
     chosen = (key > limit) | ((same > 0) & (tl.cumsum(same, 0) <= left))
-    one = chosen.to(tl.int32)
-    slot = next + tl.cumsum(one, 0) - one
+    flag = chosen.to(tl.int32)
+    slot = next + tl.cumsum(flag, 0) - flag
     tl.store(words + places_at + slot, place.to(tl.int16), mask=chosen)
     if VALUES == 0:
         tl.store((words + values_at).to(tl.pointer_type(tl.float32)) + slot, value, mask=chosen)
@@ -241,20 +248,20 @@ def _write(
     if OWNED:
         applied = _rounded(sent, RESULT)
         lost = tl.where(applied != 0, value - applied, 0.0)
-        inside = chosen & (home + place < numel)  # what is not will be found out by everyone who gets it
+        inside = chosen & (home + place < numel)  # `_spread` detects the others on every rank
         held = tl.load(after + home + place, mask=inside, other=0.0)
         tl.store(after + home + place, held + lost, mask=inside)
-    return tl.sum(one, 0), tl.sum(same, 0)
+    return tl.sum(flag, 0), tl.sum(same, 0)
 
 
 @triton.jit
 def _compact(
-    source, turn, kept, words, short, found, places, boundary, ties, starts,
+    source, turn, kept, words, short, candidates, places, boundary, ties, starts,
     numel, source_numel, regions, cells, row, places_at, values_at, owner, owners,
     KEPT: tl.constexpr, VALUES: tl.constexpr, RESULT: tl.constexpr,
     CELL: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """One cell's entries to their places in the slot."""
+    """Write one cell's entries to the slot."""
     cell, region = tl.program_id(0), tl.program_id(1)
     number = region * cells + cell
     after = kept + (1 - tl.load(turn).to(tl.int64)) * numel
@@ -267,11 +274,11 @@ def _compact(
     home = (cell.to(tl.int64) * owners + owner) * CELL
     if KEPT:
         source = after
-    if (tl.load(found + number) <= ROOM) & (tl.load(short + region) == 0):
+    if (tl.load(candidates + number) <= ROOM) & (tl.load(short + region) == 0):
         index = tl.arange(0, ROOM)
-        there = index < tl.load(found + number)
-        place = tl.load(places + number.to(tl.int64) * ROOM + index, mask=there, other=0).to(tl.int32)
-        value = tl.load(source + start + place, mask=there, other=0.0)
+        present = index < tl.load(candidates + number)
+        place = tl.load(places + number.to(tl.int64) * ROOM + index, mask=present, other=0).to(tl.int32)
+        value = tl.load(source + start + place, mask=present, other=0.0)
         _write(
             place, value, next, left, words, after, limit, exponent, places_at, values_at, home, numel,
             not KEPT, VALUES, RESULT,
@@ -290,7 +297,7 @@ def _compact(
 
 @triton.jit
 def _offsets(words, starts, broken, row, cells, BLOCK: tl.constexpr):
-    """Of one received slot: where each cell's entries start. Nothing is known to be broken yet."""
+    """For one received slot: compute where each cell's entries start. Also reset `broken`."""
     slot = tl.program_id(0)
     tl.store(broken, 0)
     words += slot.to(tl.int64) * row
@@ -304,11 +311,11 @@ def _offsets(words, starts, broken, row, cells, BLOCK: tl.constexpr):
 
 @triton.jit
 def _read(words, first, index, count, entries, places_at, values_at, VALUES: tl.constexpr, CELL: tl.constexpr):
-    """Some entries of one cell: places, values, which of them are there, and which of those are bad: NaN, at a place
-    that is."""
+    """Read some entries of one cell. Return their places, their values, which of them exist, and which of those are
+    invalid. An invalid entry gets place 0 and value NaN."""
     entry = first + index
-    there = index < count
-    safe = there & (entry < entries) & (entry >= 0)
+    present = index < count
+    safe = present & (entry < entries) & (entry >= 0)
     place = tl.load(words + places_at + entry, mask=safe, other=0).to(tl.int32) & 0xFFFF
     if VALUES == 0:
         value = tl.load((words + values_at).to(tl.pointer_type(tl.float32)) + entry, mask=safe, other=0.0)
@@ -318,16 +325,16 @@ def _read(words, first, index, count, entries, places_at, values_at, VALUES: tl.
             exponent = tl.minimum(tl.maximum(tl.load(words).to(tl.int32), -120), 120)
             value = value * _power_of_two(-exponent)
     good = safe & (place < CELL)
-    return tl.where(good, place, 0), tl.where(good, value, float("nan")), there, there & ~good
+    return tl.where(good, place, 0), tl.where(good, value, float("nan")), present, present & ~good
 
 
 @triton.jit
 def _total(
-    words, starts, total, histogram, found, places, sources, cells, row, entries, places_at, values_at,
+    words, starts, total, histogram, candidates, places, sources, cells, row, entries, places_at, values_at,
     VALUES: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
     ROOM: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """One cell of a region, summed over the ranks in their order; what is there is counted by key, and noted."""
+    """For one cell of a region: sum over the ranks, in rank order, count the sums by key, and store their places."""
     cell = tl.program_id(0)
     mine = total + cell.to(tl.int64) * CELL
     for offset in range(0, CELL, BLOCK):
@@ -339,10 +346,12 @@ def _total(
         count = tl.minimum(tl.load(slot + 1 + cell).to(tl.int32) & 0xFFFF, CELL)
         for begin in range(0, count, FEW):
             index = begin + tl.arange(0, FEW)
-            place, value, there, bad = _read(slot, first, index, count, entries, places_at, values_at, VALUES, CELL)
-            held = tl.load(mine + place, mask=there, other=0.0)
-            tl.store(mine + place, held + value, mask=there)
-            if tl.sum(bad.to(tl.int32), 0) > 0:  # the NaN may have lost against others at its place
+            place, value, present, invalid = _read(
+                slot, first, index, count, entries, places_at, values_at, VALUES, CELL
+            )
+            held = tl.load(mine + place, mask=present, other=0.0)
+            tl.store(mine + place, held + value, mask=present)
+            if tl.sum(invalid.to(tl.int32), 0) > 0:  # another entry may have overwritten the NaN at place 0
                 tl.debug_barrier()
                 tl.store(mine, float("nan"))
         slot += row
@@ -353,12 +362,12 @@ def _total(
     for offset in range(0, CELL, BLOCK):
         place = offset + tl.arange(0, BLOCK)
         key = _key(tl.load(mine + place))
-        one = (key > 0).to(tl.int32)
-        note = passed + tl.cumsum(one, 0) - one
+        flag = (key > 0).to(tl.int32)
+        note = passed + tl.cumsum(flag, 0) - flag
         tl.store(places + note, place.to(tl.int16), mask=(key > 0) & (note < ROOM))
-        tl.atomic_add(histogram + key, one, mask=key > 0, sem="relaxed")
-        passed += tl.sum(one, 0)
-    tl.store(found + cell, passed)
+        tl.atomic_add(histogram + key, flag, mask=key > 0, sem="relaxed")
+        passed += tl.sum(flag, 0)
+    tl.store(candidates + cell, passed)
 
 
 @triton.jit
@@ -366,7 +375,7 @@ def _spread(
     words, starts, flat, broken, numel, regions, cells, row, entries, places_at, values_at,
     VALUES: tl.constexpr, RESULT: tl.constexpr, CELL: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """One cell's entries to their places in the bucket; notes if any is not finite, or bad."""
+    """Write one cell's entries to the bucket, and set `broken` to 1 if any is not finite, or 2 if any is invalid."""
     cell, region = tl.program_id(0), tl.program_id(1)
     slot = words + region.to(tl.int64) * row
     first = tl.load(starts + region * cells + cell)
@@ -374,20 +383,20 @@ def _spread(
     start = (cell.to(tl.int64) * regions + region) * CELL
     for begin in range(0, count, FEW):
         index = begin + tl.arange(0, FEW)
-        place, value, there, bad = _read(slot, first, index, count, entries, places_at, values_at, VALUES, CELL)
+        place, value, present, invalid = _read(slot, first, index, count, entries, places_at, values_at, VALUES, CELL)
         outside = start + place >= numel
         where = tl.where(outside, 0, start + place)
         value = tl.where(outside, float("nan"), value)
         value = _rounded(value, RESULT)
-        tl.store(flat + where, value.to(flat.dtype.element_ty), mask=there)
-        infinite = there & ((value.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000)
+        tl.store(flat + where, value.to(flat.dtype.element_ty), mask=present)
+        infinite = present & ((value.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000)
         if tl.sum(infinite.to(tl.int32), 0) > 0:
-            tl.atomic_max(broken, tl.where(tl.sum((bad | (there & outside)).to(tl.int32), 0) > 0, 2, 1))
+            tl.atomic_max(broken, tl.where(tl.sum((invalid | (present & outside)).to(tl.int32), 0) > 0, 2, 1))
 
 
 @triton.jit
 def _spoil(flat, broken):
-    """Leaves a NaN where an entry was bad: its own may have lost against others at its place."""
+    """Write a NaN if an entry was invalid: another entry may have overwritten the NaN that `_spread` wrote."""
     if tl.load(broken) > 1:
         tl.store(flat, float("nan"))
 
@@ -397,7 +406,7 @@ def _release(
     words, starts, flat, kept, velocity, turn, numel, regions, cells, row, entries, places_at, values_at,
     VALUES: tl.constexpr, VELOCITY: tl.constexpr, CELL: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """Of what this rank sent of one cell, what was accepted is no longer kept."""
+    """For one cell: subtract the entries that this rank sent and that were applied from the residual."""
     cell, region = tl.program_id(0), tl.program_id(1)
     new = (1 - tl.load(turn).to(tl.int64)) * numel
     slot = words + region.to(tl.int64) * row
@@ -406,9 +415,9 @@ def _release(
     start = (cell.to(tl.int64) * regions + region) * CELL
     for begin in range(0, count, FEW):
         index = begin + tl.arange(0, FEW)
-        place, value, there, _ = _read(slot, first, index, count, entries, places_at, values_at, VALUES, CELL)
+        place, value, present, _ = _read(slot, first, index, count, entries, places_at, values_at, VALUES, CELL)
         where = start + place
-        accepted = there & (tl.load(flat + where, mask=there, other=0.0) != 0)
+        accepted = present & (tl.load(flat + where, mask=present, other=0.0) != 0)
         held = tl.load(kept + new + where, mask=accepted, other=0.0)
         tl.store(kept + new + where, held - value, mask=accepted)
         if VELOCITY:
@@ -416,27 +425,36 @@ def _release(
 
 
 class _Selection:
-    """What selecting from some regions takes beside them. `expected`: candidates of a cell, where all are alike."""
+    """Buffers and kernel launches to select entries from some regions.
+
+    Args:
+        slots: The format of the slots.
+        regions: The number of regions.
+        expected: The expected number of candidates per cell.
+        device: The device.
+        buffers: The source of shared buffers.
+    """
 
     def __init__(self, slots: Slots, regions: int, expected: int, device: torch.device, buffers: Buffers) -> None:
         make = functools.partial(torch.zeros, device=device, dtype=torch.int32)
         self._slots, self._regions = slots, regions
         self.room = min(slots.cell, max(16, 1 << (2 * expected - 1).bit_length()))
-        self.histogram = buffers("histogram", regions, _COPIES, KEYS, dtype=torch.int32)  # and leaves zeros there
+        self.histogram = buffers("histogram", regions, _COPIES, KEYS, dtype=torch.int32)  # `_boundary` clears it
         kind = f"places of {regions}"
         self.places = buffers(kind, regions, slots.cells, self.room, dtype=torch.int16)
-        self.guess = torch.full((regions,), KEYS, device=device, dtype=torch.int32)
+        self.threshold = torch.full((regions,), KEYS, device=device, dtype=torch.int32)
         self.short, self._boundary, self._room, self._top = (make(regions) for _ in range(4))
-        self._above, self._ties, self.starts, self.found = (make(regions, slots.cells) for _ in range(4))
+        self._above, self._ties, self.starts, self.candidates = (make(regions, slots.cells) for _ in range(4))
 
     def bound(self, *, again: bool = False, tracked: bool = False) -> None:
+        """Find the boundary key of each region. `tracked`: also set the threshold of the next step."""
         _boundary[(self._regions,)](
-            self.histogram, self.guess, self.short, self._boundary, self._room, self._top, self._slots.entries,
+            self.histogram, self.threshold, self.short, self._boundary, self._room, self._top, self._slots.entries,
             AGAIN=again, TRACKED=tracked, SLACK=SLACK, COPIES=_COPIES, num_warps=8,
         )  # fmt: skip
 
     def fill(self, source: Tensor, kept: Tensor, turn: Tensor, owner: int, result: int, words: Tensor) -> None:
-        """The largest entries of each region into its slot: of what is kept, or of a sum that an owner made."""
+        """Write the largest entries of each region to its slot: from the residual, or from a sum over the ranks."""
         layout, from_kept = self._slots, source is kept
         numel = layout.numel if from_kept else source.numel()
         grid = (layout.cells, self._regions)
@@ -444,7 +462,7 @@ class _Selection:
             "KEPT": from_kept, "CELL": layout.cell, "BLOCK": _block(layout), "ROOM": self.room, "num_warps": 2,
         }  # fmt: skip
         _count[grid](
-            source, turn, self.short, self.found, self.places, self._boundary, self._above, self._ties,
+            source, turn, self.short, self.candidates, self.places, self._boundary, self._above, self._ties,
             numel, self._regions, layout.cells, **sizes,
         )  # fmt: skip
         _deal[(self._regions,)](
@@ -452,14 +470,16 @@ class _Selection:
             HALF=layout.values == torch.float16, BLOCK=1024,
         )  # fmt: skip
         _compact[grid](
-            source, turn, kept, words, self.short, self.found, self.places, self._boundary, self._ties, self.starts,
-            layout.numel, numel, self._regions, layout.cells,
+            source, turn, kept, words, self.short, self.candidates, self.places, self._boundary, self._ties,
+            self.starts, layout.numel, numel, self._regions, layout.cells,
             layout.words, layout.places_at, layout.values_at, owner, layout.regions,
             VALUES=_TYPES[layout.values], RESULT=result, **sizes,
         )  # fmt: skip
 
 
 class CudaKernels:
+    """`Kernels` for CUDA."""
+
     def __init__(self, slots: Slots, device: torch.device, buffers: Buffers | None = None) -> None:
         make = buffers or own_buffers(device)
         self._slots = slots
@@ -471,8 +491,8 @@ class CudaKernels:
         self._broken = torch.zeros((), device=device, dtype=torch.int32)
         self._packed = torch.zeros(0, device=device, dtype=torch.int16)
         self._programs = max(1, _programs(device) // slots.regions)
-        # In Triton's interpreter there is nothing to replay.
-        self._replay: Callable[[], Launch] = Replay if device.type == "cuda" else lambda: _at_once
+        # Triton's interpreter runs on the CPU, without CUDA graphs.
+        self._replay: Callable[[], Launch] = Replay if device.type == "cuda" else lambda: _launch
         self._to_pack, self._to_select, self._to_release = (self._replay() for _ in range(3))
         self._to_total, self._to_spread = self._replay(), self._replay()
 
@@ -484,7 +504,7 @@ class CudaKernels:
         layout, block, mine = self._slots, _block(self._slots), self._mine
         _accumulate[(layout.cells, layout.regions)](
             flat, share, kept, turn, turn if ratio is None else ratio,
-            mine.guess, mine.histogram, mine.found, mine.places, layout.numel, layout.regions, layout.cells,
+            mine.threshold, mine.histogram, mine.candidates, mine.places, layout.numel, layout.regions, layout.cells,
             SCALED=ratio is not None, TYPE=_TYPES[flat.dtype],
             CELL=layout.cell, BLOCK=block, ROOM=mine.room, COPIES=_COPIES,
             num_warps=8, enable_fp_fusion=False,
@@ -505,9 +525,9 @@ class CudaKernels:
 
     def _total(self, words: Tensor, sources: int) -> None:
         layout = self._slots
-        self._find(words, sources)
+        self._find_starts(words, sources)
         _total[(layout.cells,)](
-            words, self._starts, self._sum, self._summed.histogram, self._summed.found, self._summed.places,
+            words, self._starts, self._sum, self._summed.histogram, self._summed.candidates, self._summed.places,
             sources, layout.cells, layout.words, layout.entries, layout.places_at, layout.values_at,
             VALUES=_TYPES[layout.values], CELL=layout.cell, BLOCK=_block(layout), FEW=_FEW,
             ROOM=self._summed.room, COPIES=_COPIES,
@@ -530,7 +550,7 @@ class CudaKernels:
 
     def _spread(self, words: Tensor, flat: Tensor) -> None:
         layout = self._slots
-        self._find(words, layout.regions)
+        self._find_starts(words, layout.regions)
         _spread[(layout.cells, layout.regions)](
             words, self._starts, flat, self._broken,
             layout.numel, layout.regions, layout.cells, layout.words, layout.entries,
@@ -552,16 +572,16 @@ class CudaKernels:
         )  # fmt: skip
 
     def _make_room(self, rows: int) -> None:
-        """For where the entries of each cell start in so many received slots."""
+        """Allocate memory for the starts of each cell's entries in `rows` received slots."""
         if self._starts.numel() < rows * self._slots.cells:
             self._starts = self._starts.new_zeros(rows * self._slots.cells)
             self._to_total, self._to_spread = self._replay(), self._replay()
 
-    def _find(self, words: Tensor, rows: int) -> None:
+    def _find_starts(self, words: Tensor, rows: int) -> None:
         _offsets[(rows,)](words, self._starts, self._broken, self._slots.words, self._slots.cells, BLOCK=1024)
 
 
-def _at_once(kernels: Callable[[], None], *given: Tensor | float | None) -> None:
+def _launch(kernels: Callable[[], None], *arguments: Tensor | float | None) -> None:
     kernels()
 
 
@@ -570,6 +590,7 @@ def _block(slots: Slots) -> int:
 
 
 def _programs(device: torch.device) -> int:
+    """Return the number of programs that keep the device busy."""
     if device.type != "cuda":
         return 8  # in Triton's interpreter
     properties: Any = torch.cuda.get_device_properties(device)

@@ -1,12 +1,12 @@
-"""Kernels that follow each other in every step, launched as one: a CUDA graph.
+"""Recording and replay of a sequence of kernels as a CUDA graph.
 
-What a host does to launch a kernel takes longer than many of these kernels run, and a bucket takes more than a dozen.
-So a sequence is recorded the second time that it runs with the same tensors, and replayed from then on. The first time
-it is launched one by one, because that compiles it. Recording launches nothing; where it is not possible, kernels are
-launched one by one as before, and nobody notices but the clock.
+Launching a kernel takes longer than many of these kernels run, and a bucket needs more than a dozen. A sequence is
+therefore recorded when it runs for the second time with the same tensors, and replayed from then on. The first time,
+its kernels are launched one by one, which compiles them. Recording launches nothing. If recording is not possible,
+kernels are launched one by one in every step, which is only slower.
 
-It asks the driver itself: torch's own graphs bring along the generator of random numbers, and whoever draws some in
-another thread while one is recorded, as a checkpointed dropout in backward does, gets an error.
+This calls the CUDA driver directly. `torch.cuda.graph` registers the random number generator, and then another thread
+that draws random numbers during the recording, such as checkpointed dropout in a backward pass, gets an error.
 """
 
 from __future__ import annotations
@@ -22,31 +22,36 @@ import torch
 from torch import Tensor
 
 _THREAD_LOCAL = 1
-"""Other threads go on with whatever they do on the device while this one records."""
+"""Capture mode in which other threads may use the device while this one records."""
 
 
 class Launch(Protocol):
-    def __call__(self, kernels: Callable[[], None], *given: Tensor | float | None) -> None: ...
+    """Runs a sequence of kernels, given everything that it depends on."""
+
+    def __call__(self, kernels: Callable[[], None], *arguments: Tensor | float | None) -> None: ...
 
 
 class Replay:
-    """Of one sequence. It may not allocate, nor depend on anything on the host but what it is called with."""
+    """Records and replays one sequence.
+
+    The sequence must not allocate memory, and must depend on nothing on the host but the arguments of the call.
+    """
 
     def __init__(self) -> None:
-        self._with: tuple[object, ...] = ()
+        self._recorded_for: tuple[object, ...] = ()
         self._graph: _Graph | None = None
         self._possible = True
 
-    def __call__(self, kernels: Callable[[], None], *given: Tensor | float | None) -> None:
-        """Runs `kernels`, which depend on what is given: tensors by their places, values as they are."""
-        now = tuple([one.data_ptr() if isinstance(one, Tensor) else one for one in given])
+    def __call__(self, kernels: Callable[[], None], *arguments: Tensor | float | None) -> None:
+        """Run `kernels`, or replay them if all arguments have the same addresses and values as in the last call."""
+        now = tuple([item.data_ptr() if isinstance(item, Tensor) else item for item in arguments])
         stream = torch.cuda.current_stream()
-        if now != self._with:
-            self._with, self._graph = now, None
+        if now != self._recorded_for:
+            self._recorded_for, self._graph = now, None
             kernels()
             return
         if self._graph is None and self._possible and stream != torch.cuda.default_stream():
-            self._graph = _recorded(kernels, stream.cuda_stream)
+            self._graph = _record(kernels, stream.cuda_stream)
             self._possible = self._graph is not None
         if self._graph is None:
             kernels()
@@ -62,22 +67,22 @@ class _Graph:
     def launch(self, stream: int) -> None:
         code = self._driver.cuGraphLaunch(self._executable, ctypes.c_void_p(stream))
         if code != 0:
-            raise RuntimeError(f"the CUDA driver did not launch a graph of kernels: error {code}")
+            raise RuntimeError(f"the CUDA driver could not launch a graph of kernels: error {code}")
 
 
-def _recorded(kernels: Callable[[], None], stream: int) -> _Graph | None:
-    """What `kernels` launches on the stream; None where it cannot be recorded."""
+def _record(kernels: Callable[[], None], stream: int) -> _Graph | None:
+    """Return a graph of what `kernels` launches on the stream, or None if it cannot be recorded."""
     driver = _driver()
     if driver is None or driver.cuStreamBeginCapture_v2(ctypes.c_void_p(stream), _THREAD_LOCAL) != 0:
         return None
     graph, executable, recorded = ctypes.c_void_p(), ctypes.c_void_p(), False
-    # What is collected meanwhile may be memory that this stream has used, and torch would note that on the stream.
+    # Garbage collection could free memory that this stream has used, and torch would record an event on the stream.
     collecting = gc.isenabled()
     gc.disable()
     try:
         kernels()
         recorded = True
-    except RuntimeError:  # what may not be recorded says so; launched one by one it may well run
+    except RuntimeError:  # the driver refuses to record it; it may still run when launched one by one
         pass
     finally:
         if collecting:

@@ -1,13 +1,14 @@
-"""How the selected entries of a bucket travel: fixed slots, whatever the data.
+"""The wire format of the selected entries of a bucket: slots of a fixed size, whatever the data.
 
-A bucket is cut into cells, dealt like cards to as many regions as there are ranks: cell c belongs to region c mod P. So
-every region has its share of every layer, and nobody has to agree on boundaries. For each region there is a slot of a
-fixed number of entries. In 16-bit words:
+A bucket is divided into cells, which are assigned to P regions in turn: cell c belongs to region c mod P. Every region
+therefore has a part of every layer, and ranks need not agree on boundaries. Each region has a slot with a fixed number
+of entries. In 16-bit words:
 
-    exponent, entries per cell …, padding | place in its cell, per entry … | value, per entry …
+    exponent, entries per cell …, padding | place of each entry in its cell … | value of each entry …
 
-Entries lie in the order of their places, cell by cell. A cell has at most 2^15 elements, so a place takes 16 bits,
-and an entry 4 bytes with a 16-bit value. Values are scaled by two to the exponent, which is zero but in fp16.
+Entries are ordered by cell, and by place within a cell. A cell has at most 2^15 elements, so a place takes 16 bits, and
+an entry with a 16-bit value takes 4 bytes. fp16 values are multiplied by two to the exponent; for other types the
+exponent is zero.
 """
 
 from __future__ import annotations
@@ -21,41 +22,51 @@ import torch
 VALUES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 KEY_SHIFT = 19
-"""Entries are compared by these many bits less of their magnitude: sixteen steps per octave."""
+"""Low bits of a magnitude that a key leaves out. There are sixteen keys per octave."""
 KEYS = 1 << (31 - KEY_SHIFT)
+"""Number of different keys."""
 
 SLACK = 1
-"""By how many keys the next step's guess of what is worth a look is below this step's smallest: a twentieth or so."""
+"""Keys by which the next step's first threshold is below the smallest selected key of this step: about 5 %."""
 
 _LARGEST_CELL = 1 << 15
 _SMALLEST_CELL = 32
 _ENTRIES_PER_CELL = 32
-"""That a cell has on average where there are enough of them: its own word is then little beside them."""
+"""Average entries of a cell in a large bucket, so that the cell's count adds little to the slot."""
 _FEWEST_PER_CELL = 8
 _CELLS_PER_REGION = 16
-"""At least, where buckets are large enough: so that regions are alike."""
+"""Fewest cells of a region in a large bucket, so that regions are similar."""
 _FEWEST_PER_SLOT = 8
-"""With fewer, what is not an entry weighs too much, and so do start-ups."""
+"""Fewest entries of a slot. With fewer, headers and start-ups cost too much."""
 
 
 @dataclass(frozen=True)
 class Slots:
-    """Of a bucket of `numel` elements: `regions` slots of `entries` each."""
+    """The slots of a bucket of `numel` elements: `regions` slots with `entries` entries each."""
 
     numel: int
     regions: int
     entries: int
     cell: int
-    """Elements of a cell: a power of two."""
+    """Elements per cell, a power of two."""
     values: torch.dtype
+    """Number format of the values."""
 
     @classmethod
     def of(
         cls, numel: int, regions: int, density: float, values: torch.dtype, ranks: int | None = None
     ) -> Slots | None:
-        """For `density` of the elements in all; None where so few are better sent whole.
+        """Return the slots for a bucket, from sizes alone, so that all ranks get the same result.
 
-        Decided from sizes alone, so all ranks decide the same.
+        Args:
+            numel: The number of elements of the bucket.
+            regions: The number of regions.
+            density: The fraction of the elements to select.
+            values: The number format of the values.
+            ranks: The number of ranks, if it is not the number of regions.
+
+        Returns:
+            None for a bucket that is so small that it should be sent dense.
         """
         selected = int(density * numel)
         if selected < _FEWEST_PER_SLOT * (ranks or regions):
@@ -63,31 +74,33 @@ class Slots:
         largest = _power_of_two(_ENTRIES_PER_CELL / density)
         smallest = _power_of_two(_FEWEST_PER_CELL / density)
         even = 1 << max(0, int(math.log2(max(1, numel / (_CELLS_PER_REGION * regions)))))
-        whole = 1 << int(math.log2(max(1, numel // regions)))  # every region has at least one
+        whole = 1 << int(math.log2(max(1, numel // regions)))  # so that every region has at least one cell
         cell = min(max(min(largest, even), smallest, _SMALLEST_CELL), whole, _LARGEST_CELL)
         return cls(numel, regions, -(-selected // regions), cell, values)
 
     @cached_property
     def cells(self) -> int:
-        """Of each region; the last ones may lie beyond the bucket's end."""
+        """Cells per region. The last ones may be beyond the end of the bucket."""
         return math.ceil(self.numel / (self.cell * self.regions))
 
     @cached_property
     def places_at(self) -> int:
-        """Words before the first entry's place."""
+        """Offset of the first place, in words."""
         return _even(1 + self.cells)
 
     @cached_property
     def values_at(self) -> int:
+        """Offset of the first value, in words."""
         return self.places_at + _even(self.entries)
 
     @cached_property
     def words(self) -> int:
+        """Words per slot."""
         return self.values_at + _even(self.entries * self.values.itemsize // 2)
 
     @property
     def bytes(self) -> int:
-        """Of one slot."""
+        """Bytes per slot."""
         return 2 * self.words
 
 

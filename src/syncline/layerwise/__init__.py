@@ -1,1 +1,1 @@
-"""`Layerwise`: exchanges and optimizer steps layer by layer, in little memory."""
+"""`Layerwise`: exchange gradients and step the optimizer layer by layer, to save memory."""

@@ -1,8 +1,8 @@
-"""Keeps, recomputes or moves away what the forward of a model's blocks leaves for their backward.
+"""Keep, recompute or offload the activations of a model's blocks.
 
-Built on torch's own parts: `checkpoint` recomputes, with its random state and autocast as they were, and saved-tensor
-hooks move what autograd saves to pinned memory of the host and back, on a stream of their own. When backward comes to a
-block, what the block before it needs is fetched already.
+`torch.utils.checkpoint` recomputes, with the same random state and autocast. Saved-tensor hooks copy the tensors that
+autograd saves to pinned host memory and back, on separate streams. While one block runs backward, the tensors of the
+block before it are already being fetched.
 
 A recomputed BatchNorm does not count its batch twice: its running statistics stay as its first forward left them.
 """
@@ -26,45 +26,54 @@ from syncline.errors import UsageError
 from syncline.records.activations import KEEP, OFFLOAD, PARK, RECOMPUTE, WAYS
 
 _SMALLEST_BYTES = 1 << 16
-"""Smaller tensors stay where they are."""
+"""Smaller tensors stay on the device."""
 
 
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """The rows of layers that a model is made of: what is listed in a Sequential or a ModuleList and has parts itself.
-    The outermost, by name, in the order they are defined in."""
-    found: dict[str, nn.Module] = {}
-    names = {id(part): name for name, part in module.named_modules()}  # one for each, however often it is there
+    """Return the blocks of a model by name, in the order of their definition.
 
-    def look(inside: nn.Module, prefix: str) -> None:
-        listed = isinstance(inside, nn.Sequential | nn.ModuleList)
-        for name, child in inside.named_children():
-            full = f"{prefix}{name}"
+    A block is an outermost module that is listed in a Sequential or a ModuleList, and has submodules and parameters.
+    """
+    blocks: dict[str, nn.Module] = {}
+    names = {id(part): name for name, part in module.named_modules()}  # one name for a module that is used repeatedly
+
+    def search(parent: nn.Module) -> None:
+        listed = isinstance(parent, nn.Sequential | nn.ModuleList)
+        for child in parent.children():
             has_parts = any(True for _ in child.children()) and not isinstance(child, nn.Sequential | nn.ModuleList)
             if listed and has_parts and any(True for _ in child.parameters()):
-                found.setdefault(names[id(child)], child)
+                blocks.setdefault(names[id(child)], child)
             else:
-                look(child, f"{full}.")
+                search(child)
 
-    look(module, "")
-    return found
+    search(module)
+    return blocks
 
 
 class Managed:
-    """A module whose blocks do as they are told. `close` makes them ordinary again."""
+    """Replaces the forward of a module's blocks by one that keeps, recomputes or offloads their activations.
+
+    Args:
+        module: The module.
+        ways: What to do with the activations of each block, by its name: one of `WAYS`.
+
+    Raises:
+        UsageError: A block does not exist, or its entry is not one of `WAYS`.
+    """
 
     def __init__(self, module: nn.Module, ways: Mapping[str, str]) -> None:
         self._blocks = {name: block for name, block in module.named_modules() if name in ways}
         for name, way in ways.items():
             if name not in self._blocks:
-                raise UsageError(f"the model has no block called {name}")
+                raise UsageError(f"activations: the model has no module named {name!r}")
             if way not in WAYS:
-                raise UsageError(f"{name} cannot be {way!r}: it is one of {', '.join(WAYS)}")
+                raise UsageError(f"activations: {name} is {way!r}: pass one of {', '.join(WAYS)}")
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        movers = [name for name, way in ways.items() if way in (OFFLOAD, PARK)]
-        self._mover = _Mover(device, module) if movers else None
+        moves = any(way in (OFFLOAD, PARK) for way in ways.values())
+        self._mover = _Mover(device, module) if moves else None
         self.ways = dict(ways)
         self._before: list[tuple[nn.Module, Any]] = []
-        """Blocks that do something else now, and what they did if it was not their class's."""
+        """The changed blocks, each with its own `forward` attribute, if it had one."""
         for name, way in ways.items():
             if way != KEEP:
                 block = self._blocks[name]
@@ -72,6 +81,7 @@ class Managed:
                 block.forward = _Forward(block, block.forward, way, self._mover)
 
     def close(self) -> None:
+        """Restore the original forward of each block."""
         for block, before in self._before:
             del block.forward
             if before is not None:
@@ -80,7 +90,7 @@ class Managed:
 
 
 class _Forward:
-    """In the place of a block's forward. A copy of the block, or one from a file, is an ordinary block again."""
+    """Replaces a block's forward. A copied or unpickled block has its original forward again."""
 
     def __init__(self, block: nn.Module, forward: Callable[..., Any], way: str, mover: _Mover | None) -> None:
         self._block, self._forward, self._way, self._mover = block, forward, way, mover
@@ -88,30 +98,30 @@ class _Forward:
     def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self._forward, types.MethodType) and self._forward.__self__ is self._block:
             return types.MethodType, (self._forward.__func__, self._block)
-        return _as_it_is, (self._forward,)
+        return _identity, (self._forward,)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*inputs, **options)
         if self._way == RECOMPUTE:
-            return recomputed(self._block, self._lean, *inputs, **options)
-        assert self._mover is not None  # noqa: S101 - there is one where something moves
+            return recomputed(self._block, self._without_cast_cache, *inputs, **options)
+        assert self._mover is not None  # noqa: S101 - `Managed` creates one for these ways
         with self._mover.block():
             if self._way == PARK:
-                return recomputed(self._block, self._lean, *inputs, **options)
-            return self._lean(*inputs, **options)
+                return recomputed(self._block, self._without_cast_cache, *inputs, **options)
+            return self._without_cast_cache(*inputs, **options)
 
-    def _lean(self, *inputs: Any, **options: Any) -> Any:
-        with _casting_anew(inputs):
+    def _without_cast_cache(self, *inputs: Any, **options: Any) -> Any:
+        with _uncached_autocast(inputs):
             return self._forward(*inputs, **options)
 
 
-def _as_it_is(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _identity(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _casting_anew(inputs: Any) -> contextlib.AbstractContextManager[Any]:
-    """Autocast would keep what it casts of all weights until forward is over, in case somebody needs it again."""
+def _uncached_autocast(inputs: Any) -> contextlib.AbstractContextManager[Any]:
+    """Disable autocast's cache, which would keep a cast copy of all weights until the end of the forward pass."""
     kind = next((leaf.device.type for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), "cpu")
     if not torch.is_autocast_enabled(kind):
         return contextlib.nullcontext()
@@ -119,10 +129,11 @@ def _casting_anew(inputs: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def recomputed(block: nn.Module, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+    """Run `forward` without saving its activations: the backward pass runs it again."""
     for value in (*inputs, *options.values()):
-        if hasattr(value, "get_seq_length"):  # Hugging Face's caches: recomputed, they would hold everything twice
+        if hasattr(value, "get_seq_length"):  # a Hugging Face cache would store everything twice
             raise UsageError(
-                f"a block gets a {type(value).__name__}, which remembers what it computes, and cannot be recomputed: "
+                f"a block with a {type(value).__name__} cannot be recomputed, because the cache stores its results: "
                 "build the model with use_cache=False"
             )
     norms = [part for part in block.modules() if isinstance(part, _NormBase) and part.track_running_stats]
@@ -130,22 +141,24 @@ def recomputed(block: nn.Module, forward: Callable[..., Any], *inputs: Any, **op
         forward,
         *inputs,
         use_reentrant=False,
-        context_fn=lambda: (contextlib.nullcontext(), _not_counting(norms)),
+        context_fn=lambda: (contextlib.nullcontext(), _keep_statistics(norms)),
         **options,
     )
 
 
 @contextlib.contextmanager
-def _not_counting(norms: Sequence[_NormBase]) -> Iterator[None]:
-    """BatchNorm sees a batch that it has seen before: what it counts with is thrown away. In training its results do
-    not depend on that."""
-    real = [(norm, dict(norm._buffers)) for norm in norms if norm.training]
-    for norm, buffers in real:
+def _keep_statistics(norms: Sequence[_NormBase]) -> Iterator[None]:
+    """Replace running statistics by scratch buffers, because the first forward has counted this batch already.
+
+    In training mode, the result of BatchNorm does not depend on its running statistics.
+    """
+    original = [(norm, dict(norm._buffers)) for norm in norms if norm.training]
+    for norm, buffers in original:
         norm._buffers.update({name: _scratch(buffer) for name, buffer in buffers.items()})
     try:
         yield
     finally:
-        for norm, buffers in real:
+        for norm, buffers in original:
             norm._buffers.update(buffers)
 
 
@@ -156,7 +169,7 @@ def _scratch(buffer: Tensor | None) -> Tensor | None:
 
 
 class _Mover:
-    """Between a device and the host. On the CPU there is nowhere to move to: tensors are copied, as a rehearsal."""
+    """Copies tensors between a device and host memory. On the CPU they are copied too, so that tests need no GPU."""
 
     def __init__(self, device: torch.device, module: nn.Module) -> None:
         self._device = device
@@ -164,23 +177,24 @@ class _Mover:
         self._out = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._back = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._latest: weakref.ref[_Moved] | None = None
-        """The block before this one. Only autograd keeps them: they go when its graph does."""
+        """The previous block. A weak reference, so that it is freed together with autograd's graph."""
         self._leaving: list[tuple[Tensor, Any]] = []
+        """Tensors that are being copied to the host, with the event that ends the copy."""
 
     @contextlib.contextmanager
     def block(self) -> Iterator[None]:
-        """What autograd saves inside is moved."""
-        self._let_go()
-        mine = _Moved(self, None if self._latest is None else self._latest())
-        self._latest = weakref.ref(mine)
+        """Move the tensors that autograd saves inside this context to the host."""
+        self._release()
+        moved = _Moved(self, None if self._latest is None else self._latest())
+        self._latest = weakref.ref(moved)
         try:
-            with saved_tensors_hooks(mine.pack, mine.unpack):
+            with saved_tensors_hooks(moved.pack, moved.unpack):
                 yield
         finally:
-            mine.saved()
+            moved.end_forward()
 
-    def _let_go(self) -> None:
-        """Of what has been copied to the host: its memory is free for what comes after."""
+    def _release(self) -> None:
+        """Free the device memory of tensors that were copied. The current stream waits for the copies first."""
         for _, copied in self._leaving:
             if copied is not None:
                 torch.cuda.current_stream(self._device).wait_event(copied)
@@ -196,63 +210,62 @@ class _Mover:
         )
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        there = torch.empty_strided(
+        copy = torch.empty_strided(
             tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=self._device.type == "cuda"
         )
         if self._out is None:
-            return there.copy_(tensor)
+            return copy.copy_(tensor)
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
-            there.copy_(tensor, non_blocking=True)
+            copy.copy_(tensor, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record()
         self._leaving.append((tensor, copied))
-        return there
+        return copy
 
     def fetch(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Back on the device, once the event has passed."""
+        """Copy tensors back to the device. They are complete once the returned event has passed."""
         if self._back is None:
             return [tensor.clone() for tensor in tensors], None
-        self._let_go()
+        self._release()
         current = torch.cuda.current_stream(self._device)
-        with_room = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self._device) for t in tensors]
+        fetched = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self._device) for t in tensors]
         self._back.wait_stream(current)
         with torch.cuda.stream(self._back):
-            for room, tensor in zip(with_room, tensors, strict=True):
-                room.copy_(tensor, non_blocking=True)
-                room.record_stream(self._back)  # whoever needs it may be gone before it has arrived
+            for target, tensor in zip(fetched, tensors, strict=True):
+                target.copy_(tensor, non_blocking=True)
+                target.record_stream(self._back)  # it may be freed before the copy has ended
             arrived = torch.cuda.Event()
             arrived.record()
-        return with_room, arrived
+        return fetched, arrived
 
 
 class _Moved:
-    """What the backward of one block needs, in the host's memory."""
+    """The saved tensors of one block, in host memory until its backward pass needs them."""
 
     def __init__(self, mover: _Mover, before: _Moved | None) -> None:
         self._mover, self._before = mover, before
-        self._there: list[Tensor] = []
-        self._places: dict[tuple[Any, ...], int] = {}
+        self._on_host: list[Tensor] = []
+        self._indices: dict[tuple[Any, ...], int] = {}
         self._sources: list[Tensor] = []
-        """What was moved, while its block runs: a place in memory is not given to another tensor meanwhile."""
-        self._here: list[Tensor] | None = None
+        """The tensors that were moved, kept during the forward so that no other tensor gets the same address."""
+        self._on_device: list[Tensor] | None = None
         self._arrived: Any = None
         self._entered = False
 
     def pack(self, tensor: Tensor) -> Tensor | int:
         if not self._mover.moves(tensor):
             return tensor
-        # The same tensor is saved by each operation that needs it, and moved once.
+        # Each operation that needs a tensor saves it. It is moved only once.
         key = (tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
-        if key not in self._places:
-            self._places[key] = len(self._there)
+        if key not in self._indices:
+            self._indices[key] = len(self._on_host)
             self._sources.append(tensor.detach())
-            self._there.append(self._mover.to_host(self._sources[-1]))
-        return self._places[key]
+            self._on_host.append(self._mover.to_host(self._sources[-1]))
+        return self._indices[key]
 
-    def saved(self) -> None:
-        """Its block's forward is over."""
-        self._places.clear()
+    def end_forward(self) -> None:
+        self._indices.clear()
         self._sources.clear()
 
     def unpack(self, packed: Tensor | int) -> Tensor:
@@ -266,24 +279,27 @@ class _Moved:
             if self._before is not None:
                 self._before.fetch()
                 self._before = None
-        assert self._here is not None  # noqa: S101 - fetched
-        return self._here[packed]
+        assert self._on_device is not None  # noqa: S101 - fetched
+        return self._on_device[packed]
 
     def fetch(self) -> None:
-        if self._here is None:
-            self._here, self._arrived = self._mover.fetch(self._there)
-            self._there = []
+        if self._on_device is None:
+            self._on_device, self._arrived = self._mover.fetch(self._on_host)
+            self._on_host = []
 
 
 def ways_of(module: nn.Module, activations: str | Mapping[str, str] | None) -> dict[str, str]:
+    """Return what to do with the activations of each block, from the `activations` argument of `Layerwise`."""
     if activations is None or isinstance(activations, Mapping):
         return dict(activations or {})
     if activations not in WAYS:
-        raise UsageError(f"activations is {activations!r}: it is one of {', '.join(WAYS)}, or by the names of blocks")
+        raise UsageError(
+            f"activations is {activations!r}: pass one of {', '.join(WAYS)}, or a mapping from block names to these"
+        )
     blocks = find_blocks(module)
     if not blocks and activations != KEEP:
         raise UsageError(
-            "the model has no rows of blocks (in a Sequential or a ModuleList) that could be recomputed: name modules, "
-            f"as activations={{'layer': {activations!r}}}"
+            "no blocks were found: the model has no Sequential or ModuleList of modules with submodules. Name the "
+            f"modules instead, like activations={{'layer': {activations!r}}}"
         )
     return dict.fromkeys(blocks, activations)

@@ -1,4 +1,4 @@
-"""What is known of one backward, layer by layer: which gradients have arrived, and which buckets are under way."""
+"""The state of one backward pass: the gradients that have arrived, and the buckets that are being exchanged."""
 
 from __future__ import annotations
 
@@ -8,26 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from syncline.dist.lane import Job
-from syncline.exchange import Exchange, Layout, State
 from syncline.layerwise.bucketing import Piece
+from syncline.runtime.bucket_runner import Bucket, Step
 
 
 @dataclass
-class Bucket:
-    """Some pieces of gradients that are exchanged together."""
+class LayerBucket(Bucket):
+    """Pieces of gradients that are exchanged together."""
 
-    index: int
-    pieces: tuple[Piece, ...]
-    lane: int
-    exchange: Exchange
-    layout: Layout
-    state: State
-    averages: bool
-    ends: tuple[str, ...]
-    """Parameters of which this holds the last piece."""
+    pieces: tuple[Piece, ...] = ()
+    ends: tuple[str, ...] = ()
+    """Parameters whose last piece is in this bucket."""
     before: tuple[int, ...] = ()
-    """Where the others are, for a parameter that is in several."""
+    """Indices of the buckets with the other pieces, for a parameter that is in several."""
 
     @property
     def label(self) -> str:
@@ -35,36 +28,36 @@ class Bucket:
 
 
 @dataclass
-class Pass:
-    """One backward."""
+class Pass(Step):
+    """One backward pass."""
 
-    held: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients that have arrived, by name; they become results in place."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    """Gradients that have arrived, by name. The results overwrite them."""
     arrived: set[str] = field(default_factory=set)
     order: list[str] = field(default_factory=list)
     submitted: int = 0
-    under_way: list[Flight] = field(default_factory=list)
+    in_flight: list[Flight] = field(default_factory=list)
     finite: dict[int, Tensor] = field(default_factory=dict)
-    """By bucket."""
-    jobs: list[Job] = field(default_factory=list)
-    began_s: float | None = None
-    """When its first bucket was complete."""
+    """Whether each bucket was finite, by index."""
     unused: frozenset[str] = frozenset()
-    """By no rank."""
+    """Parameters that no rank has used."""
 
 
 @dataclass
 class Flight:
-    """A bucket that was submitted, and the gradients that it holds on to."""
+    """A bucket that was submitted."""
 
-    bucket: Bucket
+    bucket: LayerBucket
     future: Any
     bytes: int
+    """Size of the gradients, which stay in memory until the bucket has finished."""
 
 
-def counts(bucket: Bucket, now: Pass) -> Tensor:
-    """Whether what a bucket completes takes its step. Of a large parameter some parts may count and others not, whose
-    result is zero."""
+def counts(bucket: LayerBucket, now: Pass) -> Tensor:
+    """Return whether the parameters that a bucket completes take a step.
+
+    A parameter in several buckets takes a step if any of its pieces was finite. The result of the others is zero.
+    """
     finite = now.finite[bucket.index]
     if not bucket.before:
         return finite

@@ -1,7 +1,7 @@
-"""How a model's gradients are cut into buckets where no DDP does it: small ones together, large ones in pieces.
+"""Divide a model's gradients into buckets without DDP: small gradients share a bucket, large ones are split.
 
-A bucket's buffers are there once for all buckets of a lane, as large as the largest needs them. So a large gradient is
-cut: an embedding of 200 MB would otherwise take three times that only to be exchanged.
+All buckets of a lane share one set of buffers, which is as large as the largest bucket needs. So a large gradient is
+split: exchanging an embedding of 200 MB in one bucket could take three times its size in buffers.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from syncline.errors import UsageError
 from syncline.exchange import Layout, Slot
 from syncline.exchange.workspace import Workspace
+from syncline.runtime.bucket_runner import Residuals
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a parameter, as its elements lie in memory."""
+    """A contiguous range of a parameter's elements, in memory order."""
 
     name: str
     start: int
@@ -30,7 +31,7 @@ class Piece:
         return self.stop - self.start
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This part of a tensor that lies in memory as the parameter does."""
+        """Return a view of this range of a tensor that has the parameter's memory layout."""
         return in_memory_order(tensor)[self.start : self.stop]
 
     def __str__(self) -> str:
@@ -38,16 +39,16 @@ class Piece:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """A view, flat: of a dense tensor without gaps, whatever the order of its dimensions."""
+    """Return a flat view of a tensor without gaps in memory, whatever the order of its dimensions."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-Cut = tuple[tuple[Piece, ...], ...]
+BucketPieces = tuple[tuple[Piece, ...], ...]
 """The pieces of each bucket, in the order in which buckets are exchanged."""
 
 
-def cut(order: Sequence[str], parameters: Mapping[str, nn.Parameter], cap_bytes: int) -> Cut:
-    """Gradients in the order in which they become ready, into buckets of at most so many bytes and of one type."""
+def divide(order: Sequence[str], parameters: Mapping[str, nn.Parameter], cap_bytes: int) -> BucketPieces:
+    """Divide gradients, in the order in which they become ready, into buckets of one type and at most `cap_bytes`."""
     buckets: list[tuple[Piece, ...]] = []
     for dtype in dict.fromkeys(parameters[name].dtype for name in order):
         room = max(1, cap_bytes // dtype.itemsize)
@@ -65,14 +66,14 @@ def cut(order: Sequence[str], parameters: Mapping[str, nn.Parameter], cap_bytes:
             buckets += [(Piece(name, *bounds[part : part + 2]),) for part in range(parts)]
         if open_bucket:
             buckets.append(tuple(open_bucket))
-    last = {name: place for place, name in enumerate(order)}
-    return tuple(sorted(buckets, key=lambda bucket: max(last[piece.name] for piece in bucket)))
+    position = {name: index for index, name in enumerate(order)}
+    return tuple(sorted(buckets, key=lambda bucket: max(position[piece.name] for piece in bucket)))
 
 
 def layout_of(
     pieces: Sequence[Piece], parameters: Mapping[str, nn.Parameter], workspace: Workspace | None = None
 ) -> Layout:
-    """Of a bucket. A whole parameter stands under its name, in its shape; a part of one under a name of its own."""
+    """Return the layout of a bucket. A whole parameter keeps its name and shape; a piece has its own name."""
     slots, offset = [], 0
     for piece in pieces:
         parameter = parameters[piece.name]
@@ -85,23 +86,19 @@ def layout_of(
     return Layout(tuple(slots), first.dtype, first.device, workspace)
 
 
-Kept = Mapping[str, Mapping[str, Tensor]]
-"""By name, then by kind."""
-
-
-def joined(
-    buckets: Sequence[tuple[Sequence[Piece], Kept]], parameters: Mapping[str, nn.Parameter]
+def join_residuals(
+    buckets: Sequence[tuple[Sequence[Piece], Residuals]], parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, Tensor]]:
-    """What buckets keep, by parameter, in its shape: a copy in the host's memory."""
+    """Return a copy of the residuals of all buckets in host memory, by parameter and in its shape."""
     whole: dict[str, dict[str, Tensor]] = {}
-    for pieces, kept in buckets:
+    for pieces, residuals in buckets:
         for piece in pieces:
             parameter = parameters[piece.name]
             if piece.numel == parameter.numel():
-                if piece.name in kept:
-                    whole[piece.name] = {kind: _copied(tensor) for kind, tensor in kept[piece.name].items()}
+                if piece.name in residuals:
+                    whole[piece.name] = {kind: _on_host(tensor) for kind, tensor in residuals[piece.name].items()}
                 continue
-            for kind, tensor in kept.get(str(piece), {}).items():
+            for kind, tensor in residuals.get(str(piece), {}).items():
                 kinds = whole.setdefault(piece.name, {})
                 if kind not in kinds:
                     kinds[kind] = torch.zeros_like(parameter, dtype=tensor.dtype, device="cpu")
@@ -109,46 +106,46 @@ def joined(
     return whole
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _on_host(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
 
 
-def dealt_to(
-    pieces: Sequence[Piece], kept: Kept, parameters: Mapping[str, nn.Parameter]
+def split_residuals(
+    pieces: Sequence[Piece], residuals: Residuals, parameters: Mapping[str, nn.Parameter]
 ) -> dict[str, dict[str, Tensor]]:
-    """The part of that which one bucket keeps."""
-    mine: dict[str, dict[str, Tensor]] = {}
+    """Return the part of `join_residuals`' result that belongs to the bucket with these pieces."""
+    parts: dict[str, dict[str, Tensor]] = {}
     for piece in pieces:
-        kinds = kept.get(piece.name)
+        kinds = residuals.get(piece.name)
         if kinds is None:
             continue
-        if piece.numel == parameters[piece.name].numel():
-            mine[piece.name] = dict(kinds)
+        parameter = parameters[piece.name]
+        if piece.numel == parameter.numel():
+            parts[piece.name] = dict(kinds)
         else:
-            like = parameters[piece.name]
-            mine[str(piece)] = {
-                kind: piece.of(torch.empty_like(like, dtype=tensor.dtype, device=tensor.device).copy_(tensor))
+            parts[str(piece)] = {
+                kind: piece.of(torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor))
                 for kind, tensor in kinds.items()
             }
-    return mine
+    return parts
 
 
-def cut_of(named: Sequence[Sequence[str]], parameters: Mapping[str, nn.Parameter]) -> Cut:
-    """The buckets of a checkpoint, from their names."""
-    made = []
+def parse_buckets(named: Sequence[Sequence[str]], parameters: Mapping[str, nn.Parameter]) -> BucketPieces:
+    """Return the buckets of a checkpoint from the names of their pieces. Raise unless they are of this model."""
+    buckets = []
     for names in named:
         pieces = []
         for text in names:
             name, _, bounds = text.rpartition("[")
             start, _, stop = bounds.rstrip("]").partition(":")
             if name not in parameters or not (start.isdigit() and stop.isdigit()):
-                raise UsageError(f"the state holds {text!r}, which is not a part of this model")
+                raise UsageError(f"the checkpoint contains {text!r}, which is not part of this model")
             pieces.append(Piece(name, int(start), int(stop)))
-        made.append(tuple(pieces))
+        buckets.append(tuple(pieces))
     covered: dict[str, int] = {}
-    for piece in (piece for pieces in made for piece in pieces):
+    for piece in (piece for pieces in buckets for piece in pieces):
         covered[piece.name] = covered.get(piece.name, 0) + piece.numel
     for name, parameter in parameters.items():
         if covered.get(name) != parameter.numel():
-            raise UsageError(f"the state's buckets do not hold {name!r} once: it is of another model")
-    return tuple(made)
+            raise UsageError(f"the checkpoint's buckets do not contain {name!r} exactly once: it is from another model")
+    return tuple(buckets)

@@ -1,8 +1,9 @@
-"""How layers take their steps, one by one, through one ordinary optimizer.
+"""Step the layers of a model one by one, through one ordinary optimizer.
 
-An optimizer steps those of its parameters that it has at the moment: for a layer's step it has only that layer's. What
-is not finite is not applied. On the CPU that is known at once; on a GPU nobody waits to know it: fused optimizers ask a
-flag on the device, as for a GradScaler, and for others the layer is put back where the flag says so.
+While a layer steps, the optimizer's parameter groups contain only the parameters of that layer. A result that is not
+finite is not applied. On the CPU this is checked before the step. On a GPU the host does not wait for the check: fused
+optimizers read a flag on the device, as for a GradScaler, and after the step of any other optimizer the layer is
+restored where the flag is false.
 """
 
 from __future__ import annotations
@@ -21,48 +22,51 @@ from syncline.exchange.workspace import Workspace
 from syncline.layerwise.bucketing import Piece
 
 Results = Sequence[tuple[nn.Parameter, Tensor]]
-"""Parameters, and what the exchange made of their gradients."""
+"""Parameters with the results of their exchange."""
 
 
-class Stepping(Protocol):
+class LayerOptimizer(Protocol):
+    """Turns the result of an exchange into a step of some parameters."""
+
     @property
     def mirror(self) -> bool:
-        """Whether updates are exchanged, and not gradients."""
+        """Whether updates are exchanged instead of gradients."""
 
     @property
     def at_end(self) -> bool:
-        """Whether all layers step together, at the end of backward."""
+        """Whether all layers step together, at the end of the backward pass."""
 
     def before(self, pieces: Sequence[Piece], flat: Tensor, workspace: Workspace) -> None:
-        """Turns a bucket of gradients into what is exchanged."""
+        """Turn a bucket of gradients into the values to exchange, in place."""
 
     def after(self, pieces: Sequence[Piece], flat: Tensor, finite: Tensor, workspace: Workspace) -> None:
-        """The bucket's exchange has ended, and counts if this 0-dim tensor is true."""
+        """Commit the state of a bucket after its exchange, where the 0-dim tensor `finite` is true."""
 
     def step(self, results: Results, finite: Tensor) -> None:
-        """Steps these parameters, unless this is false."""
+        """Step these parameters if `finite` is true."""
 
     def end(self) -> None:
-        """All layers have taken their steps."""
+        """Finish a step, after all layers have stepped."""
 
     def describe(self) -> dict[str, Any]:
-        """What all ranks must agree on."""
+        """Return the settings that must be equal on all ranks."""
 
 
-def of_optimizer(
+def layer_optimizer(
     optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], *, mirror: bool, clip_norm: float | None
-) -> Stepping:
+) -> LayerOptimizer:
+    """Return the `LayerOptimizer` for an optimizer. Raise if the optimizer cannot step layer by layer."""
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise UsageError(f"{type(optimizer).__name__} cannot step layer by layer: use another optimizer")
     if not mirror:
-        return Gradients(optimizer, clip_norm)
+        return GradientOptimizer(optimizer, clip_norm)
     if clip_norm is not None:
-        raise UsageError("mirror=True exchanges updates, which cannot be clipped as gradients: leave out clip_norm")
-    return Mirror(optimizer, parameters)
+        raise UsageError("mirror=True exchanges updates, to which clip_norm does not apply: leave out clip_norm")
+    return MirrorOptimizer(optimizer, parameters)
 
 
-class Gradients:
-    """G: the optimizer gets averaged gradients."""
+class GradientOptimizer:
+    """Exchanges gradients: the optimizer steps with their average."""
 
     mirror = False
 
@@ -74,16 +78,16 @@ class Gradients:
         return self._clip_norm is not None
 
     def before(self, pieces: Sequence[Piece], flat: Tensor, workspace: Workspace) -> None:
-        """As it is."""
+        """Exchange the gradients unchanged."""
 
     def after(self, pieces: Sequence[Piece], flat: Tensor, finite: Tensor, workspace: Workspace) -> None:
-        """Nothing was changed."""
+        """Gradients have no state of their own."""
 
     def step(self, results: Results, finite: Tensor) -> None:
         on_device = results[0][1].is_cuda and not self.at_end
         if not on_device and not bool(finite):
             return
-        with _having_only(self._optimizer, results) as optimizer:
+        with _only(self._optimizer, results) as optimizer:
             if self._clip_norm is not None:
                 torch.nn.utils.clip_grad_norm_([parameter for parameter, _ in results], self._clip_norm)
             if not on_device:
@@ -91,10 +95,10 @@ class Gradients:
             elif getattr(optimizer, "_step_supports_amp_scaling", False):
                 self._step_if(finite)
             else:
-                self._step_and_put_back([parameter for parameter, _ in results], finite)
+                self._step_and_restore([parameter for parameter, _ in results], finite)
 
     def end(self) -> None:
-        """The optimizer has stepped them all."""
+        """All layers have stepped already."""
 
     def _step_if(self, finite: Tensor) -> None:
         fused: Any = self._optimizer
@@ -104,9 +108,9 @@ class Gradients:
         finally:
             del fused.grad_scale, fused.found_inf
 
-    def _step_and_put_back(self, parameters: Sequence[nn.Parameter], finite: Tensor) -> None:
+    def _step_and_restore(self, parameters: Sequence[nn.Parameter], finite: Tensor) -> None:
         new = any(not self._optimizer.state.get(parameter) for parameter in parameters)
-        if new and not bool(finite):  # once: state that is made in a step that does not count could not be put back
+        if new and not bool(finite):  # state that the optimizer creates in this step could not be restored
             return
         with torch.no_grad():
             before = {key: tensor.clone() for key, tensor in self._touched(parameters)}
@@ -116,21 +120,21 @@ class Gradients:
                     torch.where(finite, tensor, before[key], out=tensor)
 
     def _touched(self, parameters: Sequence[nn.Parameter]) -> list[tuple[tuple[int, str], Tensor]]:
-        """What a step changes on the device."""
-        found: list[tuple[tuple[int, str], Tensor]] = []
+        """Return the tensors that a step changes on the device, with a key for each."""
+        touched: list[tuple[tuple[int, str], Tensor]] = []
         for parameter in parameters:
-            found.append(((id(parameter), ""), parameter.detach()))
+            touched.append(((id(parameter), ""), parameter.detach()))
             for kind, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor) and value.device == parameter.device:
-                    found.append(((id(parameter), str(kind)), value))
-        return found
+                    touched.append(((id(parameter), str(kind)), value))
+        return touched
 
     def describe(self) -> dict[str, Any]:
         return {**_described(self._optimizer), "mirror": False, "clip_norm": self._clip_norm}
 
 
-class Mirror:
-    """U: each rank's optimizer makes its own update, and updates are exchanged. Velocities are each rank's own."""
+class MirrorOptimizer:
+    """Exchanges updates: each rank computes its own update with its own velocity, and the mean update is applied."""
 
     mirror = True
     at_end = False
@@ -138,16 +142,16 @@ class Mirror:
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         if type(optimizer) is not torch.optim.SGD:
             raise UsageError(
-                f"mirror=True is for torch.optim.SGD, not {type(optimizer).__name__}: on each rank's own gradients "
-                "others are another algorithm. Leave out mirror"
+                f"mirror=True supports only torch.optim.SGD, not {type(optimizer).__name__}: leave out mirror. Other "
+                "optimizers give different results on the gradients of a single rank"
             )
         for group in optimizer.param_groups:
             for option in ("dampening", "maximize"):
                 if group.get(option):
-                    raise UsageError(f"mirror=True does not know SGD({option}={group[option]!r}): leave it out")
+                    raise UsageError(f"mirror=True does not support SGD({option}={group[option]!r}): leave it out")
         for name, parameter in parameters.items():
             if parameter.dtype not in (torch.float32, torch.float64):
-                raise UsageError(f"mirror=True needs weights of 32 bits, and {name} is {parameter.dtype}")
+                raise UsageError(f"mirror=True needs float32 or float64 weights, but {name} is {parameter.dtype}")
         self._optimizer, self._parameters = optimizer, parameters
         self._group_of = {
             id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]
@@ -183,12 +187,12 @@ class Mirror:
 
     def step(self, results: Results, finite: Tensor) -> None:
         with torch.no_grad():
-            for parameter, update in results:  # zero where it does not count
+            for parameter, update in results:  # updates that are not finite were set to zero
                 parameter.sub_(update)
 
     def end(self) -> None:
-        with _having_only(self._optimizer, []) as optimizer:
-            optimizer.step()  # which schedulers wait for
+        with _only(self._optimizer, []) as optimizer:
+            optimizer.step()  # changes nothing, but schedulers expect the call
 
     def _velocity(self, parameter: nn.Parameter) -> Tensor:
         state = self._optimizer.state[parameter]
@@ -202,8 +206,8 @@ class Mirror:
 
 
 @contextlib.contextmanager
-def _having_only(optimizer: Optimizer, results: Results) -> Iterator[Optimizer]:
-    """The optimizer, with these parameters and their gradients."""
+def _only(optimizer: Optimizer, results: Results) -> Iterator[Optimizer]:
+    """Limit an optimizer to these parameters, with the results as their gradients."""
     chosen = {id(parameter) for parameter, _ in results}
     groups: list[dict[str, Any]] = optimizer.param_groups
     whole = [group["params"] for group in groups]
@@ -221,21 +225,25 @@ def _having_only(optimizer: Optimizer, results: Results) -> Iterator[Optimizer]:
 
 
 def state_bytes(optimizer: Optimizer) -> float:
-    """Of its state, per element: what one step of another like it leaves."""
+    """Measure the bytes of optimizer state per element, with one step of a copy of the optimizer.
+
+    Raises:
+        UsageError: The optimizer cannot be constructed again from its defaults.
+    """
     probe = nn.Parameter(torch.zeros(64, 64))
     probe.grad = torch.zeros_like(probe)
     kind: Any = type(optimizer)
     try:
-        known = inspect.signature(kind).parameters  # AdamW's defaults have one that is not a setting
-        given = {key: value for key, value in optimizer.defaults.items() if key in known and key != "fused"}
-        other = kind([probe], **given)
-        other.step()
+        known = inspect.signature(kind).parameters  # AdamW's defaults contain a key that is not an argument
+        options = {key: value for key, value in optimizer.defaults.items() if key in known and key != "fused"}
+        copy = kind([probe], **options)
+        copy.step()
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError(
-            f"what {kind.__name__} keeps per weight cannot be found out ({error}): leave out memory_budget"
+            f"the state size of {kind.__name__} cannot be measured ({error}): leave out memory_budget"
         ) from error
-    held = [value for value in other.state[probe].values() if isinstance(value, Tensor) and value.numel() > 1]
-    return sum(value.numel() * value.element_size() for value in held) / probe.numel()
+    tensors = [value for value in copy.state[probe].values() if isinstance(value, Tensor) and value.numel() > 1]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / probe.numel()
 
 
 def _described(optimizer: Optimizer) -> dict[str, Any]:

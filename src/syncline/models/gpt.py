@@ -1,8 +1,7 @@
 """A small GPT over bytes: pre-norm transformer blocks, causal attention, one weight for embedding and output.
 
-The shared weight is used at both ends of the network, so its gradient is complete only at the very end of
-backward although half of it is known first: a case that an order guessed from the layers gets wrong and a
-measured one gets right.
+The shared weight is used at both ends of the network, so its gradient is complete only at the end of backward. An order
+of gradients that is guessed from the layers would be wrong here, and a measured one is right.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A model that computes nothing and takes exactly as long as a recorded one.
+"""A model that computes nothing and takes as long as a recorded one.
 
-Eight ranks on a laptop's two cores cannot compute ResNet-50 at a GPU's pace, but they can wait at it. A
-`ReplayModel` has real parameters of the recorded shapes; its forward sleeps, and its backward hands out
-each gradient at its recorded offset. DDP's hooks fire at these times and real bytes travel, so the overlap
-of computation and communication is measured over a real network while the cores stay free for it.
+Eight ranks on a laptop cannot compute ResNet-50 as fast as a GPU, but they can wait as long as a GPU would compute. A
+`ReplayModel` has real parameters of the recorded shapes. Its forward sleeps, and its backward returns each gradient at
+the recorded time. DDP's hooks run at these times and send real bytes, so the overlap of computation and communication
+is measured over a real network, while the cores are free for communication.
 
-Deadlines are absolute, counted from the start of backward: sleeps overshoot a little each time, and over
-hundreds of parameters relative ones would add up to a slower model than the recorded one.
+Deadlines are absolute, from the start of backward: each sleep is a little too long, and with relative deadlines these
+errors would add up over hundreds of parameters.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BY
 
 
 class ReplayModel(nn.Module):
-    """Replays the forward and backward of a profile; the optimizer's `update_s` is left to the optimizer.
+    """Replays the forward and backward of a profile, but not the optimizer's `update_s`.
 
-    Inputs are ignored; the output is a scalar whose `backward` takes the recorded time. Gradients are
-    random numbers from `seed`, other ones in each step: give each rank its own seed. They do not depend on
-    the loss, nor on its scale.
+    Inputs are ignored, and the output is a scalar whose `backward` takes the recorded time. Gradients are random and
+    differ in each step; they depend neither on the loss nor on its scale. Buffers are real, one per dtype, and DDP
+    broadcasts them before every forward. Parameters are zero on all ranks, so DDP may skip its first broadcast
+    (`init_sync=False`).
 
-    With a `rank` of those that the profile was measured on it has that rank's own pace, so that a straggler is replayed
-    as one; any other has the medians. Buffers are real too, one per type: DDP broadcasts them before every forward.
-
-    Parameters start at zero everywhere, so DDP may skip its first broadcast (`init_sync=False`).
+    Args:
+        seed: Seed of the gradients; give each rank its own.
+        rank: Replay the times of this rank of the profile, so that a straggler stays one. Default, and for ranks that
+            are not in the profile: the medians.
     """
 
     def __init__(self, profile: Profile, seed: int = 0, rank: int | None = None) -> None:
         super().__init__()
         self._profile = profile = _at_pace_of(profile, rank)
         self._noise = _Noise(seed)
-        # Models list their parameters about in forward order, and DDP's first buckets rely on it.
+        # Models list their parameters roughly in forward order, and DDP's first buckets rely on that.
         self._in_forward_order = [
             (_add_parameter(self, g.name, torch.zeros(g.shape, dtype=DTYPES[g.dtype])), g.ready_s)
             for g in reversed(profile.gradients)
@@ -60,7 +61,7 @@ class ReplayModel(nn.Module):
         deadline_s = time.monotonic() + self._profile.forward_s
         backward = _Backward(self._noise)
         x = torch.zeros((), device=next(self.parameters()).device, requires_grad=True)
-        # Autograd comes here last: what a model computes after its last gradient takes time too.
+        # Autograd runs this last: a model may compute for some time after its last gradient.
         x = _until(x, None, backward, self._profile.backward_s)
         for name, ready_s in self._in_forward_order:
             x = _until(x, self.get_parameter(name), backward, ready_s)
@@ -70,27 +71,27 @@ class ReplayModel(nn.Module):
 
 
 class _Noise:
-    """Random numbers that cost a copy: slices of a small pool, each starting elsewhere.
+    """Random numbers for the price of a copy: slices of a small pool, each from another offset.
 
-    Not a buffer of the module, or DDP would make it equal on all ranks.
+    It is not a buffer of the module, because DDP would make it equal on all ranks.
     """
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        # Small enough that an optimizer's steps keep the parameters finite.
+        # So small that parameters stay finite after many optimizer steps.
         self._pool = 1e-3 * torch.randn(POOL_ELEMENTS, generator=generator)
         self._copies: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._offset = 0
 
     def like(self, parameter: Tensor) -> Tensor:
-        """A new tensor each time: autograd makes it the parameter's `grad`, and DDP writes into that."""
+        """Return a new tensor: autograd makes it the parameter's `grad`, and DDP writes into it."""
         flat = torch.empty(parameter.numel(), device=parameter.device, dtype=parameter.dtype)
         pool = self._pool_for(parameter)
-        done = 0
-        while done < flat.numel():
-            piece = pool[self._offset : self._offset + flat.numel() - done]
-            flat[done : done + piece.numel()].copy_(piece)
-            done += piece.numel()
+        filled = 0
+        while filled < flat.numel():
+            piece = pool[self._offset : self._offset + flat.numel() - filled]
+            flat[filled : filled + piece.numel()].copy_(piece)
+            filled += piece.numel()
             self._offset = (self._offset + piece.numel()) % POOL_ELEMENTS
         return flat.view(parameter.shape)
 
@@ -102,7 +103,7 @@ class _Noise:
 
 
 class _Backward:
-    """One backward pass: when it began, and what its gradients are made of."""
+    """One backward pass: its start, and the source of its gradients."""
 
     def __init__(self, noise: _Noise) -> None:
         self.noise = noise
@@ -116,7 +117,7 @@ class _Backward:
 
 
 class _Start(torch.autograd.Function):
-    """Last in forward, so first in backward: starts its clock."""
+    """Records the start of backward: it runs last in forward, so first in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, backward: _Backward) -> Tensor:
@@ -131,9 +132,9 @@ class _Start(torch.autograd.Function):
 
 
 class _Until(torch.autograd.Function):
-    """Yields a parameter's gradient at its time, or only lets time pass where there is no parameter.
+    """Waits until an offset and returns the gradient of its parameter, if it has one.
 
-    One per parameter: autograd fixes no order among the gradients that one function returns.
+    Each parameter has its own, because autograd guarantees no order among the gradients that one function returns.
     """
 
     @staticmethod
@@ -145,13 +146,14 @@ class _Until(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        # Made before the wait, so that the copy is over when the deadline comes.
+        # Before the wait, so that the copy does not delay the gradient.
         gradient = ctx.backward_pass.noise.like(ctx.parameter) if ctx.needs_input_grad[1] else None
         ctx.backward_pass.wait_for(ctx.offset_s)
         return grad, gradient, None, None
 
 
 def _at_pace_of(profile: Profile, rank: int | None) -> Profile:
+    """Return the profile with the times of this rank; unchanged if it was not measured."""
     own = next((times for times in profile.ranks if times.rank == rank), None)
     if own is None:
         return profile
@@ -171,13 +173,13 @@ def _until(x: Tensor, parameter: Tensor | None, backward: _Backward, offset_s: f
 
 
 def _sleep_until(deadline_s: float) -> None:
-    """Never returns early. Sleeping releases the interpreter to the threads that communicate."""
+    """Sleep until a time, never shorter. Sleeping releases the GIL for the threads that communicate."""
     while (left_s := deadline_s - time.monotonic()) > 0:
         time.sleep(left_s)
 
 
 def _add_parameter(root: nn.Module, name: str, value: Tensor) -> str:
-    """Registers a parameter under its dotted name, making the modules on the way."""
+    """Register a parameter under its dotted name, and add the modules on its path."""
     *path, last = name.split(".")
     module = root
     try:
@@ -187,5 +189,7 @@ def _add_parameter(root: nn.Module, name: str, value: Tensor) -> str:
             module = module.get_submodule(part)
         module.register_parameter(last, nn.Parameter(value))
     except (AttributeError, KeyError) as error:
-        raise UsageError(f"no module can hold a parameter called {name} beside the others of the profile") from error
+        raise UsageError(
+            f"no module can hold a parameter called {name} together with the others of the profile"
+        ) from error
     return name

@@ -1,8 +1,8 @@
-"""ResNet-50 for ImageNet's 1,000 classes, as v1.5: the 3×3 convolution of a block carries the stride.
+"""ResNet-50 v1.5 for ImageNet's 1,000 classes: the 3×3 convolution of a block has the stride.
 
-He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition, CVPR 2016. 25,557,032 parameters in 161
-tensors, many tiny (BatchNorm) and few large: the case that fusing gradients is about. Any image whose side
-is a multiple of 32 will do.
+He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition, CVPR 2016. It has 25,557,032 parameters in 161
+tensors, many of them tiny (BatchNorm) and few large, so that fusing gradients matters. The sides of images must be
+multiples of 32.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections import OrderedDict
 import torch
 from torch import Tensor, nn
 
-# Per stage: the width inside a block, how many blocks, and the stride of the first.
+# For each stage: the width inside a block, the number of blocks, and the stride of the first.
 STAGES = ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2))
 EXPANSION = 4
 
 
 class Bottleneck(nn.Module):
-    """1×1 down to `width`, 3×3, 1×1 up to four times the width, added to the input."""
+    """Convolutions: 1×1 down to `width`, 3×3, and 1×1 up to four times the width, added to the input."""
 
     def __init__(self, channels: int, width: int, stride: int) -> None:
         super().__init__()

@@ -1,11 +1,11 @@
-"""What a person names on the command line to be trained: a model of the zoo, or a function of theirs.
+"""The model to train, as named on the command line: one of the zoo, or a function of the user.
 
     def build():                                     # in train.py; named train.py:build
         net = Net()
         return net, lambda model: loss(model(inputs), labels), torch.optim.AdamW(net.parameters())
 
-The step runs one forward and returns the loss. The optimizer may be left out. A function that takes a `batch` is asked
-for steps of that many samples.
+`step` runs one forward and returns the loss. The optimizer is optional. If the function has a parameter `batch`, it is
+called with the number of samples per step.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BATCH = 16
 
 @dataclass(frozen=True)
 class Task:
-    """A model, and how to take a step with it."""
+    """A model and its step."""
 
     name: str
     model: nn.Module
@@ -44,11 +44,11 @@ class Task:
 
 @dataclass(frozen=True)
 class Target:
-    """A task by its name, checked as far as possible without building it."""
+    """The name and settings of a task, checked as far as possible without building it."""
 
     name: str
     device: str | None = None
-    """Where to put a model of the zoo; a function puts its model where it likes."""
+    """Device for a model of the zoo. A function chooses its own, which must match if this is set."""
     batch: int | None = None
     autocast: str | None = None
 
@@ -66,34 +66,34 @@ class Target:
         if not path.is_file():
             raise UsageError(f"{path}: there is no such file")
         if self.autocast is not None:
-            raise UsageError(f"autocast is for the models that ship: {self.name} chooses its own")
+            raise UsageError(f"autocast is for the built-in models: {self.name} chooses its own")
 
     @property
     def is_function(self) -> bool:
         return ":" in self.name or self.name.endswith(".py")
 
     def build(self, device: torch.device) -> Task:
-        """On every rank; whatever a person's code raises becomes one line that says where."""
+        """Build the task; call it on every rank. Errors in the user's code become one line with their location."""
         with self.blamed():
             return self._from_function(device) if self.is_function else self._from_zoo(device)
 
     @contextlib.contextmanager
     def blamed(self) -> Iterator[None]:
-        """Around what runs a person's code."""
+        """Turn errors in the user's code into a `SynclineError`."""
         try:
             yield
         except SynclineError:
             raise
         except (Exception, SystemExit) as error:
             what = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise SynclineError(f"{self.name} failed: {what}{self._place(error)}") from error
+            raise SynclineError(f"{self.name} failed: {what}{self._location(error)}") from error
 
-    def _place(self, error: BaseException) -> str:
-        """The deepest line of the person's own file."""
+    def _location(self, error: BaseException) -> str:
+        """Return the innermost line of the user's file in the traceback."""
         frames = traceback.extract_tb(error.__traceback__)
         path = self._path_and_function[0].resolve()
-        own = [frame for frame in frames if self.is_function and Path(frame.filename).resolve() == path]
-        return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
+        user_frames = [frame for frame in frames if self.is_function and Path(frame.filename).resolve() == path]
+        return f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
 
     @property
     def _path_and_function(self) -> tuple[Path, str]:
@@ -120,12 +120,12 @@ class Target:
         takes_batch = "batch" in inspect.signature(build).parameters
         if self.batch is not None and not takes_batch:
             raise UsageError(f"{self.name} chooses its own batch: give {function} a parameter called batch")
-        made = build(batch=self.batch) if self.batch is not None else build()
-        if not _is_task(made):
+        built = build(batch=self.batch) if self.batch is not None else build()
+        if not _is_task(built):
             raise UsageError(
-                f"{self.name} returned {_kind(made)}: it must return (model, step) or (model, step, optimizer)"
+                f"{self.name} returned {_type_name(built)}: it must return (model, step) or (model, step, optimizer)"
             )
-        model, step, *rest = made
+        model, step, *rest = built
         where = next((p.device.type for p in model.parameters()), "cpu")
         if self.device is not None and where != device.type:
             raise UsageError(f"{self.name} put its model on {where}, not on {device.type}: move it there in {function}")
@@ -134,32 +134,32 @@ class Target:
 
 
 def _imported(path: Path) -> ModuleType:
-    """As `python FILE` would: the file's own folder comes first, so that its neighbours can be imported."""
+    """Import a file as `python FILE` would: its folder comes first, so that it can import its neighbours."""
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    # Under a name of its own: a file called like a module of the standard library would take that one's place.
+    # Under a special name, so that a file named like a module of the standard library does not replace it.
     name = f"_syncline_target_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise UsageError(f"{path}: is not a Python file")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their module up there
+    sys.modules[name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
 
 
-def _is_task(made: Any) -> bool:
+def _is_task(built: Any) -> bool:
     return (
-        isinstance(made, tuple)
-        and len(made) in (2, 3)
-        and isinstance(made[0], nn.Module)
-        and callable(made[1])
-        and (len(made) == 2 or isinstance(made[2], torch.optim.Optimizer))
+        isinstance(built, tuple)
+        and len(built) in (2, 3)
+        and isinstance(built[0], nn.Module)
+        and callable(built[1])
+        and (len(built) == 2 or isinstance(built[2], torch.optim.Optimizer))
     )
 
 
-def _kind(made: Any) -> str:
-    if isinstance(made, tuple):
-        return f"({', '.join(type(part).__name__ for part in made)})"
-    return type(made).__name__
+def _type_name(built: Any) -> str:
+    if isinstance(built, tuple):
+        return f"({', '.join(type(part).__name__ for part in built)})"
+    return type(built).__name__

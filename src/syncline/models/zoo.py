@@ -1,7 +1,6 @@
-"""The models that the bench, the demo and the tests know by name. None needs a download.
+"""The built-in models, by name. None needs a download.
 
-Batches here are random: they have the right shapes and cost, and nothing can be learned from them.
-`data.py` has real ones.
+Batches are random: they have the right shapes and costs, but nothing can be learned from them. `data.py` has real data.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How to build a model and what to feed it."""
+    """How to build a model and its batches."""
 
     about: str
     build: Callable[[], nn.Module]
@@ -44,24 +43,29 @@ def _bytes(batch_size: int, generator: torch.Generator | None) -> Batch:
 MODELS: dict[str, ModelSpec] = {
     "mlp": ModelSpec("linear layers on 28×28 digits", cnn.mlp, _images(1, 28, 28, classes=cnn.CLASSES)),
     "cnn": ModelSpec("a convolutional net on 28×28 digits", cnn.cnn, _images(1, 28, 28, classes=cnn.CLASSES)),
-    # 64×64 instead of ImageNet's 224×224: all 161 gradients, at a cost that a laptop's CPU can bear.
+    # 64×64 instead of ImageNet's 224×224: all 161 gradients, at a cost that suits a laptop's CPU.
     "resnet50": ModelSpec("ResNet-50 on 64×64 images", resnet.resnet50, _images(3, 64, 64, classes=1000)),
     "gpt-small": ModelSpec("a GPT on 128 bytes", gpt.GPT, _bytes),
 }
 
 
+def check_name(name: str) -> None:
+    """Raise `UsageError` if no model has this name."""
+    _spec(name)
+
+
 def build_model(name: str) -> nn.Module:
-    """A fresh model with random weights, from torch's global generator."""
+    """Build a model with random weights from torch's global generator."""
     return _spec(name).build()
 
 
 def make_batch(name: str, batch_size: int, generator: torch.Generator | None = None) -> Batch:
-    """Random inputs and targets for the model, on the CPU."""
+    """Make random inputs and targets for a model, on the CPU."""
     return _spec(name).make_batch(batch_size, generator)
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy over the last dimension: classes of an image, or of each byte of a text."""
+    """Return the cross-entropy over the last dimension: the class of an image, or of each byte of a text."""
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 
 

@@ -28,7 +28,7 @@ _MOST_TIMES_HOSTS = 32
 _MOST_BUCKETS = 8_000
 """Buckets simulated for one scaling curve; schedules with more have no curve."""
 _MOST_OTHERS = 3
-"""Schedules beside the first: more lines cannot be told apart."""
+"""Number of schedules in addition to the first: more lines could not be distinguished."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What every way to train shares: the bucket-running engine, bucket policies, statistics, logs and checkpoints."""
+"""Shared by all trainers: the bucket runner, bucket policies, statistics, logs and checkpoints."""

@@ -1,8 +1,8 @@
-"""Which way each bucket of a model goes: one exchange for all of them, or what a plan says of each.
+"""Choose the exchange and lane of each bucket: the same exchange for all, or as a plan says.
 
-A plan speaks of the buckets that DDP makes after its first step (its second with `static_graph`). Until then buckets
-are others, and go as they are, summed without loss. Should they still be others then, that is told, and each goes as
-the planned one does with which it shares most.
+A plan refers to the buckets that DDP makes after its first step (its second with `static_graph`). Until then DDP has
+other buckets, and they are summed losslessly. If DDP's buckets still differ after that, a warning says so, and each
+bucket follows the planned bucket that shares most parameters with it.
 """
 
 from __future__ import annotations
@@ -24,35 +24,37 @@ from syncline.records.plan import Plan, Where
 from syncline.runtime.topology import hosts_of
 
 
-class Route(Protocol):
+class BucketPolicy(Protocol):
+    """Chooses the exchange and lane of each bucket."""
+
     @property
     def lanes(self) -> int: ...
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
-        """All that buckets may go through, each once."""
+        """All exchanges that buckets may use, each once."""
 
     @property
     def mismatch(self) -> str | None:
-        """What is not as it was planned, if anything."""
+        """How the buckets differ from the planned ones, if they do."""
 
     @property
     def expected_s(self) -> float | None:
-        """From the first bucket's gradients to the last bucket's end, where somebody expects something."""
+        """Predicted time from the first bucket's gradients to the end of the last bucket; None without a prediction."""
 
-    def way(self, names: Sequence[str], index: int, steps: int) -> tuple[Exchange, int]:
-        """Exchange and lane of a bucket with these parameters, after so many steps."""
+    def assign(self, names: Sequence[str], index: int, steps: int) -> tuple[Exchange, int]:
+        """Return the exchange and lane of the bucket `index` with these parameters, after `steps` steps."""
 
     def settings(self) -> dict[str, Any]:
-        """What a saved state must have been saved by."""
+        """Return the settings that a checkpoint must have been saved with."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """What all ranks must agree on."""
+        """Return the fields that must be equal on all ranks."""
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """One exchange; lanes take turns."""
+    """One exchange for all buckets, and the lanes in turn."""
 
     exchange: Exchange
     lanes: int
@@ -63,7 +65,7 @@ class Uniform:
     def exchanges(self) -> tuple[Exchange, ...]:
         return (self.exchange,)
 
-    def way(self, names: Sequence[str], index: int, steps: int) -> tuple[Exchange, int]:
+    def assign(self, names: Sequence[str], index: int, steps: int) -> tuple[Exchange, int]:
         return self.exchange, index % self.lanes
 
     def settings(self) -> dict[str, Any]:
@@ -74,19 +76,24 @@ class Uniform:
 
 
 class Planned:
-    """As a plan says."""
+    """The exchange and lane that a plan gives to each bucket.
 
-    def __init__(self, plan: Plan, *, settled_after: int = 1, tells: bool = False) -> None:
-        """`settled_after`: steps after which buckets are the plan's. `tells`: whether this rank warns if not."""
+    Args:
+        plan: The plan.
+        settled_after: Number of steps after which the buckets are expected to be the plan's.
+        warns: Whether this rank warns if they are not.
+    """
+
+    def __init__(self, plan: Plan, *, settled_after: int = 1, warns: bool = False) -> None:
         self.plan = plan
         self.mismatch: str | None = None
-        self._settled_after, self._tells = settled_after, tells
-        made = plan.exchanges
-        self._ways = {
+        self._settled_after, self._warns = settled_after, warns
+        exchanges = plan.exchanges
+        self._assigned = {
             frozenset(bucket.parameters): (exchange, bucket.lane)
-            for bucket, exchange in zip(plan.buckets, made, strict=True)
+            for bucket, exchange in zip(plan.buckets, exchanges, strict=True)
         }
-        self._exchanges = tuple(dict.fromkeys([Dense(), *made]))
+        self._exchanges = tuple(dict.fromkeys([Dense(), *exchanges]))
 
     @property
     def lanes(self) -> int:
@@ -100,26 +107,26 @@ class Planned:
     def exchanges(self) -> tuple[Exchange, ...]:
         return self._exchanges
 
-    def way(self, names: Sequence[str], index: int, steps: int) -> tuple[Exchange, int]:
-        held = frozenset(names)
-        if held in self._ways:
-            return self._ways[held]
+    def assign(self, names: Sequence[str], index: int, steps: int) -> tuple[Exchange, int]:
+        bucket = frozenset(names)
+        if bucket in self._assigned:
+            return self._assigned[bucket]
         if steps < self._settled_after:
             return Dense(), index % self.lanes
         if self.mismatch is None:
-            self.mismatch = self._told(held, index)
-            if self._tells:
+            self.mismatch = self._explain_mismatch(bucket, index)
+            if self._warns:
                 tell(self.mismatch)
-        return self._ways[max(self._ways, key=lambda planned: len(planned & held))]
+        return self._assigned[max(self._assigned, key=lambda planned: len(planned & bucket))]
 
-    def _told(self, held: frozenset[str], index: int) -> str:
+    def _explain_mismatch(self, bucket: frozenset[str], index: int) -> str:
         planned = frozenset(self.plan.buckets[index].parameters) if index < len(self.plan.buckets) else frozenset()
-        others = sorted(held ^ planned)
+        others = sorted(bucket ^ planned)
         more = f" and {len(others) - 1} more" if len(others) > 1 else ""
         return (
-            f"DDP's bucket {index} is not the plan's: they differ in {others[0]}{more}. Gradients become ready in "
-            "another order than when the plan was made. Each bucket goes as the planned one with which it shares most; "
-            "plan again"
+            f"DDP's bucket {index} does not match the plan: they differ in {others[0]}{more}. Gradients become ready "
+            "in a different order than when the plan was made. Each bucket uses the exchange and lane of the planned "
+            "bucket that shares most parameters with it. Make a new plan for this model"
         )
 
     def settings(self) -> dict[str, Any]:
@@ -129,29 +136,32 @@ class Planned:
         fields: dict[str, Any] = {"plan.lanes": self.lanes, "plan.buckets": len(self.plan.buckets)}
         for index, bucket in enumerate(self.plan.buckets):
             names = bucket.parameters
-            held = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-            fields[f"plan.buckets[{index}].parameters"] = f"{held}, {len(names)}, {digest({'': names}).hex()[:8]}"
+            label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+            fields[f"plan.buckets[{index}].parameters"] = f"{label}, {len(names)}, {digest({'': names}).hex()[:8]}"
             fields[f"plan.buckets[{index}].lane"] = bucket.lane
             fields[f"plan.buckets[{index}].exchange"] = bucket.exchange
         return fields
 
 
 def read_plan(plan: Plan | str | os.PathLike[str], group: dist.ProcessGroup, device: torch.device, call: str) -> Plan:
-    """On all ranks together, so that none waits for one that could not read it."""
+    """Collective: return the plan, or read it from its file. If one rank cannot read it, all ranks raise."""
     with together(group, device, "the plan", call) as fields:
         if not isinstance(plan, Plan | str | os.PathLike):
-            raise UsageError(f"plan is a {type(plan).__name__}: pass a Plan, or the file that syncline plan wrote")
-        made = plan if isinstance(plan, Plan) else Plan.load(plan)
-        fields |= Planned(made).fingerprint()
-    return made
+            raise UsageError(f"plan is a {type(plan).__name__}: pass a Plan, or the path of a file that syncline wrote")
+        loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+        fields |= Planned(loaded).fingerprint()
+    return loaded
 
 
 def difference_of(
     plan: Plan, shapes: Mapping[str, tuple[tuple[int, ...], str]], group: dist.ProcessGroup, device: str, call: str
 ) -> str | None:
-    """Collective: how a model with these parameters, and its cluster, are others than the plan's, if they are. What is
-    different for one rank is for all of them."""
+    """Collective: return how the model or the cluster differs from the plan's, or None if the plan fits.
+
+    Raises:
+        MismatchError: The ranks find different answers.
+    """
     where = Where(host_of_rank=hosts_of(group), backend=backend_of(group), device=device)
     different = plan.difference(shapes, where)
-    meet(group, {"difference": different}, "what the plan does not fit", call)
+    meet(group, {"difference": different}, "the difference from the plan", call)
     return different

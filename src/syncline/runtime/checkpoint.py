@@ -1,4 +1,4 @@
-"""Saving what ranks keep, and going on from it: together, checked, and dealt anew where their number has changed."""
+"""Save and load the exchange states of all ranks: collectively, verified, and redistributed to another world size."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from syncline.health.meeting import together
 from syncline.runtime.state_files import (
     SCHEMA,
     check_of_one_save,
-    dealt,
     files_saved,
     folder_of,
     load_state,
     problem_of,
     put_in_place,
+    redistributed,
     remove_others,
     shares,
     write_draft,
@@ -32,31 +32,27 @@ from syncline.runtime.state_files import (
 Misfit = Callable[[Mapping[str, Mapping[str, Tensor]], Sequence[Sequence[str]]], str | None]
 
 ON_WORLD_SIZE = ("refuse", "reset", "redistribute")
-_REMEDIES = {
-    "rank": "each rank loads its own",
-    "world_size": "load it on as many ranks; what save(folder) wrote, load(folder, on_world_size=…) can deal anew",
-    "levels": "load it on hosts like those; what save(folder) wrote, load(folder, on_world_size='reset') can forget",
-}
-"""Where a state was saved, and what to do if that is not here."""
+_RESET = "'reset', which drops the residuals"
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """What a state must have been saved by to be loaded here."""
+    """The checkpoints of one model: saves them, loads them, and refuses those that do not fit."""
 
     group: dist.ProcessGroup
     device: torch.device
     exchange: Mapping[str, Any]
-    """The settings of what keeps it."""
+    """Settings that must be the same when a state is loaded."""
     levels: str | None
-    """Where ranks sit, where that matters to it."""
+    """The topology, if residuals depend on it."""
     misfit: Misfit
-    """Why tensors, and buckets, are not of this model, if so."""
-    deals: bool = True
-    """Whether another number of ranks can share what is kept; if not, they can only forget it."""
+    """Returns why tensors or buckets do not fit the model, or None if they do."""
+    redistributable: bool = True
+    """Whether another number of ranks can share the residuals. If not, they can only be dropped."""
 
     @property
     def identity(self) -> dict[str, Any]:
+        """The fields of a state that do not change during a run."""
         return {
             "schema": SCHEMA,
             "exchange": self.exchange,
@@ -66,15 +62,15 @@ class Checkpoints:
         }
 
     def save(self, folder: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
-        """Collective."""
+        """Collective: write the state of each rank to `folder`."""
         draft: Path | None = None
-        meeting = self.group, self.device, "what is saved", "save"
+        meeting = self.group, self.device, "the state to save", "save"
         try:
             with together(*meeting) as fields:
                 fields |= {field: state[field] for field in ("steps", "weights") if field in state}
                 draft = write_draft(folder_of(folder), state)
         except MismatchError as error:
-            if draft is not None and error.__cause__ is None:  # they met, so none of them puts its draft in place
+            if draft is not None and error.__cause__ is None:  # all ranks met, so no rank renames its draft
                 draft.unlink(missing_ok=True)
             raise
         with together(*meeting):
@@ -89,11 +85,14 @@ class Checkpoints:
         on_world_size: str,
         examine: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {},
     ) -> Mapping[str, Any]:
-        """Collective: this rank's part of what was saved, checked, so that nothing is left to fail.
+        """Collective: return this rank's part of a checkpoint, fully checked, so that applying it cannot fail.
 
-        `examine` may refuse it, too, and returns what else all ranks must agree on.
+        Args:
+            folder: The folder that `save` wrote.
+            on_world_size: One of `ON_WORLD_SIZE`.
+            examine: Raises if it refuses the state, and returns further fields that must be equal on all ranks.
         """
-        with together(self.group, self.device, "what is loaded", "load") as fields:
+        with together(self.group, self.device, "the checkpoint", "load") as fields:
             state = self._saved(folder_of(folder), on_world_size)
             fields |= examine(state)
             common = {field: state[field] for field in ("exchange", "world_size", "levels", "steps", "buckets")}
@@ -101,18 +100,17 @@ class Checkpoints:
         return state
 
     def _saved(self, folder: Path, on_world_size: str) -> Mapping[str, Any]:
-        """This rank's part of what the ranks saved in a folder: checked, so that nothing is left to fail."""
         if on_world_size not in ON_WORLD_SIZE:
-            raise UsageError(f"on_world_size is {on_world_size!r}: it is one of {', '.join(ON_WORLD_SIZE)}")
+            raise UsageError(f"on_world_size is {on_world_size!r}: pass one of {', '.join(ON_WORLD_SIZE)}")
         here = self.identity
-        sits = {field: here[field] for field in ("rank", "world_size", "levels")}
+        expected = {field: here[field] for field in ("rank", "world_size", "levels")}
         files = files_saved(folder, here["world_size"])
         first, saved = files[0], len(files)
         common = load_state(first, tensors=False)
         moved = saved != here["world_size"] or common["levels"] != here["levels"]
-        if moved and "levels" in here["exchange"]:  # which a user may name, and which are others for other ranks
-            sits["exchange"] = {**common["exchange"], "levels": here["exchange"]["levels"]}
-        self.check({**common, **sits}, first)
+        if moved and "levels" in here["exchange"]:  # a user may name levels, which differ for another topology
+            expected["exchange"] = {**common["exchange"], "levels": here["exchange"]["levels"]}
+        self.check({**common, **expected}, first)
         if moved:
             self._check_move(folder, common, on_world_size)
         parts = shares(here["rank"], here["world_size"], saved)
@@ -120,70 +118,86 @@ class Checkpoints:
         for old in parts:
             states[old] = load_state(files[old], tensors=not moved or on_world_size != "reset")
             check_of_one_save(files[old], states[old], first, common)
-            self.check({**states[old], **sits}, files[old])
+            self.check({**states[old], **expected}, files[old])
         if not moved:
             return states[here["rank"]]
-        return {**common, "tensors": dealt({old: state["tensors"] for old, state in states.items()}, parts)}
+        return {**common, "tensors": redistributed({old: state["tensors"] for old, state in states.items()}, parts)}
 
     def _check_move(self, folder: Path, state: Mapping[str, Any], on_world_size: str) -> None:
-        """Raises unless what was kept by other ranks, or on other hosts, may be treated as asked."""
+        """Raise unless a state of another world size or topology may be treated as requested."""
         here, saved = self.identity, state["world_size"]
         hosts = state["levels"] is not None or here["levels"] is not None
-        reset, only_reset = "'reset', which forgets what was kept", hosts or not self.deals
+        only_reset = hosts or not self.redistributable
         if on_world_size == "refuse":
-            what = f"{saved} ranks saved it, and {here['world_size']} are here"
+            problem = f"saved by {saved} ranks, but there are {here['world_size']} now"
             if saved == here["world_size"]:
                 then, now = shortened([str(state["levels"]), str(here["levels"])])
-                what = f"its {saved} ranks sat on other hosts, {then}, and here it is {now}"
-            choice = reset if only_reset else f"'redistribute', or {reset}"
-            raise UsageError(f"{folder}: {what}: pass on_world_size={choice}")
+                problem = f"saved with the ranks on hosts {then}, but they are on {now} now"
+            choice = _RESET if only_reset else f"'redistribute', or {_RESET}"
+            raise UsageError(f"{folder}: the checkpoint was {problem}: pass on_world_size={choice}")
         if on_world_size == "redistribute" and only_reset:
-            kept = f"hosts kept it, and {saved} ranks' hosts are not here"
-            why = kept if hosts else "velocities are each rank's own"
-            raise UsageError(f"{folder}: {why}: pass on_world_size={reset}")
+            owner = "host" if hosts else "rank"
+            what = "residuals" if hosts else "velocities"
+            raise UsageError(
+                f"{folder}: {what} that belong to one {owner} cannot be redistributed: pass on_world_size={_RESET}"
+            )
 
     def check(self, state: Mapping[str, Any], path: Path | None = None) -> None:
-        """Raises for whatever could make going on fail, or go wrong."""
-        at = "" if path is None else f"{path}: "
-        problem = problem_of(state, "pass what state_dict() returned")
+        """Raise unless the state is valid and fits this model, exchange, rank and topology."""
+        prefix = "" if path is None else f"{path}: "
+        problem = problem_of(state, "pass what state_dict() returned") or self._mismatch(state)
         if problem is not None:
-            raise UsageError(at + problem)
+            raise UsageError(prefix + problem)
+
+    def _mismatch(self, state: Mapping[str, Any]) -> str | None:
         here = self.identity
         other = first_difference(flatten(state["exchange"]), flatten(here["exchange"]))
         if other is not None:
             setting, there, now = other
-            what = f"the state's exchange is another: {setting} is {there}, here it is {now}"
-            raise UsageError(f"{at}{what}: attach the exchange that it was saved with, or start without it")
-        for field, remedy in _REMEDIES.items():
-            told = remedy if self.deals or field != "world_size" else remedy.partition(";")[0]
-            if state[field] != here[field]:
-                raise UsageError(f"{at}the state's {field} is {state[field]!r}, here it is {here[field]!r}: {told}")
+            return (
+                f"the checkpoint was saved with {setting}={there}, but this model uses {now}: use the same setting, or "
+                "start without the checkpoint"
+            )
+        there, now = state["rank"], here["rank"]
+        if there != now:
+            return f"the state was saved by rank {there}, but this is rank {now}: load the state of this rank"
+        there, now = state["world_size"], here["world_size"]
+        if there != now:
+            remedy = "; load(folder, on_world_size=…) accepts other numbers" if self.redistributable else ""
+            return f"the state was saved by {there} ranks, but there are {now} now: load it on {there} ranks{remedy}"
+        there, now = state["levels"], here["levels"]
+        if there != now:
+            return (
+                f"the state was saved with the ranks on hosts {there}, but they are on {now} now: load it on the same "
+                "hosts; load(folder, on_world_size='reset') accepts others and drops the residuals"
+            )
         misfit = self.misfit(state["tensors"], state["buckets"])
         if misfit is not None:
-            raise UsageError(f"{at}{misfit}: load it into the model that it was saved with, or start without it")
+            return f"{misfit}: load it into the model that it was saved with, or start without the checkpoint"
+        return None
 
 
 def misfit_of(
     shapes: Mapping[str, torch.Size], tensors: Mapping[str, Mapping[str, Tensor]], names: Iterable[str] = ()
 ) -> str | None:
-    """Why tensors, or what else names parameters, are not of a model with these, if so."""
+    """Return why tensors or parameter names do not fit a model with these parameter shapes, or None if they do."""
     for name in [*tensors, *names]:
         if name not in shapes:
-            return f"the state holds {name!r}, which is not a parameter of this model"
+            return f"the checkpoint contains {name!r}, which is not a parameter of this model"
     for name, kinds in tensors.items():
         for kind, tensor in kinds.items():
             if tensor.shape != shapes[name]:
                 there, here = tuple(tensor.shape), tuple(shapes[name])
-                return f"the state's {kind} of {name!r} has shape {there}, the parameter {here}"
+                return f"the {kind} of {name!r} has shape {there} in the checkpoint, but the parameter has shape {here}"
     return None
 
 
-def mark_of_bits(tensors: Mapping[str, Tensor]) -> str:
-    """The same for the same bits, on any device: whole numbers add up to the same in any order."""
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+def digest_of_bits(tensors: Mapping[str, Tensor]) -> str:
+    """Return a digest that is equal for equal bits on any device: a sum of integers does not depend on their order."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     sums = {}
     for name, tensor in tensors.items():
         flat = tensor.detach().reshape(-1)
         flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-        sums[name] = int(flat.view(whole[flat.element_size()]).sum(dtype=torch.int64))
+        sums[name] = int(flat.view(integers[flat.element_size()]).sum(dtype=torch.int64))
     return digest(sums).hex()[:16]

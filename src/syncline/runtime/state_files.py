@@ -1,18 +1,18 @@
-"""What an exchange keeps, in files: one per rank, safetensors, with what they belong to in their headers.
+"""Write and read the files of a checkpoint: one safetensors file per rank, with metadata and checksums in its header.
 
-A state is saved in three moves, after each of which all ranks meet: each writes a draft; then puts it in the place of
-its file; then the files of other numbers of ranks are removed. Each file is written or moved in one step, so it is
-there or not, and never a half. If a rank cannot write, what was saved before is still there. And if all crash,
-whenever that is, there is a complete set of files and drafts: the old one until the last draft is written, and from
-then on the new one. Loading takes the complete set with the most steps.
+A save has three phases, and all ranks meet after each: every rank writes a draft, renames it to the final name, and
+rank 0 removes the files of other world sizes. Writing and renaming are atomic, so a file is complete or absent. If a
+rank cannot write, the previous checkpoint is unchanged. If the whole job crashes at any moment, the folder contains a
+complete set of files and drafts: the old one until the last draft is written, and the new one from then on. Loading
+takes the complete set with the most steps.
 
-What is kept sums up to what is still to be applied; so when the number of ranks changes it can be dealt anew: a rank
-takes over what some of the old ones kept, or an equal share of what one of them kept. Nothing is lost and nothing is
-applied twice.
+The residuals of all ranks add up to what has not been applied yet. So they can be redistributed when the world size
+changes: a new rank takes over the residuals of some old ranks, or an equal share of the residual of one. Nothing is
+lost, and nothing is applied twice.
 
-Disks and copies lose bits, and safetensors does not notice: a residual with a flipped bit would be applied like any
-other. So a file has a checksum of its tensors, with their names, types and shapes, and a seal over that and over what
-they belong to. They tell damage, not forgery: whoever can write the file can write them, too.
+safetensors does not detect flipped bits, and a damaged residual would be applied like any other. So a file has a
+checksum over its tensors (with their names, types and shapes) and a seal over that checksum and the metadata. They
+detect damage, not forgery: anyone who can write the file can also write a matching seal.
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ from syncline.errors import UsageError
 from syncline.files import FileError, one_line, write_bytes
 
 SCHEMA = 2
-"""1 had no checksums."""
+"""Version of the file format. Version 1 had no checksums."""
 MOST_RANKS = 99_999
-"""For which files have names."""
+"""The largest world size that fits in a file name."""
 _ABOUT, _CHECKSUM, _SEAL = HEADER = ("syncline", "checksum", "seal")
-"""What a file's metadata says: what its tensors belong to, as JSON; the tensors' checksum; that of these two texts."""
+"""Keys of a file's metadata: `About` as JSON, the checksum of the tensors, and the checksum of these two texts."""
 _DRAFT = ".new"
 _NAME = re.compile(rf"rank-(\d{{5}})-of-(\d{{5}})\.safetensors(?:{re.escape(_DRAFT)})?")
 _COMMON = ("exchange", "levels", "steps", "buckets")
-"""What the files of one save have in common."""
+"""Fields that are equal in all files of one save."""
 _WRITTEN_BY = "pass the folder that save(folder) wrote"
-_EARLIER = "take an earlier checkpoint"
+_EARLIER = "load an earlier checkpoint"
 _OF_TORCH = (RuntimeError, TypeError, ValueError)
-"""What it raises for types and shapes that safetensors knows and it does not."""
+"""Errors that torch raises for types and shapes that safetensors supports and torch does not."""
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
+"""Tensors by parameter name, then by kind."""
 
 
 class About(msgspec.Struct, frozen=True):
-    """What the tensors of a state belong to."""
+    """The metadata of a state: the exchange, rank and step that its tensors belong to."""
 
     schema: int
     exchange: dict[str, Any]
@@ -67,7 +68,7 @@ class About(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
-            raise ValueError(f"there is no rank {self.rank} among {self.world_size}")
+            raise ValueError(f"rank is {self.rank}, but world_size is only {self.world_size}")
 
 
 def file_of(folder: Path, rank: int, ranks: int) -> Path:
@@ -77,21 +78,22 @@ def file_of(folder: Path, rank: int, ranks: int) -> Path:
 def folder_of(path: str | os.PathLike[str]) -> Path:
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or not text.isprintable():
-        raise UsageError(f"the state's folder is {text!r}: pass the path of a folder")
+        raise UsageError(f"the checkpoint folder is {text!r}: pass the path of a folder")
     return Path(text)
 
 
 def problem_of(state: object, remedy: str) -> str | None:
-    """Why this is not the state of an exchange, if it is not."""
-    if isinstance(state, Mapping) and state.get("schema", SCHEMA) != SCHEMA:  # other fields may be others then
+    """Return why `state` is not a valid exchange state, with the remedy, or None if it is valid."""
+    if isinstance(state, Mapping) and state.get("schema", SCHEMA) != SCHEMA:  # before the fields, which may differ
         return (
-            f"the state's schema is {state['schema']!r}, here it is {SCHEMA}: load it with the syncline that saved it"
+            f"the checkpoint has schema {state['schema']!r}, but this version of syncline reads schema {SCHEMA}: load "
+            "it with the version that saved it"
         )
-    wrong = _wrong_in(state)
-    return None if wrong is None else f"this is not the state of an exchange: {wrong}: {remedy}"
+    problem = _invalid_field(state)
+    return None if problem is None else f"this is not a valid exchange state: {problem}: {remedy}"
 
 
-def _wrong_in(state: object) -> str | None:
+def _invalid_field(state: object) -> str | None:
     if not isinstance(state, Mapping):
         return f"it is a {type(state).__name__}"
     missing = [field for field in (*About.__struct_fields__, "tensors") if field not in state]
@@ -111,28 +113,28 @@ def _wrong_in(state: object) -> str | None:
         return one_line(str(error))
     tensors = state["tensors"]
     if not isinstance(tensors, Mapping) or not all(isinstance(kinds, Mapping) for kinds in tensors.values()):
-        return "tensors: expected them by parameter name, then by kind"
+        return "tensors: expected a mapping by parameter name, then by kind"
     for name, kinds in tensors.items():
         for kind, tensor in kinds.items():
             if not isinstance(tensor, Tensor):
-                return f"tensors: {kind} of {name!r} is a {type(tensor).__name__}"
+                return f"tensors: {kind} of {name!r} is a {type(tensor).__name__}, not a tensor"
     return None
 
 
 def sealed(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
-    """A file's content. `tensors`: by kind and name, like `residual/layer.weight`."""
+    """Return the content of a file. Tensors are named KIND/PARAMETER, like `residual/layer.weight`."""
     text, checksum = msgspec.json.encode(about).decode(), checksum_of(tensors)
     return safetensors.torch.save(dict(tensors), {_ABOUT: text, _CHECKSUM: checksum, _SEAL: seal_of(text, checksum)})
 
 
 def checksum_of(tensors: Mapping[str, Tensor]) -> str:
-    """Of their names, types, shapes and bits, in the order of names: a file may hold them in any."""
-    found = hashlib.sha256()
+    """Return a checksum of the names, types, shapes and bits of tensors, whatever their order in a file."""
+    checksum = hashlib.sha256()
     for key, tensor in sorted(tensors.items()):
         label = f"{key}\n{tensor.dtype}\n{list(tensor.shape)}".encode()
-        found.update(len(label).to_bytes(8, "little") + label)
-        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+        checksum.update(len(label).to_bytes(8, "little") + label)
+        checksum.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return checksum.hexdigest()
 
 
 def seal_of(about: str, checksum: str) -> str:
@@ -140,7 +142,7 @@ def seal_of(about: str, checksum: str) -> str:
 
 
 def write_draft(folder: Path, state: Mapping[str, Any]) -> Path:
-    """A handle's state to one file, beside the place that `put_in_place` gives it."""
+    """Write a rank's state to a draft, which `put_in_place` renames, and return the path of the draft."""
     path = file_of(folder, state["rank"], state["world_size"])
     about = {field: value for field, value in state.items() if field != "tensors"}
     flat = {
@@ -153,20 +155,18 @@ def write_draft(folder: Path, state: Mapping[str, Any]) -> Path:
     except (ValueError, TypeError) as error:
         raise FileError(f"{path}: not written: {one_line(str(error))}") from error
     try:
-        missing = [above for above in folder.parents if not above.exists()]
-        for made in (*reversed(missing), folder):
-            made.mkdir(mode=0o755, exist_ok=True)
+        missing = [parent for parent in folder.parents if not parent.exists()]
+        for directory in (*reversed(missing), folder):
+            directory.mkdir(mode=0o755, exist_ok=True)
     except OSError as error:
-        raise FileError(
-            f"{folder}: cannot be made a folder: {error.strerror or error}: save to another path"
-        ) from error
+        raise FileError(f"{folder}: cannot be created: {error.strerror or error}: save to another path") from error
     if path.is_dir():
-        raise FileError(f"{path}: is a folder, in the place of a state: remove it, or save to another path")
+        raise FileError(f"{path}: is a folder, not a state file: remove it, or save to another path")
     draft = path.with_name(path.name + _DRAFT)
     try:
         write_bytes(draft, data, through_links=False)
     except FileError as error:
-        raise FileError(f"{error}: save to another path; what was saved before is still there") from error
+        raise FileError(f"{error}: save to another path; the previous checkpoint is unchanged") from error
     return draft
 
 
@@ -179,26 +179,36 @@ def put_in_place(draft: Path) -> None:
 
 
 def remove_others(folder: Path, ranks: int) -> None:
-    """What other numbers of ranks saved before."""
+    """Remove the files of earlier saves with another world size."""
     for _, saved, path in _files(folder):
         if saved != ranks:
-            with contextlib.suppress(OSError):  # the state with the most steps is found all the same
+            with contextlib.suppress(OSError):  # `files_saved` finds the newest state anyway
                 path.unlink()
 
 
 def load_state(path: Path, *, tensors: bool = True) -> dict[str, Any]:
-    """What was written there, checked for being that, bit for bit; what it belongs to is the handle's to check. Without
-    `tensors`, only what they belong to is read, and only that is checked."""
+    """Read and verify a state file. Whether it fits the model is for the caller to check.
+
+    Args:
+        path: The file.
+        tensors: False to read and verify only the metadata.
+
+    Returns:
+        The fields of `About`, and `tensors` by parameter name and kind.
+
+    Raises:
+        FileError: The file is missing, damaged, not finite, or not a state file.
+    """
     header, flat = _read(path, tensors)
     about = _about_in(path, header)
     if tensors and checksum_of(flat) != header[_CHECKSUM]:
-        raise FileError(f"{path}: is damaged: its tensors are not those that were written: {_EARLIER}")
+        raise FileError(f"{path}: is damaged: the checksum of its tensors does not match: {_EARLIER}")
     kept: dict[str, dict[str, Tensor]] = {}
     for key, tensor in flat.items():
         kind, slash, name = key.partition("/")
         if not slash or not _finite(tensor):
-            wrong = "is not finite" if slash else "is no parameter's"
-            raise FileError(f"{path}: {one_line(key)} {wrong}: {_EARLIER}")
+            defect = "contains NaN or infinity" if slash else "is not named KIND/PARAMETER"
+            raise FileError(f"{path}: the tensor {one_line(key)} {defect}: {_EARLIER}")
         kept.setdefault(name, {})[kind] = tensor
     state = {**about, "tensors": kept}
     problem = problem_of(state, _EARLIER)
@@ -208,12 +218,12 @@ def load_state(path: Path, *, tensors: bool = True) -> dict[str, Any]:
 
 
 def _read(path: Path, tensors: bool) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """A file's metadata and, where asked for, its tensors: what they are is still to be checked."""
+    """Return a file's metadata and, if requested, its tensors. Nothing is verified yet."""
     try:
         mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):  # to open a pipe would wait for whoever writes to it
+        if not stat.S_ISREG(mode):  # opening a pipe would block until another process writes to it
             what = "folder" if stat.S_ISDIR(mode) else "pipe or a device"
-            raise FileError(f"{path}: is a {what}, in the place of a state: {_EARLIER}")
+            raise FileError(f"{path}: is a {what}, not a state file: {_EARLIER}")
         with safetensors.safe_open(str(path), framework="pt") as file:
             keys = list(file.keys()) if tensors else []
             return file.metadata() or {}, {key: file.get_tensor(key) for key in keys}
@@ -228,15 +238,15 @@ def _read(path: Path, tensors: bool) -> tuple[dict[str, str], dict[str, Tensor]]
 
 
 def _about_in(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
-    """What a file's metadata says that its tensors belong to, sealed."""
+    """Return the metadata of a state from a file's header, after verifying its seal."""
     try:
         about = msgspec.json.decode(header[_ABOUT], type=dict[str, Any])
     except (KeyError, msgspec.DecodeError, RecursionError) as error:
-        raise FileError(f"{path}: holds tensors, but not what an exchange keeps: was another file meant?") from error
-    if about.get("schema") != SCHEMA:  # before the seal, which may be another then
+        raise FileError(f"{path}: is a safetensors file, but not an exchange state: check the path") from error
+    if about.get("schema") != SCHEMA:  # before the seal, which another schema may compute differently
         raise FileError(f"{path}: {one_line(str(problem_of(about, _EARLIER)))}")
     if header.keys() != set(HEADER) or seal_of(header[_ABOUT], header[_CHECKSUM]) != header[_SEAL]:
-        raise FileError(f"{path}: is damaged: its header is not what was written: {_EARLIER}")
+        raise FileError(f"{path}: is damaged: the checksum of its header does not match: {_EARLIER}")
     return about
 
 
@@ -246,68 +256,72 @@ def _finite(tensor: Tensor) -> bool:
 
 
 def check_of_one_save(path: Path, state: Mapping[str, Any], first: Path, other: Mapping[str, Any]) -> None:
-    """That the state in one file was saved together with that in another, the first rank's."""
-    named = _NAME.fullmatch(path.name)
-    assert named is not None  # noqa: S101 - so it was found
-    for field, value in (("rank", int(named[1])), ("world_size", int(named[2]))):
+    """Raise unless the state in `path` was saved together with the state `other` in `first`."""
+    match = _NAME.fullmatch(path.name)
+    assert match is not None  # noqa: S101 - `_files` returns only such names
+    for field, value in (("rank", int(match[1])), ("world_size", int(match[2]))):
         if state[field] != value:
             raise FileError(
-                f"{path}: its {field} is {state[field]}, and its name says {value}: was it renamed? {_EARLIER}"
+                f"{path}: contains the state of {field} {state[field]}, but its name says {value}: rename it back, or "
+                f"{_EARLIER}"
             )
-    found = first_difference(*(flatten({field: of[field] for field in _COMMON}) for of in (state, other)))
-    if found is not None:
-        field, mine, theirs = found
-        raise FileError(f"{path}: was not saved with {first.name}: {field} is {mine}, and there {theirs}: {_EARLIER}")
+    differing = first_difference(*(flatten({field: of[field] for field in _COMMON}) for of in (state, other)))
+    if differing is not None:
+        field, mine, theirs = differing
+        raise FileError(
+            f"{path}: was not saved together with {first.name}: {field} is {mine} instead of {theirs}: {_EARLIER}"
+        )
 
 
-def files_saved(folder: Path, here: int) -> list[Path]:
-    """The files in which the state of a folder is, by rank.
+def files_saved(folder: Path, world_size: int) -> list[Path]:
+    """Return the files of the newest complete checkpoint in a folder, by rank.
 
-    A save that was cut short may leave several sets of them: of other numbers of ranks, or with drafts that were not
-    put in place. Of those whose files are all there and of one step, the one with the most steps is meant; of equal
-    ones that of as many ranks as are `here`.
+    An interrupted save may leave several sets of files: of several world sizes, or with drafts that were not renamed.
+    Among the sets that are complete and of one step, the one with the most steps is the newest. If two are equal, the
+    one of this `world_size` is preferred.
     """
     placed: dict[int, dict[int, Path]] = {}
     newest: dict[int, dict[int, Path]] = {}
     for rank, ranks, path in _files(folder):
         if path.suffix != _DRAFT:
             placed.setdefault(ranks, {})[rank] = path
-        newest.setdefault(ranks, {})[rank] = path  # a draft comes after the file in whose place it goes
+        newest.setdefault(ranks, {})[rank] = path  # in sorted order, a draft follows the file that it replaces
     if not newest:
-        raise FileError(f"{folder}: holds no state of an exchange: {_WRITTEN_BY}")
+        raise FileError(f"{folder}: contains no exchange state: {_WRITTEN_BY}")
     sets = [*placed.items(), *(item for item in newest.items() if item[1] != placed.get(item[0]))]
     complete = [[by_rank[rank] for rank in range(ranks)] for ranks, by_rank in sets if len(by_rank) == ranks]
     if not complete:
         missing = {ranks: [rank for rank in range(ranks) if rank not in newest[ranks]] for ranks in newest}
         ranks = min(missing, key=lambda ranks: len(missing[ranks]))
         raise FileError(
-            f"{folder}: the states of ranks {missing[ranks]} of {ranks} are missing: copy them there, or {_EARLIER}"
+            f"{folder}: the files of ranks {missing[ranks]} of {ranks} are missing: copy them into the folder, or "
+            f"{_EARLIER}"
         )
     if len(complete) == 1:
         return complete[0]
     steps = [{load_state(path, tensors=False)["steps"] for path in paths} for paths in complete]
-    order = [(len(found) == 1, max(found), len(paths) == here) for found, paths in zip(steps, complete, strict=True)]
+    order = [(len(of) == 1, max(of), len(paths) == world_size) for of, paths in zip(steps, complete, strict=True)]
     return complete[order.index(max(order))]
 
 
 def _files(folder: Path) -> list[tuple[int, int, Path]]:
-    """Rank, number of ranks, and path of each, in the order of their names."""
+    """Return rank, world size and path of each state file and draft, sorted by name."""
     try:
-        found = [(_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
+        matches = [(_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
     except FileNotFoundError as error:
         raise FileError(f"{folder}: there is no such folder: {_WRITTEN_BY}") from error
     except NotADirectoryError as error:
         raise FileError(f"{folder}: is not a folder: {_WRITTEN_BY}") from error
     except OSError as error:
         raise FileError(f"{folder}: cannot be read: {error.strerror or error}: {_WRITTEN_BY}") from error
-    named = [(int(name[1]), int(name[2]), path) for name, path in found if name is not None]
+    named = [(int(match[1]), int(match[2]), path) for match, path in matches if match is not None]
     return [entry for entry in named if entry[0] < entry[1]]
 
 
 def shares(rank: int, ranks: int, saved: int) -> dict[int, float]:
-    """Whose state this rank takes over, and how much of it, when `saved` ranks become `ranks`.
+    """Return the share of each old rank's residual that this rank takes over, when `saved` ranks become `ranks`.
 
-    Over all ranks every old one is taken over once in all, so the sum of what is kept stays what it was.
+    The shares of an old rank add up to 1 over all new ranks, so the sum of all residuals does not change.
     """
     if ranks <= saved:
         return {old: 1.0 for old in range(saved) if old % ranks == rank}
@@ -315,12 +329,12 @@ def shares(rank: int, ranks: int, saved: int) -> dict[int, float]:
     return {old: 1 / len([new for new in range(ranks) if new % saved == old])}
 
 
-def dealt(states: Mapping[int, Tensors], parts: Mapping[int, float]) -> dict[str, dict[str, Tensor]]:
-    """The parts of some ranks' states, added up."""
+def redistributed(states: Mapping[int, Tensors], parts: Mapping[int, float]) -> dict[str, dict[str, Tensor]]:
+    """Return the weighted sum of the states of some old ranks, with the weights that `shares` returned."""
     total: dict[str, dict[str, Tensor]] = {}
     for old, part in parts.items():
         for name, kinds in states[old].items():
-            mine = total.setdefault(name, {})
+            sums = total.setdefault(name, {})
             for kind, tensor in kinds.items():
-                mine[kind] = tensor * part + mine[kind] if kind in mine else tensor * part
+                sums[kind] = tensor * part + sums[kind] if kind in sums else tensor * part
     return total

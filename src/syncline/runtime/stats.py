@@ -1,4 +1,4 @@
-"""What an exchange has done: when its buckets ran, and what was sent for them."""
+"""Statistics of an exchange: when its buckets ran, and how many bytes they sent."""
 
 from __future__ import annotations
 
@@ -16,51 +16,76 @@ from syncline.exchange import EXCHANGES, Dense, Exchange, Hierarchical, Layout
 
 @dataclass(frozen=True)
 class PhaseTiming:
-    """One collective of a bucket, on the bucket's clock. Several may be under way at once."""
+    """One collective of a bucket, with times on the same clock as the bucket's. Several may run at the same time.
+
+    Example:
+        >>> handle.trace()
+        >>> train_step(model)
+        >>> for phase in handle.stats().buckets[0].phases:
+        ...     print(phase.name, phase.level, phase.end_s - phase.start_s)
+    """
 
     name: str
-    """As `all_reduce`."""
+    """The kind of collective, such as `all_reduce`."""
     level: str
-    """Among which ranks."""
+    """The level of the topology on which it ran."""
     sent_bytes: int
-    """By the busiest of them."""
+    """Bytes that the busiest rank sent."""
     start_s: float
-    """When it was issued; on CUDA, when the lane's stream got to it."""
+    """When it was issued; on CUDA, when the lane's stream reached it."""
     end_s: float
-    """When it had ended; on CUDA, when the lane's stream went on after waiting for it, which may be later."""
+    """When it ended; on CUDA, when the lane's stream had waited for it, which may be later."""
 
 
 @dataclass(frozen=True)
 class BucketTiming:
-    """One bucket of the last step: seconds on this host's monotonic clock."""
+    """One bucket of the last step. Times are in seconds on this host's monotonic clock.
+
+    Example:
+        >>> for bucket in handle.stats().buckets:
+        ...     print(bucket.bucket, bucket.bytes, bucket.end_s - bucket.start_s)
+    """
 
     bucket: int
+    """The index of the bucket."""
     lane: int
+    """The index of its lane."""
     bytes: int
+    """The size of its gradients."""
     exchange: str
-    """Through which it went, in short."""
+    """The short name of its exchange, such as `oktopk(density=0.05)`."""
     ready_s: float
+    """When its gradients were ready."""
     start_s: float
+    """When its exchange started."""
     end_s: float
+    """When its exchange ended."""
     phases: tuple[PhaseTiming, ...] = ()
-    """In the order in which they were issued, while `handle.trace()` is on. What lies between them is the exchange's
-    own work."""
+    """Its collectives in the order in which they were issued, if `handle.trace()` is on. The time between them is
+    computation of the exchange."""
 
 
 @dataclass(frozen=True)
 class Stats:
-    """What the exchange has done so far."""
+    """Statistics of an exchange, as `Handle.stats` returns them.
+
+    Example:
+        >>> stats = handle.stats()
+        >>> print(stats.steps, sum(stats.sent_bytes.values()))
+    """
 
     steps: int
+    """Number of steps exchanged, including those of a checkpoint that was loaded."""
     sent_bytes: dict[str, int]
-    """In the last step, by the busiest rank, per level."""
+    """Bytes that the busiest rank sent in the last step, per level."""
     total_sent_bytes: dict[str, int]
+    """Bytes that the busiest rank has sent since the exchange was attached, per level."""
     buckets: tuple[BucketTiming, ...]
-    """Of the last step, in the order they were ready; those still under way are left out."""
+    """The buckets of the last step that have ended, in the order in which they were ready."""
 
 
 class Exchanged(Protocol):
-    """A bucket, as far as its bytes go."""
+    """The fields of a bucket that determine its bytes."""
 
     @property
     def lane(self) -> int: ...
@@ -73,7 +98,7 @@ class Exchanged(Protocol):
 
 
 def timings_of(jobs: Iterable[Job]) -> tuple[BucketTiming, ...]:
-    """Of those that have ended."""
+    """Return the times of the buckets that have ended."""
     timings = []
     for job in jobs:
         seconds = job.marks.seconds()
@@ -86,14 +111,17 @@ def timings_of(jobs: Iterable[Job]) -> tuple[BucketTiming, ...]:
                 ready_s=seconds["ready"],
                 start_s=seconds["start"],
                 end_s=seconds["end"],
-                phases=() if job.phases is None else tuple(PhaseTiming(*one) for one in job.phases.ended(seconds)),
+                phases=() if job.phases is None else tuple(PhaseTiming(*phase) for phase in job.phases.ended(seconds)),
             )
             timings.append(timing)
     return tuple(timings)
 
 
 def name_of(exchange: Exchange) -> str:
-    """As in `EXCHANGES`, with the settings that are not as there: `oktopk(density=0.05)`. Others by their type."""
+    """Return the short name of an exchange with the settings that differ from it, like `oktopk(density=0.05)`.
+
+    An exchange that is not in `EXCHANGES` is named after its type.
+    """
     known = _known()
     for name, other in known.items():
         if exchange == other:
@@ -123,7 +151,7 @@ def _changed(exchange: object, other: object) -> str:
 
 
 def sent_over(lanes: Iterable[LaneGroups]) -> dict[str, int]:
-    """By the busiest rank since they were made, per level."""
+    """Return the bytes that the busiest rank has sent over these lanes, per level."""
     total: Counter[str] = Counter()
     for groups in lanes:
         total.update(groups.counter.sent_bytes)
@@ -131,7 +159,7 @@ def sent_over(lanes: Iterable[LaneGroups]) -> dict[str, int]:
 
 
 def predicted_for(buckets: Iterable[Exchanged], lanes: Sequence[LaneGroups]) -> dict[str, int]:
-    """Per step and level, by the exchanges' own account."""
+    """Return the bytes that a step should send, per level, by the cost that the exchanges state."""
     total: Counter[str] = Counter()
     for bucket in buckets:
         topology = lanes[bucket.lane].topology

@@ -1,4 +1,4 @@
-"""Where a model's ranks sit, for exchanges that climb levels: found by themselves, read from a network, or given."""
+"""Find the topology of a model's ranks, for exchanges that use levels: detected, read from a network, or given."""
 
 from __future__ import annotations
 
@@ -20,18 +20,25 @@ from syncline.records.network import Network
 
 
 @dataclass(frozen=True)
-class Place:
-    """The same on all ranks."""
+class RankTopology:
+    """The topology of a model's ranks, equal on all ranks."""
 
     tree: Tree
     topology: Topology
     known: str
-    """Where its knowledge of links comes from."""
+    """How the link speeds are known: measured or assumed."""
 
 
-def find_place(group: dist.ProcessGroup, exchanges: Sequence[Exchange], network: Network | None) -> Place | None:
-    """Collective; None where no exchange asks. Hosts are found by what ranks say of themselves, racks are the
-    network's: they show only in what links carry."""
+def find_topology(
+    group: dist.ProcessGroup, exchanges: Sequence[Exchange], network: Network | None
+) -> RankTopology | None:
+    """Collective: return the topology, or None if no exchange needs it.
+
+    Hosts are detected. Racks come from `network`, because only measurements of the links reveal them.
+
+    Raises:
+        UsageError: The network was measured on other ranks, hosts or another backend.
+    """
     climbing = next((exchange for exchange in exchanges if isinstance(exchange, Climbing)), None)
     if climbing is None and network is None:
         return None
@@ -42,33 +49,35 @@ def find_place(group: dist.ProcessGroup, exchanges: Sequence[Exchange], network:
         return None
     links = network or assumed_links(host_of_rank, backend=backend_of(group))
     tree = climbing.tree(links.tree, group.size())
-    agree(group, {"tree": repr(tree.root)}, "where ranks sit")
-    known = links.how if links.measured else f"{links.how}; attach(…, network=…) chooses by measured ones"
-    return Place(tree, topology_of(links, tree), known)
+    agree(group, {"tree": repr(tree.root)}, "the topology")
+    known = links.how if links.measured else f"{links.how}; pass network= to use measured speeds"
+    return RankTopology(tree, topology_of(links, tree), known)
 
 
 def hosts_of(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Collective: by rank, the number of its host."""
+    """Collective: return the number of each rank's host."""
     return number([data.decode() for data in gather_bytes(group, host_identity().encode())])
 
 
 def check_network(network: Network, host_of_rank: tuple[int, ...], backend: str) -> None:
+    """Raise unless the network was measured on these hosts, with this backend."""
     again = "probe this cluster again"
-    if network.ranks != len(host_of_rank):
-        raise UsageError(f"the network is one of {network.ranks} ranks, and the model has {len(host_of_rank)}: {again}")
+    ranks = len(host_of_rank)
+    if network.ranks != ranks:
+        raise UsageError(f"the network was measured with {network.ranks} ranks, but the model has {ranks}: {again}")
     if number([str(host) for host in network.host_of_rank]) != host_of_rank:
-        raise UsageError(f"the network's ranks sit on other hosts than the model's: {again}")
+        raise UsageError(f"the network was measured with ranks on other hosts than the model's: {again}")
     if network.backend != backend:
-        raise UsageError(f"the network was probed over {network.backend}, and the model uses {backend}: {again}")
+        raise UsageError(f"the network was measured with {network.backend}, but the model uses {backend}: {again}")
 
 
 def read_network(network: object) -> Network | SynclineError | None:
-    """An error is returned: what one rank cannot read is an error for all of them, once they have met."""
+    """Return the network, or read it from its file. An error is returned, so that all ranks can meet and raise it."""
     if network is None or isinstance(network, Network):
         return network
     if not isinstance(network, str | os.PathLike):
         kind = type(network).__name__
-        return UsageError(f"network is a {kind}: pass a Network, or the file that syncline probe wrote")
+        return UsageError(f"network is a {kind}: pass a Network, or the path of a file that syncline probe wrote")
     try:
         return Network.load(network)
     except SynclineError as error:
@@ -76,7 +85,7 @@ def read_network(network: object) -> Network | SynclineError | None:
 
 
 def mark_of(network: Network | SynclineError | None) -> str | None:
-    """Ranks choose by it, so it has to be the same file; what it says is none of a fingerprint's business."""
+    """Return a digest of the network for the fingerprint: all ranks must use the same one."""
     if isinstance(network, SynclineError):
         return f"unreadable: {network}"
-    return None if network is None else f"one with digest {digest(msgspec.to_builtins(network)).hex()[:8]}"
+    return None if network is None else f"digest {digest(msgspec.to_builtins(network)).hex()[:8]}"

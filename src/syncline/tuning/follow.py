@@ -139,7 +139,7 @@ class Following:
         self._work = weakref.ref(work)
         self._caps = buckets.own_caps(ddp) if buckets.can_change() else ()
         self._trained = frozenset(id(p) for p in parameters_of(ddp).values() if p.requires_grad)
-        self._guard = watch_plain(ddp)
+        self._watchdog = watch_plain(ddp)
 
     @property
     def model(self) -> DDP:
@@ -217,8 +217,8 @@ class Following:
             work.close()
         self._hook.remove()
         self._watcher.close()
-        if (guard := self._guard()) is not None:
-            guard.stop()
+        if (watchdog := self._watchdog()) is not None:
+            watchdog.stop()
 
     # --- hooks --------------------------------------------------------------------------------------------------
 
@@ -226,8 +226,8 @@ class Following:
         self._is_first_forward = True
         self._in_eval = not self.model.training
         self._log.step_ended(step)
-        if (guard := self._guard()) is not None:
-            guard.reached(self._watcher.step_count)
+        if (watchdog := self._watchdog()) is not None:
+            watchdog.reached(self._watcher.step_count)
 
     def _before_forward(self, work: Steps) -> None:
         """Continue in the first training forward after a step, which is the same forward on all ranks."""

@@ -1,7 +1,4 @@
-"""Names and defaults that help texts show, without the modules that they come from, which import torch.
-
-A test compares each with its origin.
-"""
+"""Names and defaults for help texts, copied from modules that import torch. A test compares them with the originals."""
 
 from __future__ import annotations
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
+from syncline.cli.commands import common
 
-def doctor(
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all of it for machines.")] = None,
-    wait: Annotated[
-        float, typer.Option(min=1, max=600, metavar="SECONDS", help="Under torchrun: for ranks to meet.")
-    ] = 30.0,
-) -> None:
-    """Look at this machine: what works here, what does not, and what to do about it. Under five seconds.
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Check what works on this machine, and say how to repair what does not. Under five seconds.
 
     syncline doctor
 
-    torchrun --nnodes 2 … -m syncline doctor     # do the ranks of a job meet?
+    torchrun --nnodes 2 … -m syncline doctor     # can the ranks of a job reach each other?
     """
-    from syncline.cli.doctor import doctor as examine
 
-    examine(json, wait)
+    json: common.JsonFile = None
+    wait: Annotated[
+        float,
+        typer.Option(min=1, max=600, metavar="SECONDS", help="Under torchrun: how long to wait for the other ranks."),
+    ] = 30.0
+
+    def start(self) -> None:
+        from syncline.cli.doctor import doctor
+
+        doctor(self)

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from syncline.cli.commands import common
 
-def failure(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(help="Where ranks have left their notes. Default: $SYNCLINE_FAILURES, or syncline-failure."),
-    ] = None,
-    events: Annotated[int, typer.Option(min=0, metavar="N", help="Show so many of each rank's last events, too.")] = 0,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all of it for machines.")] = None,
-) -> None:
-    """Read what ranks left behind when an exchange failed: who failed where, whom they suspect, and what to look at.
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Read the failure reports that ranks wrote: where each one failed, which rank is suspected, and what to check.
 
     syncline failure
 
     syncline failure collected/ --events 10
 
-    If there are no failure reports, it reads what syncline run wrote: a rank that was killed leaves nothing else.
+    If there are no failure reports, it reads the records of syncline run: a rank that was killed leaves nothing else.
     """
-    from syncline.cli.failure import failure as explain
 
-    explain(folder, events, json)
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="FOLDER", help="Folder with the failure reports. Default: $SYNCLINE_FAILURES, or syncline-failure."
+        ),
+    ] = None
+    events: Annotated[int, typer.Option(min=0, metavar="N", help="Also show the last N events of each rank.")] = 0
+    json: common.JsonFile = None
+
+    def start(self) -> None:
+        from syncline.cli.failure import failure
+
+        failure(self)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -10,37 +11,9 @@ import typer
 from syncline.cli.commands import choices, common
 
 
-def plan_command(
-    profile: Annotated[str, typer.Option(metavar="NAME|FILE", help="Of the model: syncline profile writes one.")],
-    network: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of the cluster: syncline probe writes one.")
-    ] = None,
-    hosts: Annotated[
-        int | None, typer.Option(min=1, max=65_536, metavar="N", help="How many hosts; default: the network's, or 4.")
-    ] = None,
-    rate: Annotated[str | None, typer.Option(metavar="RATE", help="Of the hosts' links; default: as measured.")] = None,
-    per_host: Annotated[
-        int | None, typer.Option("--per-host", min=1, metavar="N", help="Ranks on each host, without --network.")
-    ] = None,
-    allow: Annotated[
-        str,
-        typer.Option(metavar="A,B,…", help=f"What may change results: {', '.join(choices.ALLOWED)}. Default: nothing."),
-    ] = "",
-    bucket_mb: Annotated[
-        float | None, typer.Option(help="The size of plain DDP's buckets, if not its default.")
-    ] = None,
-    memory_budget: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Instead: what to train with in so much memory, like 8GiB, per rank."),
-    ] = None,
-    scale: Annotated[str, typer.Option(metavar="T,B", help="Of the profile: times by T, sizes by B.")] = "1,1",
-    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan, for wrap.")] = None,
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The same: the plan is a file for machines.")
-    ] = None,
-    report: common.ReportFile = None,
-) -> None:
-    """Find the fastest way to exchange a model's gradients on a cluster: buckets, lanes and exchanges.
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Find the fastest plan for a model on a cluster: which buckets, lanes and exchanges to use.
 
     syncline plan --profile profile.json --network network.json --out plan.json
 
@@ -48,19 +21,42 @@ def plan_command(
 
     syncline plan --profile profile.json --network network.json --memory-budget 8GiB --allow sparse
     """
-    from syncline.cli.plan import plan_command as run
 
-    run(
-        profile=profile,
-        network=network,
-        hosts=hosts,
-        rate=rate,
-        per_host=per_host,
-        allow=allow,
-        bucket_mb=bucket_mb,
-        memory_budget=memory_budget,
-        scale=scale,
-        out=out,
-        json=json,
-        report=report,
-    )
+    profile: Annotated[str, typer.Option(metavar="NAME|FILE", help="Profile of the model, from syncline profile.")]
+    network: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Network of the cluster, from syncline probe.")
+    ] = None
+    hosts: Annotated[
+        int | None,
+        typer.Option(min=1, max=65_536, metavar="N", help="Number of hosts. Default: the network's, or 4."),
+    ] = None
+    rate: Annotated[
+        str | None, typer.Option(metavar="RATE", help="Rate of the hosts' links. Default: as measured.")
+    ] = None
+    per_host: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Without --network: ranks per host. Default: 1.")
+    ] = None
+    allow: Annotated[
+        str,
+        typer.Option(
+            metavar="A,B,…", help=f"Lossy exchanges to consider: {', '.join(choices.ALLOWED)}. Default: none."
+        ),
+    ] = ""
+    bucket_mb: Annotated[float | None, typer.Option(help="Bucket size of plain DDP, if not its default, in MB.")] = None
+    memory_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Instead: find the fastest method that fits in this memory per rank, as in 8GiB."
+        ),
+    ] = None
+    scale: common.Scale = "1,1"
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write the plan.")] = None
+    json: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Same as --out; with --memory-budget: write the result.")
+    ] = None
+    report: common.ReportFile = None
+
+    def start(self) -> None:
+        from syncline.cli.plan import plan
+
+        plan(self)

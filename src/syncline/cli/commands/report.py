@@ -2,33 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from syncline.cli.commands import common
 
-def report(
-    files: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="FILE|FOLDER…", help="What profile, probe, plan, bench, demo or run wrote, in any order."
-        ),
-    ],
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="FILE", help="Where the page goes, in HTML.")
-    ] = Path("report.html"),
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also a run's steps for Perfetto or chrome://tracing.")
-    ] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write what it says for machines.")] = None,
-) -> None:
-    """Make one self-contained page of Syncline's files: what limits a training, and what would help.
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Make one self-contained HTML page from Syncline's files: what limits a training, and what would help.
 
     syncline report profile.json network.json plan.json
 
-    syncline report FOLDER, where FOLDER is what syncline run wrote: a page of that run.
+    syncline report syncline-run     # the folder that syncline run wrote
     """
-    from syncline.cli.report import report as run
 
-    run(files, output, trace, json)
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE|FOLDER…", help="Files from profile, probe, plan, bench or demo; folders from run. Any order."
+        ),
+    ]
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="File for the page.")] = Path(
+        "report.html"
+    )
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write the steps of a run for Perfetto or chrome://tracing."),
+    ] = None
+    json: common.JsonFile = None
+
+    def start(self) -> None:
+        from syncline.cli.report import report
+
+        report(self)

@@ -1,0 +1,313 @@
+"""The way of a bucket from gradients to their average: prepare → agree → run → settle.
+
+This is the only place that runs exchanges. Its hosts are the DDP hook (`ddp.engine`) and `Layerwise`
+(`layerwise.gradient_pipeline`). A host knows when a bucket is ready and when a step is over. The runner owns what a
+bucket needs on its way:
+
+- `submit` sends a bucket to its lane, which runs it in order, and returns a future of its result.
+- `prepare`, on the first run: all ranks compare the bucket, and the exchange allocates its state.
+- `exchange`: the state learns that a step begins, the bucket is averaged, and the exchange runs.
+- `settle`: the state keeps what the exchange changed where the result was applied, and restores it elsewhere.
+
+After an error nothing runs any more: `error` says why, and who is suspected.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from syncline.dist.agreement import agree
+from syncline.dist.comm import close_lanes, open_lanes
+from syncline.dist.lane import Job, Phases
+from syncline.dist.span import span_of
+from syncline.errors import ExchangeError, SynclineError, first_line
+from syncline.exchange import WORLD, Climbing, Exchange, Layout, State, Work
+from syncline.health.watchdog import Watchdog
+from syncline.runtime.stats import sent_over
+from syncline.runtime.topology import RankTopology
+
+Residuals = Mapping[str, Mapping[str, Tensor]]
+"""By parameter name, then by kind, in logical shape."""
+
+
+@dataclass
+class Bucket:
+    """Gradients that are exchanged together."""
+
+    index: int
+    lane: int
+    exchange: Exchange
+    layout: Layout
+    state: State | None = None
+    """None until all ranks have agreed on the layout."""
+    averages: bool = False
+    """True if the state applies the factor 1/world_size itself."""
+
+    @property
+    def label(self) -> str:
+        """How an error names this bucket."""
+        return f"bucket {self.index}"
+
+    def applied(self, finite: Tensor, used: Mapping[str, Tensor] | None) -> Tensor:
+        """Return where the result of this bucket was applied.
+
+        Args:
+            finite: Whether the step was finite, as a 0-dim tensor.
+            used: Whether each parameter got its result, by name; None if all did.
+
+        Returns:
+            A 0-dim tensor, or one flag per element if `used` is given.
+        """
+        if used is None:
+            return finite
+        flags = torch.stack([used[slot.name].to(finite.device) for slot in self.layout.slots])
+        sizes = torch.tensor([slot.numel for slot in self.layout.slots], device=flags.device)
+        return flags.repeat_interleave(sizes, output_size=self.layout.numel) & finite
+
+
+@dataclass
+class Step:
+    """The buckets of one backward pass."""
+
+    jobs: list[Job] = field(default_factory=list)
+    sent_bytes: dict[str, int] = field(default_factory=dict)
+    """By the busiest rank, per level."""
+    began_s: float | None = None
+    """When its first bucket was submitted, on the host's monotonic clock."""
+    period_s: float | None = None
+    """Since the first bucket of the step before was submitted."""
+    counts: bool = False
+    """Whether to count the nonzero elements of the results."""
+    applied: list[tuple[Tensor, int]] = field(default_factory=list)
+    """If counted: nonzero elements and all elements of each bucket whose exchange has a residual."""
+
+
+class StepListener(Protocol):
+    """Is told when a step begins, in the thread that runs backward. Must not raise, and must not hold the runner."""
+
+    def step_began(self, step: Step, number: int) -> None: ...
+
+
+class BucketRunner:
+    """Runs the buckets of one model. All ranks create it together, in the same order as their other groups.
+
+    Args:
+        group: The ranks that exchange.
+        device: Where the gradients are.
+        lanes: How many buckets may be exchanged at the same time.
+        timeout: How long a collective may take.
+        place: Where ranks sit, for exchanges that need to know.
+        after_failure: What an error tells users to do next.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        lanes: int,
+        timeout: timedelta,
+        place: RankTopology | None,
+        after_failure: str = "",
+    ) -> None:
+        self.error: BaseException | None = None
+        self.steps = 0
+        self.tracing = False
+        """Whether the collectives of each bucket are recorded."""
+        self.last_step = Step()
+        self.listeners: list[StepListener] = []
+        self.ranks = group.size()
+        self._after_failure = after_failure
+        self._counted: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self._watchdog = Watchdog(group, timeout)
+        self.groups, self.lanes = open_lanes(group, timeout, lanes, device, None if place is None else place.topology)
+        try:
+            self._watchdog.start(self.groups, self.lanes)
+        except BaseException:
+            self.close()
+            raise
+
+    # --- a bucket, in the order of its way ----------------------------------------------------------------------
+
+    def submit(
+        self,
+        step: Step,
+        bucket: Bucket,
+        flat: Tensor,
+        run: Callable[[], Work | None],
+        *,
+        waits: bool = True,
+        done: Callable[[Tensor], None] = lambda flat: None,
+    ) -> Any:
+        """Send a bucket to its lane. All ranks submit their buckets in the same order.
+
+        Args:
+            step: The step that the bucket belongs to.
+            bucket: The bucket.
+            flat: Its gradients, which become the result.
+            run: Calls `exchange`, on the lane.
+            waits: Whether `run` waits for a collective.
+            done: Called with the result, on the lane, before the future completes.
+
+        Returns:
+            A future of `flat`.
+        """
+        if not step.jobs:
+            self._begin(step)
+        lane = self.lanes[bucket.lane]
+        marks = lane.marks(step.jobs[0].marks if step.jobs else None)
+        phases = Phases(marks) if self.tracing else None
+        job = Job(
+            bucket=bucket.index,
+            lane=bucket.lane,
+            flat=flat,
+            run=lambda: self._traced(bucket, phases, run),
+            waits=waits,
+            on_done=lambda job: self._done(job, bucket, done),
+            marks=marks,
+            exchange=bucket.exchange,
+            phases=phases,
+        )
+        self._watchdog.begin(job, self.steps)
+        step.jobs.append(job)
+        return lane.submit(job)
+
+    def _begin(self, step: Step) -> None:
+        step.began_s = time.monotonic()
+        if self.last_step.began_s is not None:
+            step.period_s = step.began_s - self.last_step.began_s
+            self._watchdog.stepped(span_of(self.last_step.jobs), step.period_s)
+        for listener in tuple(self.listeners):
+            listener.step_began(step, self.steps)
+
+    def _traced(self, bucket: Bucket, phases: Phases | None, run: Callable[[], Work | None]) -> Work | None:
+        notes = self.groups[bucket.lane].notes
+        notes.phases = phases
+        try:
+            return run()
+        finally:
+            notes.phases = None
+
+    def exchange(
+        self,
+        bucket: Bucket,
+        flat: Tensor,
+        scale: Tensor | None = None,
+        residuals: Callable[[Bucket], Residuals] = lambda bucket: {},
+    ) -> Work | None:
+        """Replace `flat` by its average over the ranks.
+
+        Args:
+            bucket: The bucket, which is prepared first if it has no state yet.
+            flat: Its gradients.
+            scale: The factor by which the gradients are multiplied, as GradScaler does it.
+            residuals: Returns the residuals of parameters that were in other buckets before.
+
+        Returns:
+            The last collective, if the result is there only after it.
+        """
+        if self.error is not None:
+            raise ExchangeError(f"an earlier bucket of this step failed: {self.explained}")
+        self._watchdog.runs(bucket.lane, self.steps, bucket.index)
+        if bucket.state is None:
+            self.prepare(bucket, residuals(bucket))
+        assert bucket.state is not None  # noqa: S101 - it is prepared
+        bucket.state.begin(self.steps, scale)
+        if not bucket.averages:
+            flat.mul_(1 / self.ranks)  # not div_: plain DDP averages with this very operation
+        return bucket.exchange.run(flat, bucket.state, self.groups[bucket.lane].comm)
+
+    def prepare(self, bucket: Bucket, residuals: Residuals) -> None:
+        """Collective: compare a bucket between ranks, have its exchange allocate a state, and load residuals."""
+        layout, comm = bucket.layout, self.groups[bucket.lane].comm
+        slots = {slot.name: f"{tuple(slot.shape)} at {slot.offset}" for slot in layout.slots}
+        self._watchdog.issued(bucket.lane, "agree", WORLD, 0)
+        agree(comm.group, {"index": bucket.index, "dtype": str(layout.dtype), **slots}, "a gradient bucket")
+        state = bucket.exchange.prepare(layout, comm)
+        if isinstance(bucket.exchange, Climbing):  # it chose by arithmetic, which other machines may do differently
+            self._watchdog.issued(bucket.lane, "agree", WORLD, 0)
+            agree(comm.group, {"way": state.describe()}, "the way of a gradient bucket")
+        if residuals:
+            state.load(layout, residuals)
+        bucket.state, bucket.averages = state, state.average(1 / self.ranks)
+
+    def _done(self, job: Job, bucket: Bucket, done: Callable[[Tensor], None]) -> None:
+        if job.error is None:
+            try:
+                assert job.flat is not None  # noqa: S101 - the future does not have it yet
+                done(job.flat)
+            except BaseException as error:  # noqa: BLE001 - as fatal for the step as an exchange that failed
+                job.error = error
+        self._watchdog.over(job)
+        if job.error is not None:
+            job.error = self.fail(bucket.label, job.error)
+
+    def settle(self, buckets: Iterable[Bucket], finite: Tensor, used: Mapping[str, Tensor] | None = None) -> None:
+        """Have the states of these buckets keep what was applied, and restore the rest. See `State.settle`."""
+        for bucket in buckets:
+            if bucket.state is not None and bucket.state.settles:
+                bucket.state.settle(bucket.applied(finite, used))
+
+    def end(self, step: Step) -> None:
+        """Count a step that is over."""
+        sent = self.sent_bytes
+        step.sent_bytes = {level: sent[level] - self._counted.get(level, 0) for level in sent}
+        self._counted = sent
+        self.last_step = step
+        self.steps += 1
+
+    # --- errors -------------------------------------------------------------------------------------------------
+
+    def fail(self, label: str, error: BaseException) -> BaseException:
+        """Return the error as users see it, and refuse all that comes. The step is never settled."""
+        if not isinstance(error, SynclineError):
+            text = f"exchanging {label} failed in step {self.steps}: {first_line(error)}"
+            preliminary = ExchangeError(text)
+            with self._lock:  # finding the suspects takes seconds, in which nothing else may begin
+                self.error = self.error or preliminary
+            failed = ExchangeError(text + self._watchdog.explain(text, cause=error) + self._after_failure)
+            failed.__cause__ = error
+            error = failed
+            with self._lock:
+                self.error = failed if self.error is preliminary else self.error
+        elif self.error is None:  # the error says all there is to say on this rank; the others should know
+            self._watchdog.explain(first_line(error), own=True)
+        with self._lock:
+            self.error = self.error or error
+        return error
+
+    @property
+    def explained(self) -> str:
+        """The error, with the suspects if they are known by now."""
+        return self._watchdog.explained(self.error) if self.error is not None else ""
+
+    @property
+    def straggler(self) -> str | None:
+        """The rank that the others wait for, and how long; known to the first rank."""
+        return self._watchdog.straggler
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes that the busiest rank has sent since the runner was created, per level."""
+        return sent_over(self.groups)
+
+    @property
+    def backend(self) -> str:
+        return self.groups[0].topology.backend
+
+    def close(self) -> None:
+        """Stop the lanes and destroy their process groups."""
+        self._watchdog.stop()
+        close_lanes(self.lanes, self.groups)
+        # Jobs refer to their runner: without this, threads and connections would stay until a garbage collection.
+        self.groups, self.lanes, self.listeners = [], [], []
+        self.last_step = Step()
