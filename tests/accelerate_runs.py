@@ -1,4 +1,4 @@
-"""Trainings with Accelerate, for its tests: small, on real digits."""
+"""Small trainings with Accelerate on real digits, for its tests."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from frameworks import images, small_net
 from syncline.integrations.accelerate import SynclineKwargs
 
 __all__ = ["Accelerator", "DistributedDataParallelKwargs", "Run", "SynclineKwargs"]
-images(1)  # read here, and not in every rank
+images(1)  # read once here, not in every rank
 
 
 class Run:
-    """A model on its accelerator, and its steps."""
+    """A model with its accelerator, optimizer and data."""
 
     def __init__(
         self, *handlers: Any, accumulated: int = 1, joins: bool = True, scaler: GradScaler | None = None
@@ -28,7 +28,7 @@ class Run:
         self.accelerator = Accelerator(
             cpu=True, gradient_accumulation_steps=accumulated, kwargs_handlers=list(handlers)
         )
-        self.accelerator.scaler = scaler  # which it makes for fp16 itself, on GPUs
+        self.accelerator.scaler = scaler  # on GPUs, Accelerate creates one for fp16
         for handler in handlers:
             if isinstance(handler, SynclineKwargs) and joins:
                 handler.join(self.accelerator)

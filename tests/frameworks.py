@@ -1,4 +1,4 @@
-"""What the tests of frameworks share: ranks as torchrun starts them, real digits, a small net, a plan for it."""
+"""Helpers for the tests of frameworks: ranks as torchrun starts them, real digits, a small net and a plan for it."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TIMEOUT_S = 30.0
 
 
 def on_torchrun_ranks(main: Callable[[Rank], Any], ranks: int = 2, *, group: bool = True) -> list[Any]:
-    """What `main` returns on each rank of one host; any rank's error is raised. `group`: whether ranks have a process
-    group already, which frameworks use then."""
+    """Return what `main` returns on each rank of one host; an error of any rank is raised. With `group`, the ranks have
+    a process group before `main`, which frameworks then use."""
 
     def started(rank: Rank) -> Any:
-        os.environ["GROUP_RANK"] = "0"  # by which Lightning knows that torchrun started it
+        os.environ["GROUP_RANK"] = "0"  # tells Lightning that torchrun started it
         if group:
             rank.init_process_group(TIMEOUT_S)
         return main(rank)
@@ -46,13 +46,13 @@ def images(count: int) -> TensorDataset:
 
 
 def small_net() -> nn.Sequential:
-    """Twice as many parameters as it takes for anything of it to be sent sparsely."""
+    """Return a net with twice as many parameters as a sparse exchange needs to send anything sparsely."""
     torch.manual_seed(7)
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 16), nn.Tanh(), nn.Linear(16, 10))
 
 
 def sparse_plan(net: nn.Module) -> Plan:
-    """All in one bucket, on two ranks of one host; as tuning might have found it."""
+    """Return a plan that tuning might have found: one bucket, on two ranks of one host."""
     trained = list(net.named_parameters())[::-1]
     gradients = tuple(PlannedGradient(name=name, shape=tuple(p.shape), dtype="float32") for name, p in trained)
     exchange = {"type": "OkTopk", "density": 0.05, "values": "bf16", "warmup": 0, "momentum": 0.0}
@@ -62,7 +62,7 @@ def sparse_plan(net: nn.Module) -> Plan:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Of the weights, to the bit."""
+    """Return a digest of the weights."""
     whole = hashlib.sha256()
     for parameter in model.parameters():
         whole.update(parameter.detach().numpy().tobytes())
@@ -78,14 +78,14 @@ def distance(one: nn.Module, other: nn.Module) -> float:
 
 @contextlib.contextmanager
 def said() -> Any:
-    """What Syncline tells the person who started the run."""
+    """Capture what Syncline prints."""
     text = io.StringIO()
     with contextlib.redirect_stderr(text):
         yield text
 
 
 def run_example(name: str, *arguments: str) -> str:
-    """The last line that it prints. Forked with torchrun's variables: frameworks take seconds to import."""
+    """Run an example in forked ranks and return its last line. Forking saves importing the frameworks again."""
 
     def main(rank: Rank) -> str:
         sys.argv = [name, *arguments]
@@ -95,12 +95,12 @@ def run_example(name: str, *arguments: str) -> str:
         return text.getvalue()
 
     first, *others = on_torchrun_ranks(main, group=False)
-    assert not any(others), "only one rank speaks"
+    assert not any(others), "only rank 0 prints"
     return str(first).splitlines()[-1]
 
 
 def type_example(name: str, *arguments: str) -> str:
-    """The last line that it prints when a user types its command."""
+    """Run an example as a user would type it, and return its last line."""
     torchrun = Path(sys.executable).parent / "torchrun"
     command = [str(torchrun), "--standalone", "--nproc-per-node", "2", str(EXAMPLES / name), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

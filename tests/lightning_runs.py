@@ -1,4 +1,4 @@
-"""Trainings with Lightning, for its tests: small, on real digits."""
+"""Small trainings with Lightning on real digits, for its tests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from frameworks import images, small_net
 from syncline.integrations.lightning import SynclineCallback, SynclineStrategy
 
 __all__ = ["DDPStrategy", "Digits", "MixedPrecision", "SynclineCallback", "SynclineStrategy", "after_each_epoch", "fit"]
-images(1)  # read here, and not in every rank
+images(1)  # read once here, not in every rank
 
 
 class Digits(pl.LightningModule):
@@ -42,7 +42,7 @@ class Digits(pl.LightningModule):
 def fit(
     strategy: DDPStrategy, *, epochs: int = 2, resume: Path | None = None, ranks: int = 2, **options: Any
 ) -> Digits:
-    """Three batches on each rank in every epoch, and a validation before the first and after each."""
+    """Train on three batches per rank and epoch, with a validation before the first epoch and after each."""
     options = {"enable_checkpointing": False, "logger": False, **options}
     trainer = pl.Trainer(
         accelerator="cpu",

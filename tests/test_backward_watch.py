@@ -1,4 +1,4 @@
-"""Watching a running job sees its steps, changes nothing, and says so when there was nothing to see."""
+"""Watching a running job sees its steps, changes nothing, and explains why if it saw no step."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_accumulated_passes_are_one_step_and_count_as_its_forward() -> None:
     model = Mlp()
     optimizer = sgd(model)
     with watch_backward(model, optimizer, skip=0) as watch:
-        watch._clock = Ticks()
+        watch.clock = Ticks()
         for _ in range(2):
             optimizer.zero_grad()
             for number in range(3):
@@ -100,12 +100,12 @@ def test_accumulated_passes_are_one_step_and_count_as_its_forward() -> None:
             optimizer.step()
     assert watch.steps == 2
     profile = watch.profile()
-    # By a clock that ticks at each mark: a forward is 1, and a pass is 8: begin, backward, six gradients, end.
+    # The clock ticks at each mark. A forward takes 1, and a pass 8: start, backward, six gradients, end.
     assert (profile.forward_s, profile.backward_s, profile.update_s) == (2 * 8 + 1, 7, 1)
 
 
 class Ticks:
-    """A clock that goes on by one second at each mark."""
+    """A clock that advances by one second at each mark."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -171,7 +171,7 @@ def test_passes_that_no_update_uses_are_left_out(
     model = Mlp()
     optimizer = sgd(model)
     with watch_backward(model, optimizer, skip=0) as watch:
-        watch._clock = Ticks()
+        watch.clock = Ticks()
         train(model, optimizer, 1)
         wasted(model, optimizer)
         train(model, optimizer, 2)
@@ -182,7 +182,7 @@ def test_passes_that_no_update_uses_are_left_out(
 def test_one_backward_through_two_forwards_began_with_the_first() -> None:
     model = Mlp()
     with watch_backward(model, skip=0) as watch:
-        watch._clock = Ticks()
+        watch.clock = Ticks()
         (loss(model, 0) + loss(model, 1)).backward()
     assert watch.profile().forward_s == 2
 
@@ -235,18 +235,18 @@ def forward_only(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("does", "skip", "says"),
+    ("act", "skip", "message"),
     [
         (nothing, 0, "forward was not called"),
         (too_short, 2, "only 1 steps were seen, and the first 2 are left out"),
         (forward_only, 0, "no backward from the model's output was seen"),
     ],
 )
-def test_a_watch_that_saw_no_step_says_what_to_do(does: Callable[[nn.Module], None], skip: int, says: str) -> None:
+def test_a_watch_without_steps_says_what_to_do(act: Callable[[nn.Module], None], skip: int, message: str) -> None:
     model = Mlp()
     with watch_backward(model, skip=skip) as watch:
-        does(model)
-    with pytest.raises(UsageError, match=says):
+        act(model)
+    with pytest.raises(UsageError, match=message):
         watch.profile()
 
 
@@ -304,16 +304,16 @@ def test_a_copy_made_meanwhile_is_not_watched_when_it_only_evaluates() -> None:
 
 
 class Plain(contextlib.AbstractContextManager[None]):
-    """In place of a watch."""
+    """A context that watches nothing."""
 
     def __exit__(self, *_: object) -> None:
         pass
 
 
 def trained_on(rank: Rank, kind: str, watched: bool) -> tuple[dict[str, Tensor | None], BackwardWatch | None]:
-    """A few steps of DDP with buffers, accumulation under `no_sync` and a rebuild of the buckets."""
+    """Train DDP for a few steps, with buffers, accumulation under `no_sync` and a rebuild of the buckets."""
     net = seeded(lambda: nn.Sequential(Mlp(), nn.BatchNorm1d(4)))
-    # torch.compile splits a model by DDP's buckets, and wants the first, of a megabyte, to be the smallest.
+    # torch.compile splits a model by DDP's buckets, and needs the first one, of 1 MB, to be the smallest.
     bucket_cap_mb = 25 if kind == "compiled" else 0.001
     ddp = DDP(net, bucket_cap_mb=bucket_cap_mb, gradient_as_bucket_view=kind == "views")
     if kind == "attached":

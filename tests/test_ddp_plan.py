@@ -335,7 +335,7 @@ def noisy_step(rank: Rank) -> Callable[[nn.Module], None]:
 
 
 def test_tuning_changes_nothing_but_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.tuning.tune._WORTH", float("inf"))
+    monkeypatch.setattr("syncline.tuning.trial._MAX_RATIO", float("inf"))
 
     def main(rank: Rank) -> tuple[bool, str]:
         model, other = DDP(seeded(Noisy)), DDP(seeded(Noisy))
@@ -394,7 +394,7 @@ def test_if_no_plan_is_better_plain_ddp_stays_and_nothing_leaks(capfd: pytest.Ca
 
 
 def test_a_plan_that_is_not_faster_when_tried_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.tuning.tune._WORTH", 0.0)
+    monkeypatch.setattr("syncline.tuning.trial._MAX_RATIO", 0.0)
 
     def main(rank: Rank) -> None:
         model = DDP(seeded(Noisy), bucket_cap_mb=0.01)
@@ -410,7 +410,7 @@ def test_a_plan_that_is_not_faster_when_tried_is_not_kept(monkeypatch: pytest.Mo
 
 
 def test_tuning_again_replaces_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.tuning.tune._WORTH", float("inf"))
+    monkeypatch.setattr("syncline.tuning.trial._MAX_RATIO", float("inf"))
 
     def main(rank: Rank) -> None:
         model = DDP(seeded(Noisy))
@@ -459,7 +459,7 @@ def test_what_cannot_be_tuned_is_refused() -> None:
 def test_tuning_in_the_middle_of_training_does_not_change_the_result(
     worth: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncline.tuning.tune._WORTH", worth)
+    monkeypatch.setattr("syncline.tuning.trial._MAX_RATIO", worth)
 
     def main(rank: Rank) -> None:
         step = square_loss_step(rank)

@@ -1,4 +1,4 @@
-"""`follow`: a model in training, changed between its own steps or left alone, and never disturbed."""
+"""`follow` changes a model between its own steps or leaves it alone, and never disturbs the training."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def state() -> list[Any]:
     return [torch.get_rng_state().tolist(), repr(random.getstate()), repr(np.random.get_state())]
 
 
-def test_tuning_by_the_way_disturbs_nothing_and_ends_with_the_faster() -> None:
+def test_tuning_during_training_changes_no_result_and_keeps_the_faster() -> None:
     def main(rank: Rank) -> None:
         rank.init_process_group()
         torch.set_num_threads(1)
@@ -65,7 +65,7 @@ def test_tuning_by_the_way_disturbs_nothing_and_ends_with_the_faster() -> None:
             np.random.seed(rank.rank)
             model = DDP(net(), bucket_cap_mb=0.002, gradient_as_bucket_view=True)
             following = syncline.follow(model, network=slow_starts(), quiet=True) if kind == "followed" else None
-            # Gradients add up over all steps, so that one that is lost on the way is lost for good.
+            # Gradients accumulate over all steps, so that a lost one shows in the end.
             losses = train(model, 64, keep_gradients=True)
             weights = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
             outcomes.append((losses, weights, state()))
@@ -90,14 +90,14 @@ def test_models_that_cannot_be_changed_are_left_alone_with_the_reason() -> None:
     def main(rank: Rank) -> dict[str, str]:
         rank.init_process_group()
         torch.set_num_threads(1)
-        told = {}
+        outcomes = {}
 
         def left(name: str, model: DDP, act: Any = None, steps: int = 20) -> None:
             following = syncline.follow(model, network=slow_starts(), quiet=True)
             if act is not None:
                 act(model)
             train(model, steps)
-            told[name] = following.describe()
+            outcomes[name] = following.describe()
             assert following.record().steps == steps
             following.close()
 
@@ -110,7 +110,7 @@ def test_models_that_cannot_be_changed_are_left_alone_with_the_reason() -> None:
         with model.join():
             train(model, 3 + rank.rank)
         train(model, 3)
-        told["join"] = following.describe()
+        outcomes["join"] = following.describe()
 
         half = [dist.new_group([one]) for one in range(2)][rank.rank]
         left("alone", DDP(net(), process_group=half))
@@ -119,22 +119,22 @@ def test_models_that_cannot_be_changed_are_left_alone_with_the_reason() -> None:
         train(late, 16)  # in the middle of the trial the script takes over
         handle = syncline.attach(late, syncline.Dense(wire="bf16"))
         train(late, 40)
-        told["taken over"] = following.describe()
+        outcomes["taken over"] = following.describe()
         assert handle.stats().steps == 40
-        return told
+        return outcomes
 
-    told = launch(TWO, main, shaped=False, deadline_s=100)
-    assert told[0] == told[1]
+    outcomes = launch(TWO, main, shaped=False, deadline_s=100)
+    assert outcomes[0] == outcomes[1]
     for name, reason in {
         "hook": "communication hook (fp16_compress_hook)",
         "attached": "the script attaches to this model itself",
         "short": "the script ended too early",
-        "compiled": "compiled anew",
+        "compiled": "compiled again",
         "join": "under join()",
         "alone": "one rank",
         "taken over": "the script attaches to this model itself",
     }.items():
-        assert reason in told[0][name]
+        assert reason in outcomes[0][name]
 
 
 def test_an_exchange_is_attached_when_training_begins() -> None:
@@ -148,13 +148,13 @@ def test_an_exchange_is_attached_when_training_begins() -> None:
         if rank.rank == 0:
             model.module(torch.randn(8, 32))
         model.train()
-        assert following.handle is None  # nobody trained yet
+        assert following.handle is None  # no training forward yet
         train(model, 4)
         assert following.handle is not None
         following.handle.detach()
         assert following.handle is None
 
-        # What does not fit is an error in the first training forward, on all ranks.
+        # A plan that does not fit raises in the first training forward, on all ranks.
         other = DDP(net())
         refused = syncline.follow(other, plan="nowhere.json", quiet=True)
         with pytest.raises(syncline.SynclineError, match=r"nowhere\.json"):
@@ -165,12 +165,12 @@ def test_an_exchange_is_attached_when_training_begins() -> None:
     launch(TWO, main, shaped=False)
 
 
-def test_copies_and_pickles_of_a_followed_model_know_nothing_of_it_and_it_dies_with_its_last_reference() -> None:
+def test_copies_of_a_followed_model_are_not_followed_and_it_is_freed_with_its_last_reference() -> None:
     def main(rank: Rank) -> None:
         rank.init_process_group()
         model = DDP(net())
         following = syncline.follow(model, network=slow_starts(), quiet=True)
-        train(model, 5)  # amid watching, where there are the most hooks
+        train(model, 5)  # while it is profiled, when there are the most hooks
         steps = following.record().steps
         train(copy.deepcopy(model.module), 2)
         file = io.BytesIO()
@@ -183,9 +183,9 @@ def test_copies_and_pickles_of_a_followed_model_know_nothing_of_it_and_it_dies_w
 
         gone = weakref.ref(model)
         del model
-        gc.collect()  # while it is watched there is a circle
+        gc.collect()  # while it is profiled there is a reference cycle
         assert gone() is None
-        assert following.record().steps == 6  # what was seen of it stays
+        assert following.record().steps == 6  # the record outlives the model
 
         attached = DDP(net())
         other = syncline.follow(attached, exchange=syncline.OkTopk(density=0.5), quiet=True)
@@ -194,7 +194,7 @@ def test_copies_and_pickles_of_a_followed_model_know_nothing_of_it_and_it_dies_w
         assert lanes
         gone, weight = weakref.ref(attached), weakref.ref(attached.module[0].weight)
         gc.collect()
-        gc.disable()  # not even until Python looks for circles
+        gc.disable()  # the model must not wait for the garbage collector
         try:
             del attached
             assert gone() is None and weight() is None
@@ -209,7 +209,7 @@ def test_copies_and_pickles_of_a_followed_model_know_nothing_of_it_and_it_dies_w
 
 
 class Odd(nn.Module):
-    """Hands out one of its parameters, and has a part that is frozen now and then."""
+    """Returns one of its parameters, and has a part that is frozen in some steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -236,7 +236,7 @@ def twice_and_with_slopes(model: DDP, step: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("script", [frozen_in_turns, twice_and_with_slopes])
-def test_odd_scripts_train_as_without(script: Callable[[DDP, int], torch.Tensor]) -> None:
+def test_unusual_scripts_train_as_without_syncline(script: Callable[[DDP, int], torch.Tensor]) -> None:
     """In double precision, and with a process group that has a backend for each kind of device."""
 
     def main(rank: Rank) -> str:
@@ -261,12 +261,12 @@ def test_odd_scripts_train_as_without(script: Callable[[DDP, int], torch.Tensor]
         torch.testing.assert_close(trained["followed"], trained["alone"], rtol=1e-9, atol=1e-9)
         return following.describe()
 
-    told = launch(TWO, main, shaped=False, deadline_s=100)
-    assert "Tried: plain DDP" in told[0], told[0]
+    outcomes = launch(TWO, main, shaped=False, deadline_s=100)
+    assert "Tried: plain DDP" in outcomes[0], outcomes[0]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         ({"exchange": syncline.Dense(), "plan": "plan.json"}, "exclude each other"),
         ({"exchange": "dense"}, "exchange"),
@@ -277,12 +277,12 @@ def test_odd_scripts_train_as_without(script: Callable[[DDP, int], torch.Tensor]
         ({"scaler": 3}, "scaler is a int"),
     ],
 )
-def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], told: str) -> None:
-    with one_rank(), pytest.raises(syncline.UsageError, match=told):
+def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:
+    with one_rank(), pytest.raises(syncline.UsageError, match=message):
         syncline.follow(DDP(net()), **arguments)
 
 
-def test_a_series_without_end_is_kept_in_bounds_evenly() -> None:
+def test_a_thinned_series_stays_bounded_and_even() -> None:
     series: Thinned[int] = Thinned(most=100)
     for number in range(12345):
         series.append(number)

@@ -1,4 +1,4 @@
-"""`syncline run`: scripts that know nothing of it train as they would without, and their models are followed."""
+"""`syncline run`: unmodified scripts train as without it, and their models are followed."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ pytestmark = pytest.mark.skipif(why_not_shaped() is not None, reason=f"no namesp
 
 
 def network(folder: Path) -> Path:
-    """A file of links on which every collective takes long to start: nothing need be probed, and the script's many
-    small buckets are worth a change."""
+    """Write links with long start-ups, so that nothing is probed and a plan for the script's small buckets pays."""
     path = folder / "network.json"
     links = assumed_links((0, 1), backend="gloo")
     slow = tuple(one.scaled(50.0, 50.0, 50.0) for one in links.collectives)
@@ -38,17 +37,17 @@ def network(folder: Path) -> Path:
 
 
 def as_a_script(rank: Rank, arguments: list[str]) -> dict[str, Any]:
-    """Ends as the interpreter would see it."""
+    """Run `syncline run`, and return how the interpreter would see it end."""
     rank.init_process_group()
     torch.set_num_threads(1)
     init, backward = DDP.__init__, torch.Tensor.backward
-    sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - what is said is not looked at here
+    sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - messages are not tested here
     ended: dict[str, Any] = {}
     try:
         run_cli.main(arguments)
     except SystemExit as exit_:
         ended["status"] = exit_.code
-    except BaseException as error:  # noqa: BLE001 - what the script raised
+    except BaseException as error:  # noqa: BLE001 - raised by the script
         ended["error"] = f"{type(error).__name__}: {error}"
     assert DDP.__init__ is init
     assert torch.Tensor.backward is backward
@@ -71,7 +70,7 @@ def losses(folder: Path) -> list[list[float]]:
     [[], ["--accumulate", "2", "--models", "2"]],
     ids=["plain", "gradient accumulation in two models"],
 )
-def test_a_script_trains_as_without(flags: list[str], tmp_path: Path) -> None:
+def test_a_script_trains_as_without_syncline(flags: list[str], tmp_path: Path) -> None:
     with_us, without = tmp_path / "with", tmp_path / "without"
     with_us.mkdir(), without.mkdir()
     launch(TWO, lambda rank: plainly(rank, [*flags, "--losses", str(without)]))
@@ -96,7 +95,7 @@ def test_a_script_trains_as_without(flags: list[str], tmp_path: Path) -> None:
             for span in planned:
                 assert all(bucket.ready_s <= bucket.start_s <= bucket.end_s for bucket in span.buckets)
                 assert all(span.start_s <= bucket.ready_s <= span.end_s for bucket in span.buckets)
-        assert (record.models[0].plan is not None) == (rank == 0)  # what all ranks know alike is written once
+        assert (record.models[0].plan is not None) == (rank == 0)  # only rank 0 writes what is the same on all ranks
     recorded = RunRecord.load(tmp_path / "out" / "rank-0000.json").models[0].losses
     assert len(recorded) == 64
     if not flags:
@@ -104,27 +103,27 @@ def test_a_script_trains_as_without(flags: list[str], tmp_path: Path) -> None:
     assert (tmp_path / "out" / "report.html").read_text().startswith("<!")
 
 
-def test_a_script_finds_what_python_would_give_it(tmp_path: Path) -> None:
+def test_a_script_sees_the_environment_that_python_would_give_it(tmp_path: Path) -> None:
     script = tmp_path / "folder" / "look.py"
     script.parent.mkdir()
     script.write_text(
         "import json, sys\nfrom pathlib import Path\n"
         "Path(sys.argv[1]).write_text(json.dumps([__file__, sys.path[0], __name__, len(sys.argv), sys.path.count('')]))"
     )
-    out, told = tmp_path / "out", tmp_path / "told.json"
+    out, seen = tmp_path / "out", tmp_path / "seen.json"
     out.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "syncline.run", "--out", str(out), "folder/look.py", str(told)]
+    command = [sys.executable, "-m", "syncline.run", "--out", str(out), "folder/look.py", str(seen)]
     ran = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    assert json.loads(told.read_text()) == [str(script), str(script.parent), "__main__", 2, 0]
+    assert json.loads(seen.read_text()) == [str(script), str(script.parent), "__main__", 2, 0]
     assert "built no DistributedDataParallel model" in ran.stderr
     assert not list(out.iterdir())
 
 
-def test_a_script_that_crashes_half_way_crashes_as_without_and_leaves_a_report(tmp_path: Path) -> None:
+def test_a_script_that_crashes_ends_as_without_syncline_and_leaves_a_report(tmp_path: Path) -> None:
     command = ["--network", str(network(tmp_path)), "--out", str(tmp_path / "out"), str(SCRIPT)]
     crash = ["--losses", str(tmp_path), "--crash-at", "30"]
     ended = launch(TWO, lambda rank: as_a_script(rank, [*command, *crash]))
@@ -135,9 +134,9 @@ def test_a_script_that_crashes_half_way_crashes_as_without_and_leaves_a_report(t
     assert (tmp_path / "out" / "report.html").exists()
 
 
-def test_an_exchange_that_is_asked_for_is_attached(tmp_path: Path) -> None:
+def test_a_requested_exchange_is_attached(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
-    for rank in (0, 1, 7):  # of an earlier run, with more ranks
+    for rank in (0, 1, 7):  # files of an earlier run with more ranks
         (tmp_path / "out" / f"rank-{rank:04d}.json").write_text("")
     command = ["--exchange", "bf16", "--out", str(tmp_path / "out"), str(SCRIPT), "--steps", "6"]
     launch(TWO, lambda rank: as_a_script(rank, [*command, "--losses", str(tmp_path)]))
@@ -147,10 +146,10 @@ def test_an_exchange_that_is_asked_for_is_attached(tmp_path: Path) -> None:
     assert model.paces[0].sent_bytes == model.gradient_bytes // 2
     detailed = [span for span in model.spans if span.buckets]
     assert [span.step for span in detailed] == [2, 3, 4]
-    assert all(bucket.phases for span in detailed for bucket in span.buckets)  # what the trace shows
+    assert all(bucket.phases for span in detailed for bucket in span.buckets)  # the trace shows them
 
 
-def test_observing_changes_nothing_and_says_what_would(tmp_path: Path) -> None:
+def test_observing_changes_nothing_and_reports_the_plan(tmp_path: Path) -> None:
     command = ["--observe-only", "--network", str(network(tmp_path)), "--out", str(tmp_path / "out"), str(SCRIPT)]
     flags = ["--steps", "16", "--losses", str(tmp_path)]
     launch(TWO, lambda rank: as_a_script(rank, [*command, *flags]))
@@ -173,9 +172,9 @@ def test_a_plan_for_another_model_is_one_line_and_status_2(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
-        (["nowhere.py"], "nowhere.py: there is no such script"),
+        (["nowhere.py"], "nowhere.py: no such script"),
         (["--exchange", "quick", str(SCRIPT)], "--exchange quick: unknown exchange; known: dense"),
         (["--exchange", "bf16", "--plan", "p.json", "x.py"], "exclude each other"),
         (["--exchange", "bf16", "--observe-only", "x.py"], "are for tuning, which --exchange and --plan replace"),
@@ -185,29 +184,29 @@ def test_a_plan_for_another_model_is_one_line_and_status_2(tmp_path: Path) -> No
         (["--timeout", "0", str(SCRIPT)], "--timeout 0: must be greater than 0"),
         (["--out", str(SCRIPT), str(SCRIPT)], "is a file; name a folder"),
         (["--out", "/proc/nowhere", str(SCRIPT)], "/proc/nowhere: cannot be created"),
-        (["-m", "not a module"], "is no module's name"),
+        (["-m", "not a module"], "is not a module name"),
         ([], "Missing argument"),
         (["--no-such-option", str(SCRIPT)], "No such option"),
     ],
 )
-def test_wrong_use_is_told_before_the_script_starts(
-    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_use_is_refused_before_the_script_starts(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
         run_cli.main(arguments)
     assert exit_.value.code == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         run_cli.main(["--help"])
     assert exit_.value.code == 0
-    assert "--observe-only" in (told := capsys.readouterr().out)
-    assert len(told.splitlines()) <= 50
+    assert "--observe-only" in (text := capsys.readouterr().out)
+    assert len(text.splitlines()) <= 50
 
 
-def test_torchrun_starts_it_and_ctrl_c_ends_it_as_without(tmp_path: Path) -> None:
+def test_torchrun_starts_it_and_ctrl_c_ends_it_as_without_syncline(tmp_path: Path) -> None:
     script = tmp_path / "wait.py"
     script.write_text(
         "import os, sys, time\nassert sys.argv[1:] == ['--epochs', '3']\nassert __name__ == '__main__'\n"
@@ -226,10 +225,10 @@ def test_torchrun_starts_it_and_ctrl_c_ends_it_as_without(tmp_path: Path) -> Non
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == "argv and rank 0\n"
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does it: to all of them
-            _, told = process.communicate(timeout=60)
+            os.killpg(process.pid, signal.SIGINT)  # to the whole process group, as a terminal does
+            _, errors = process.communicate(timeout=60)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode != 0
-    assert "KeyboardInterrupt" in told
+    assert "KeyboardInterrupt" in errors

@@ -36,12 +36,11 @@ from syncline.errors import UsageError
 from syncline.health import heartbeat, silence
 from syncline.health.silence import SilenceLog
 from syncline.health.suspects import Beat, Heartbeats
-from syncline.integrations.synced import Asked
 from syncline.measure.assumed_network import assumed_links
 from syncline.records.run_record import LOST, RUNNING, RunRecord
 from syncline.report.inputs import Inputs
 from syncline.report.page import build_page
-from syncline.tuning.follow import Wishes
+from syncline.tuning.settings import TuneSettings
 
 SCRIPT = Path(__file__).parent / "scripts" / "halts.py"
 RANKS, HALTED = 3, 1
@@ -365,8 +364,7 @@ def test_failure_shows_ranks_that_were_killed_without_a_failure_report(
 def test_a_timeout_is_a_number_of_seconds(timeout_s: Any, one_rank: None) -> None:
     model = DDP(Mlp())
     for call in (
-        lambda: Wishes.of(timeout_s=timeout_s),
-        lambda: Asked.of(timeout_s=timeout_s),
+        lambda: TuneSettings(timeout_s=timeout_s),
         lambda: syncline.follow(model, timeout_s=timeout_s),
         lambda: syncline.attach(model, timeout_s=timeout_s),
         lambda: syncline.tune(model, lambda net: None, timeout_s=timeout_s),

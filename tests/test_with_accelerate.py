@@ -1,4 +1,4 @@
-"""Syncline in Accelerate: the same training, `save_state` and `load_state` included."""
+"""SynclineKwargs trains as Accelerate's own DDP does, `save_state` and `load_state` included."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ SPARSE = syncline.OkTopk(density=0.05)
 
 @pytest.fixture(scope="module")
 def runs() -> Any:
-    """Imported when the first of these tests runs, and these run last: the larger a process, the longer every rank
-    takes to fork."""
+    """Import late, because a larger process takes longer to fork the ranks of other tests."""
     return importlib.import_module("accelerate_runs")
 
 
@@ -48,7 +47,7 @@ def test_a_run_resumed_from_save_state_equals_the_uninterrupted_one(runs: Any, t
         run.train(0, 3)
         run.accelerator.save_state(tmp_path / "three")
         final = fingerprint(run.train(3, 6))
-        run.accelerator.load_state(tmp_path / "three")  # back in the run that went on
+        run.accelerator.load_state(tmp_path / "three")  # return to step 3 in the same run
         return [final, fingerprint(run.train(3, 6))]
 
     def resumed(rank: Rank) -> list[str]:
@@ -65,7 +64,7 @@ def test_a_run_resumed_from_save_state_equals_the_uninterrupted_one(runs: Any, t
         run = runs.Run(runs.SynclineKwargs(SPARSE))
         with said() as text:
             run.accelerator.load_state(tmp_path / "three")
-        assert ("nothing was kept there" in text.getvalue()) is (rank.rank == 0)
+        assert ("no residual was saved there" in text.getvalue()) is (rank.rank == 0)
         return [fingerprint(run.train(3, 6))]
 
     def more(rank: Rank) -> None:
@@ -86,10 +85,10 @@ def test_a_run_resumed_from_save_state_equals_the_uninterrupted_one(runs: Any, t
     assert on_torchrun_ranks(resumed) == [[expected, expected]] * 2
     on_torchrun_ranks(more, ranks=3)
     (tmp_path / "three/syncline").rename(tmp_path / "three/elsewhere")
-    assert [expected] not in on_torchrun_ranks(without), "so what was kept made no difference"
+    assert [expected] not in on_torchrun_ranks(without), "the residual made no difference"
 
 
-def test_what_is_kept_follows_the_loss_scale(runs: Any) -> None:
+def test_the_residual_follows_the_loss_scale(runs: Any) -> None:
     def main(rank: Rank) -> None:
         doubling = GradScaler("cpu", init_scale=64.0, growth_interval=1)
         scaled = runs.Run(runs.SynclineKwargs(SPARSE), scaler=doubling).train()
@@ -118,7 +117,7 @@ def test_each_of_several_models_is_followed_and_saved(runs: Any, tmp_path: Path)
     assert {len(list((tmp_path / name).iterdir())) for name in ("syncline", "syncline_1")} == {2}
 
 
-def test_it_tunes_by_itself_while_training_goes_on(runs: Any) -> None:
+def test_it_tunes_during_training(runs: Any) -> None:
     def main(rank: Rank) -> None:
         kwargs = runs.SynclineKwargs(quiet=True)
         synced = runs.Run(kwargs, joins=False)
@@ -129,7 +128,7 @@ def test_it_tunes_by_itself_while_training_goes_on(runs: Any) -> None:
     on_torchrun_ranks(main)
 
 
-def test_what_cannot_work_is_refused_and_one_process_has_nothing_to_do(runs: Any, tmp_path: Path) -> None:
+def test_wrong_use_is_refused_and_one_process_has_nothing_to_do(runs: Any, tmp_path: Path) -> None:
     def main(rank: Rank) -> None:
         with pytest.raises(syncline.UsageError, match=r"call SynclineKwargs\.join\(accelerator\) before"):
             runs.Run(runs.SynclineKwargs(SPARSE), joins=False)
@@ -144,7 +143,7 @@ def test_what_cannot_work_is_refused_and_one_process_has_nothing_to_do(runs: Any
         kwargs = runs.SynclineKwargs(SPARSE)
         with said() as text:
             run = runs.Run(kwargs)
-            run.model.module = run.model  # as it is not wrapped
+            run.model.module = run.model  # the model is not wrapped
             run.accelerator.save_state(tmp_path)
         assert text.getvalue().count("nothing to do") == 1
         assert kwargs.handle is None
@@ -154,7 +153,7 @@ def test_what_cannot_work_is_refused_and_one_process_has_nothing_to_do(runs: Any
     assert not (tmp_path / "syncline").exists()
 
 
-def test_the_example_runs_as_a_user_types_it_and_goes_on(runs: Any, tmp_path: Path) -> None:
+def test_the_example_runs_as_a_user_types_it_and_resumes(runs: Any, tmp_path: Path) -> None:
     arguments = ("--steps", "4", "--batch", "8", "--accumulate", "2", "--density", "0.02", "--folder", str(tmp_path))
     said = r"4 steps: \d+\.\d% of held-out digits right"
     assert re.fullmatch(said, type_example("accelerate_digits.py", *arguments))

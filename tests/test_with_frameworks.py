@@ -1,4 +1,4 @@
-"""What Syncline's modules for frameworks have in common: they are imported on demand, and refuse what cannot work."""
+"""What the framework integrations have in common: they are imported on demand, and refuse wrong arguments."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import pytest
 import syncline
 from ddp_helpers import refusal
 
-WAYS = {"lightning": "SynclineStrategy", "accelerate": "SynclineKwargs", "transformers": "SynclineTrainer"}
+CLASSES = {"lightning": "SynclineStrategy", "accelerate": "SynclineKwargs", "transformers": "SynclineTrainer"}
 
 
 def maker(framework: str) -> Callable[..., Any]:
-    """Imported when it is asked for: these tests come last, and make no rank of the others larger."""
-    return getattr(importlib.import_module(f"syncline.integrations.{framework}"), WAYS[framework])
+    """Return the class. It is imported late, because a larger process takes longer to fork the ranks of other tests."""
+    return getattr(importlib.import_module(f"syncline.integrations.{framework}"), CLASSES[framework])
 
 
 def test_importing_syncline_imports_no_framework() -> None:
@@ -28,23 +28,23 @@ def test_importing_syncline_imports_no_framework() -> None:
     assert not {"lightning", "pytorch_lightning", "accelerate", "transformers"} & set(done.stdout.split())
 
 
-@pytest.mark.parametrize("framework", WAYS)
-def test_a_framework_that_is_not_there_is_named_with_what_to_install(
+@pytest.mark.parametrize("framework", CLASSES)
+def test_a_missing_framework_is_named_with_the_command_that_installs_it(
     framework: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [*sys.modules]:
         if name.partition(".")[0] in (framework, f"pytorch_{framework}"):
             monkeypatch.delitem(sys.modules, name)
     for name in (framework, f"pytorch_{framework}"):
-        monkeypatch.setitem(sys.modules, name, None)  # which Python takes for one that is not installed
+        monkeypatch.setitem(sys.modules, name, None)  # Python then treats it as not installed
     monkeypatch.delitem(sys.modules, f"syncline.integrations.{framework}", raising=False)
     with pytest.raises(ImportError, match=rf"pip install 'syncline\[{framework}\]'$") as raised:
         importlib.import_module(f"syncline.integrations.{framework}")
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("framework", WAYS)
-def test_what_cannot_work_is_refused_at_construction(framework: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("framework", CLASSES)
+def test_wrong_arguments_are_refused_at_construction(framework: str, tmp_path: Path) -> None:
     make = maker(framework)
     nowhere = tmp_path / "plan.json"
     for expected, wanted in {
@@ -62,7 +62,7 @@ def test_what_cannot_work_is_refused_at_construction(framework: str, tmp_path: P
         assert refusal(lambda wanted=wanted: make(**wanted)).startswith(expected)
 
 
-def test_a_hook_of_ones_own_is_refused_at_construction() -> None:
-    hook = "DDP takes one hook, and that is Syncline's: leave yours out"
+def test_a_communication_hook_is_refused_at_construction() -> None:
+    hook = "DDP takes one hook, and Syncline needs it: leave yours out"
     assert refusal(lambda: maker("lightning")(ddp_comm_hook=print)) == f"ddp_comm_hook: {hook}"
     assert refusal(lambda: maker("accelerate")(comm_hook="bf16")) == f"comm_hook: {hook}"

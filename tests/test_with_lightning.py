@@ -1,4 +1,4 @@
-"""Syncline in Lightning: the same training, the same checkpoints, another strategy."""
+"""SynclineStrategy trains as Lightning's DDPStrategy does, checkpoints included."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ SPARSE = syncline.OkTopk(density=0.05)
 
 @pytest.fixture(scope="module")
 def runs() -> Any:
-    """Imported when the first of these tests runs, and these run last: the larger a process, the longer every rank
-    takes to fork."""
+    """Import late, because a larger process takes longer to fork the ranks of other tests."""
     return importlib.import_module("lightning_runs")
 
 
@@ -42,7 +41,7 @@ def test_dense_trains_as_lightnings_own_ddp_does(runs: Any) -> None:
 
 
 def test_a_run_resumed_from_a_checkpoint_equals_the_uninterrupted_one(runs: Any, tmp_path: Path) -> None:
-    """What ranks keep is beside the checkpoint, goes with it when it is removed, and is missed when it is not there."""
+    """Residuals are saved beside the checkpoint, removed with it, and required to resume."""
 
     def whole(rank: Rank) -> str:
         return fingerprint(runs.fit(runs.SynclineStrategy(SPARSE), **runs.after_each_epoch(tmp_path, save_last="link")))
@@ -58,11 +57,11 @@ def test_a_run_resumed_from_a_checkpoint_equals_the_uninterrupted_one(runs: Any,
 
     def elsewhere(rank: Rank) -> str:
         alone = tmp_path / "alone"
-        with pytest.raises(syncline.UsageError, match=r"step=3\.ckpt\.syncline, which is not there: copy it"):
+        with pytest.raises(syncline.UsageError, match=r"step=3\.ckpt\.syncline, which does not exist: copy"):
             runs.fit(runs.SynclineStrategy(SPARSE), resume=alone / "step=3.ckpt")
         with pytest.raises(syncline.UsageError, match="the checkpoint was saved with"):
             runs.fit(runs.SynclineStrategy(syncline.OkTopk(density=0.1)), resume=tmp_path / "step=3.ckpt")
-        with pytest.raises(syncline.UsageError, match="is of step 6, and its checkpoint of 3"):
+        with pytest.raises(syncline.UsageError, match="was saved at step 6, but its checkpoint at step 3"):
             runs.fit(runs.SynclineStrategy(SPARSE), resume=tmp_path / "mixed/step=3.ckpt")
         at_the_end = runs.SynclineStrategy(SPARSE)
         runs.fit(at_the_end, resume=tmp_path / "last.ckpt", epochs=3)
@@ -79,10 +78,10 @@ def test_a_run_resumed_from_a_checkpoint_equals_the_uninterrupted_one(runs: Any,
         (tmp_path / name).mkdir()
         shutil.copy(tmp_path / "step=3.ckpt", tmp_path / name)
     shutil.copytree(tmp_path / "step=6.ckpt.syncline", tmp_path / "mixed/step=3.ckpt.syncline")
-    assert expected not in on_torchrun_ranks(elsewhere), "so what was kept made no difference"
+    assert expected not in on_torchrun_ranks(elsewhere), "the residual made no difference"
 
 
-def test_what_is_kept_follows_the_loss_scale(runs: Any) -> None:
+def test_the_residual_follows_the_loss_scale(runs: Any) -> None:
     def scaled(growth_interval: int) -> str:
         scaler = GradScaler("cpu", init_scale=64.0, growth_interval=growth_interval)
         model = runs.fit(
@@ -97,7 +96,7 @@ def test_what_is_kept_follows_the_loss_scale(runs: Any) -> None:
     on_torchrun_ranks(main)
 
 
-def test_it_tunes_by_itself_and_a_resumed_run_goes_on_with_what_was_found(runs: Any, tmp_path: Path) -> None:
+def test_it_tunes_and_a_resumed_run_uses_the_plan_that_was_found(runs: Any, tmp_path: Path) -> None:
     fast = made_up.network((0, 0), mbit=100_000.0, startup_s=1e-6)
     found = sparse_plan(runs.Digits())
     folder = tmp_path / "step=3.ckpt.syncline"
@@ -112,7 +111,7 @@ def test_it_tunes_by_itself_and_a_resumed_run_goes_on_with_what_was_found(runs: 
         again = runs.SynclineStrategy(network=fast)
         with said() as text:
             runs.fit(again, epochs=6, resume=tmp_path / "plain/step=15.ckpt")
-        assert (rank.rank > 0) is ("The plan is applied, as asked for" not in text.getvalue())
+        assert (rank.rank > 0) is ("The plan is applied, as requested" not in text.getvalue())
         assert again.handle is None
 
     def planned(rank: Rank) -> str:
@@ -132,7 +131,7 @@ def test_it_tunes_by_itself_and_a_resumed_run_goes_on_with_what_was_found(runs: 
     assert syncline.Plan.load(tmp_path / "more/step=6.ckpt.syncline/plan.json") == found
 
 
-def test_the_callback_logs_what_steps_sent_and_says_what_is_attached(runs: Any) -> None:
+def test_the_callback_logs_each_step_and_prints_what_is_attached(runs: Any) -> None:
     def main(rank: Rank) -> str:
         callback = runs.SynclineCallback()
         with said() as text:
@@ -140,7 +139,7 @@ def test_the_callback_logs_what_steps_sent_and_says_what_is_attached(runs: Any) 
         logged = model.trainer.logged_metrics
         assert 0 < logged["syncline/sent_share"] < 0.2
         assert logged["syncline/exchange_ms"] > 0
-        with pytest.raises(syncline.UsageError, match=r"strategy=SynclineStrategy\(…\)\), and this one is DDPStrategy"):
+        with pytest.raises(syncline.UsageError, match=r"strategy=SynclineStrategy\(…\)\), but it has DDPStrategy"):
             runs.fit(runs.DDPStrategy(), callbacks=[callback])
         return str(text.getvalue())
 
@@ -150,7 +149,7 @@ def test_the_callback_logs_what_steps_sent_and_says_what_is_attached(runs: Any) 
     assert not second
 
 
-def test_one_process_has_nothing_to_do_and_is_told_so_once(runs: Any, tmp_path: Path) -> None:
+def test_with_one_process_a_single_message_says_that_there_is_nothing_to_do(runs: Any, tmp_path: Path) -> None:
     def main(rank: Rank) -> str:
         strategy = runs.SynclineStrategy(SPARSE)
         with said() as text:
@@ -163,7 +162,7 @@ def test_one_process_has_nothing_to_do_and_is_told_so_once(runs: Any, tmp_path: 
     assert not list(tmp_path.glob("*.syncline"))
 
 
-def test_the_example_runs_and_goes_on(runs: Any, tmp_path: Path) -> None:
+def test_the_example_runs_and_resumes(runs: Any, tmp_path: Path) -> None:
     arguments = ("--batch", "8", "--density", "0.02", "--folder", str(tmp_path))
     assert re.fullmatch(
         r"4 steps: \d+\.\d% of held-out digits right", run_example("lightning_digits.py", "--steps", "4", *arguments)

@@ -1,4 +1,4 @@
-"""Syncline in Hugging Face's Trainer: the same training, its checkpoints included."""
+"""SynclineTrainer trains as Hugging Face's Trainer does, checkpoints included."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ SPARSE = syncline.OkTopk(density=0.05)
 
 @pytest.fixture(scope="module")
 def runs() -> Any:
-    """Imported when the first of these tests runs, and these run last: the larger a process, the longer every rank
-    takes to fork."""
+    """Import late, because a larger process takes longer to fork the ranks of other tests."""
     return importlib.import_module("transformers_runs")
 
 
@@ -61,7 +60,7 @@ def test_a_run_resumed_from_a_checkpoint_equals_the_uninterrupted_one(runs: Any,
         run = runs.trainer(runs.SynclineTrainer, tmp_path, wanted={"exchange": SPARSE}, save_only_model=True, **options)
         with said() as text:
             run.train(resume_from_checkpoint=True)
-        assert ("nothing was kept there" in text.getvalue()) is (rank.rank == 0)
+        assert ("no residual was saved there" in text.getvalue()) is (rank.rank == 0)
         return fingerprint(run.model)
 
     (expected,) = set(on_torchrun_ranks(whole))
@@ -70,12 +69,12 @@ def test_a_run_resumed_from_a_checkpoint_equals_the_uninterrupted_one(runs: Any,
     assert [path.name for path in (tmp_path / "more").iterdir()] == ["checkpoint-6"]
     (tmp_path / "checkpoint-3/syncline").rename(tmp_path / "elsewhere")
     (tmp_path / "checkpoint-6").rename(tmp_path / "six")
-    assert expected not in on_torchrun_ranks(without), "so what was kept made no difference"
+    assert expected not in on_torchrun_ranks(without), "the residual made no difference"
     assert runs.get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-6")
     assert not (tmp_path / "checkpoint-6/syncline").exists()
 
 
-def test_it_tunes_by_itself_around_a_trainer_of_ones_own(runs: Any, tmp_path: Path) -> None:
+def test_it_tunes_and_extends_another_trainer(runs: Any, tmp_path: Path) -> None:
     class Own(runs.Trainer):
         batches = 0
 
@@ -101,7 +100,7 @@ def test_it_tunes_by_itself_around_a_trainer_of_ones_own(runs: Any, tmp_path: Pa
     on_torchrun_ranks(main)
 
 
-def test_one_process_has_nothing_to_do_and_is_told_so_once(runs: Any, tmp_path: Path) -> None:
+def test_with_one_process_a_single_message_says_that_there_is_nothing_to_do(runs: Any, tmp_path: Path) -> None:
     def main(rank: Rank) -> None:
         with said() as text:
             run = runs.trainer(
@@ -115,7 +114,7 @@ def test_one_process_has_nothing_to_do_and_is_told_so_once(runs: Any, tmp_path: 
     assert not (tmp_path / "checkpoint-6/syncline").exists()
 
 
-def test_the_example_runs_and_goes_on(runs: Any, tmp_path: Path) -> None:
+def test_the_example_runs_and_resumes(runs: Any, tmp_path: Path) -> None:
     arguments = ("--batch", "2", "--density", "0.05", "--folder", str(tmp_path))
     assert re.fullmatch(
         r"4 steps: \d\.\d\d bits per held-out byte", run_example("trainer_text.py", "--steps", "4", *arguments)

@@ -1,4 +1,4 @@
-"""Trainings with Hugging Face's Trainer, for its tests: small, on the text of a module."""
+"""Small trainings with Hugging Face's Trainer on the text of a Python module, for its tests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEXT = Path(torch.__file__).read_bytes()[: 256 * CONTEXT]
 
 
 class Windows(Dataset[dict[str, Tensor]]):
-    """Of Python's bytes."""
+    """Windows of the text, as bytes."""
 
     def __len__(self) -> int:
         return len(TEXT) // CONTEXT
@@ -36,7 +36,7 @@ def small_gpt2() -> GPT2LMHeadModel:
 
 
 def trainer(kind: type[Trainer], folder: Path, *, wanted: dict[str, Any] | None = None, **options: Any) -> Trainer:
-    """Of six steps, with dropout and a learning rate that falls: a resumed run must know where it is."""
+    """Create a trainer for six steps. Dropout and a decaying learning rate show if a run resumes at the wrong step."""
     arguments = TrainingArguments(
         str(folder),
         per_device_train_batch_size=4,

@@ -19,7 +19,7 @@ from syncline.records.plan import Plan
 from syncline.records.run_record import FINISHED, RUNNING, RunRecord
 from syncline.run.runner import PAGE, Job, Runner
 from syncline.run.script import check_script
-from syncline.tuning.follow import PROBE_S, Wishes
+from syncline.tuning.settings import PROBE_S, TuneSettings
 
 _WAIT_S = 5.0
 """How long rank 0 waits for the records of its host's other ranks after the script has ended."""
@@ -46,7 +46,7 @@ def prepare(args: Run) -> Callable[[], NoReturn]:
     except OSError as error:
         raise UsageError(f"--out {args.out}: cannot be created: {error.strerror}; name another folder") from error
     screen.check_writable(args.out / PAGE)
-    wishes = Wishes.of(
+    settings = TuneSettings(
         exchange=_exchange(args.exchange),
         plan=None if args.plan is None else Plan.load(args.plan),
         allow=options.split(args.allow),
@@ -64,7 +64,7 @@ def prepare(args: Run) -> Callable[[], NoReturn]:
     nodes = int(os.environ.get("WORLD_SIZE", ranks)) // ranks
     nnodes = ["--nnodes", str(nodes)] if nodes > 1 else []
     command = shlex.join(["torchrun", *nnodes, "--nproc-per-node", str(ranks), "-m", "syncline.run", *words])
-    return functools.partial(_run, Job(args.script, tuple(arguments), args.module, wishes, args.out, command))
+    return functools.partial(_run, Job(args.script, tuple(arguments), args.module, settings, args.out, command))
 
 
 def _changed_options(args: Run) -> list[str]:

@@ -1,4 +1,4 @@
-"""Syncline in the frameworks people already have: one module for each, imported by whoever uses that framework.
+"""Integrations with training frameworks. Each module imports its framework, so import only the one you use.
 
 from syncline.integrations.lightning import SynclineStrategy
 from syncline.integrations.accelerate import SynclineKwargs

@@ -2,16 +2,17 @@
 
     kwargs = SynclineKwargs(exchange=syncline.OkTopk(density=0.01))
     accelerator = Accelerator(kwargs_handlers=[kwargs])
-    kwargs.join(accelerator)                  # what ranks keep goes into save_state, and comes back with load_state
+    kwargs.join(accelerator)                  # save_state and load_state now include residuals
 
-It is Accelerate's own `DistributedDataParallelKwargs`, and takes all of its arguments. With neither an exchange nor a
-plan, models are tuned from their first sixty steps.
+It is a subclass of Accelerate's own `DistributedDataParallelKwargs`, and takes all of its arguments. With neither an
+exchange nor a plan, models are tuned during their first sixty steps.
 
-Accelerate gives a handler the models, but neither checkpoints nor the loss scaler: those are the accelerator's, and it
-is made after the handler. Hence `join`. Where nothing is kept and nothing scaled, it may be left out.
+Accelerate passes the models to a handler, but neither the checkpoints nor the loss scaler. These belong to the
+accelerator, which is created after the handler, so `join` connects the two. Without a residual and a loss scaler, you
+may leave out `join`.
 
-`save_state` writes what each rank keeps to a folder `syncline` in the checkpoint, as safetensors, a file for each rank
-(`register_for_checkpointing` would pickle, and only rank 0's). A second model's goes to `syncline_1`, and so on.
+`save_state` writes the residual of each rank to its own safetensors file in the checkpoint's folder `syncline`
+(`register_for_checkpointing` would pickle rank 0's only). Those of a second model go to `syncline_1`, and so on.
 """
 
 from __future__ import annotations
@@ -27,28 +28,44 @@ from torch import nn
 from syncline.ddp.handle import Handle
 from syncline.errors import UsageError
 from syncline.exchange import Exchange
-from syncline.integrations.synced import FOLDER, Asked, Synced, joined, missing
+from syncline.integrations.synced import FOLDER, Messages, Synced, follow_wrapped, may_have_residual, missing
 from syncline.records.network import Network
 from syncline.records.plan import Plan
+from syncline.tuning.settings import TuneSettings
 
 try:
-    from accelerate import Accelerator  # type: ignore[import-untyped] # it has no types
+    from accelerate import Accelerator  # type: ignore[import-untyped] # not typed
     from accelerate.utils import DistributedDataParallelKwargs, DistributedType  # type: ignore[import-untyped]
 except ImportError as error:
     raise missing("accelerate", error) from error
 
-_OTHERS = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP")
-"""What shards a model, or reduces its gradients without DDP."""
+_WITHOUT_DDP = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP")
+"""Distributed types that shard a model, or reduce its gradients without DDP."""
 _HOOKS = ("comm_hook", "comm_wrapper", "comm_state_option")
-"""Accelerate's arguments that are not DDP's."""
+"""Arguments of the handler that are not arguments of DDP."""
 
 
-class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # of a package without types
-    """DDP's arguments, and what its gradients are exchanged through: `exchange`, or as `plan` says, or as tuning finds
-    best.
+class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not typed
+    """A handler whose models exchange their gradients through Syncline.
 
-    `allow`, `network` and `timeout_s` are as for `syncline.follow`; `on_world_size` says what `load_state` does on
-    another number of ranks, as for `Handle.load`; everything else is DistributedDataParallelKwargs'.
+    Args:
+        exchange: The exchange to attach.
+        plan: The plan to apply, or its file. With neither an exchange nor a plan, models are tuned.
+        allow: Lossy exchanges that tuning may use, as in `syncline.follow`.
+        network: The links, or their file, as in `syncline.follow`.
+        on_world_size: What `load_state` does with residuals on another number of ranks, as in `Handle.load`.
+        timeout_s: Timeout of a collective in seconds, as in `syncline.follow`.
+        quiet: Print nothing.
+        **ddp_arguments: Arguments of DistributedDataParallelKwargs.
+
+    Raises:
+        UsageError: An argument is invalid, or a communication hook is passed as well.
+        FileError: The plan or the network cannot be read.
+
+    Example:
+        >>> kwargs = SynclineKwargs()  # doctest: +SKIP
+        >>> accelerator = Accelerator(kwargs_handlers=[kwargs])  # doctest: +SKIP
+        >>> kwargs.join(accelerator)  # doctest: +SKIP
     """
 
     def __init__(
@@ -63,44 +80,63 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # of 
         quiet: bool = False,
         **ddp_arguments: Any,
     ) -> None:
-        self._asked = Asked.of(exchange, plan, allow, network, on_world_size, quiet, timeout_s)
+        self._settings = TuneSettings(
+            exchange=exchange,
+            plan=plan,
+            allow=allow,
+            network=network,
+            on_world_size=on_world_size,
+            timeout_s=timeout_s,
+            quiet=quiet,
+        ).load_files()
+        self._messages = Messages(quiet)
         _refuse_hooks(ddp_arguments)
         super().__init__(**ddp_arguments)
         self._accelerator: Accelerator | None = None
         self._synced: list[Synced] = []
 
     @classmethod
-    def of(cls, asked: Asked) -> SynclineKwargs:
-        made = cls()
-        made._asked = asked
-        return made
+    def of(cls, settings: TuneSettings) -> SynclineKwargs:
+        """Create a handler from settings whose files are loaded."""
+        kwargs = cls(quiet=settings.quiet)
+        kwargs._settings = settings
+        return kwargs
 
-    @property  # type: ignore[misc] # which nobody needs to set
+    @property  # type: ignore[misc] # read-only
     def __class__(self) -> Any:
-        # Accelerate looks up what a handler is for by its exact class, and compares its values with that class's.
+        # Accelerate finds out what a handler is for by its exact class, and compares its values with that class's.
         return DistributedDataParallelKwargs
 
     @property
     def handles(self) -> list[Handle]:
-        """Of what is attached to models, in the order in which they were prepared."""
-        found = [synced.handle for synced in self._synced]
-        return [handle for handle in found if handle is not None]
+        """The handles of what is attached, in the order in which the models were prepared."""
+        handles = [synced.handle for synced in self._synced]
+        return [handle for handle in handles if handle is not None]
 
     @property
     def handle(self) -> Handle | None:
-        """The first of them; None before the first training step, and where plain DDP is best."""
+        """The first of `handles`. None before the first training step, and if plain DDP stays."""
         return next(iter(self.handles), None)
 
     def figures(self) -> dict[str, float]:
-        """What the last step of the first model sent and how long that took, for `accelerator.log`."""
+        """Return the bytes sent and the time taken by the first model's last step, for `accelerator.log`."""
         return self._synced[0].figures() if self._synced else {}
 
     def join(self, accelerator: Accelerator) -> SynclineKwargs:
-        """Saves and loads what ranks keep with this accelerator's checkpoints, and asks its loss scaler.
+        """Include residuals in this accelerator's checkpoints, and use its loss scaler.
 
-        Before `prepare`. Of an accelerator that was made without this handler, DDP's arguments are taken over.
+        Args:
+            accelerator: The accelerator, before `prepare`. If it was created without this handler, this handler takes
+                over its arguments for DDP.
+
+        Returns:
+            This handler.
+
+        Raises:
+            UsageError: The accelerator does not use plain DDP, has another communication hook, or has prepared a model
+                already.
         """
-        if accelerator.distributed_type in [getattr(DistributedType, name, None) for name in _OTHERS]:
+        if accelerator.distributed_type in [getattr(DistributedType, name, None) for name in _WITHOUT_DDP]:
             raise UsageError(
                 f"this accelerator uses {accelerator.distributed_type}: Syncline exchanges the gradients of plain DDP"
             )
@@ -111,55 +147,56 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # of 
         accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder))
         self._accelerator = accelerator
         if accelerator.num_processes == 1:
-            self._asked.say_alone()
+            self._messages.print_single_process()
         return self
 
     def take_over(self, accelerator: Accelerator) -> None:
-        """Stands in the place of whatever handler is there, with its arguments for DDP."""
-        other = accelerator.ddp_handler
-        if other is not None and other is not self:
-            _refuse_hooks(vars(other))
-            for name, value in other.to_kwargs().items():
+        """Replace the accelerator's DDP handler, and take over its arguments for DDP."""
+        replaced = accelerator.ddp_handler
+        if replaced is not None and replaced is not self:
+            _refuse_hooks(vars(replaced))
+            for name, value in replaced.to_kwargs().items():
                 setattr(self, name, value)
         accelerator.ddp_handler = self
 
     @property
     def followed(self) -> int:
-        """How many models."""
+        """The number of models that are followed."""
         return len(self._synced)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Writes what ranks keep into a checkpoint's folder. All ranks call it, between steps."""
+        """Write the residuals into a checkpoint's folder. All ranks call it, between steps."""
         for index, synced in enumerate(self._synced):
             synced.save(_folder_of(folder, index))
 
     def load(self, folder: str | os.PathLike[str]) -> None:
-        """Goes on where `save` was called. All ranks call it."""
+        """Restore the residuals from a checkpoint's folder. All ranks call it."""
         for index, synced in enumerate(self._synced):
             synced.load(_folder_of(folder, index))
 
-    # --- what Accelerate calls ----------------------------------------------------------------------------------
+    # --- called by Accelerate -----------------------------------------------------------------------------------
 
     def to_dict(self, ignore_keys: Sequence[str] = _HOOKS) -> dict[str, Any]:
-        """DDP's arguments, and nothing of ours."""
+        """Return the arguments of DDP only."""
         names = [field.name for field in dataclasses.fields(DistributedDataParallelKwargs)]
         return {name: getattr(self, name) for name in names if name not in ignore_keys}
 
     def register_comm_hook(self, model: nn.Module) -> None:
-        """With each model that was wrapped."""
-        if self._accelerator is None and self._asked.may_keep:
+        """Follow a model that Accelerate has wrapped."""
+        if self._accelerator is None and may_have_residual(self._settings):
             raise UsageError(
-                "an exchange that keeps gradients must know checkpoints and the loss scaler: call "
+                "an exchange with a residual needs the accelerator's checkpoints and loss scaler: call "
                 "SynclineKwargs.join(accelerator) before accelerator.prepare"
             )
         self._drop_released(model)
-        synced = joined(model, self._asked, None if self._accelerator is None else self._accelerator.scaler)
+        scaler = None if self._accelerator is None else self._accelerator.scaler
+        synced = follow_wrapped(model, self._settings, self._messages, scaler)
         if synced is not None:
             self._synced.append(synced)
 
     def _drop_released(self, model: nn.Module) -> None:
-        """What was wrapped again, and what the accelerator has let go of since."""
-        held = None if self._accelerator is None else {id(one) for one in self._accelerator._models}  # as given to it
+        """Drop models that are wrapped again, and models that the accelerator has released."""
+        held = None if self._accelerator is None else {id(prepared) for prepared in self._accelerator._models}
         for synced in list(self._synced):
             released = held is not None and not held & {id(synced.model), id(synced.model.module)}
             if released or synced.model.module is model.module:
@@ -167,7 +204,7 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # of 
                 self._synced.remove(synced)
 
     def __repr__(self) -> str:
-        return f"SynclineKwargs({self._asked!r}, {self.to_kwargs()})"
+        return f"SynclineKwargs({self._settings!r}, {self.to_kwargs()})"
 
 
 def _folder_of(checkpoint: str | os.PathLike[str], index: int) -> Path:
@@ -177,4 +214,4 @@ def _folder_of(checkpoint: str | os.PathLike[str], index: int) -> Path:
 def _refuse_hooks(arguments: Mapping[str, Any]) -> None:
     for name in _HOOKS[:2]:
         if str(arguments.get(name, "no")) != "no":
-            raise UsageError(f"{name}: DDP takes one hook, and that is Syncline's: leave yours out")
+            raise UsageError(f"{name}: DDP takes one hook, and Syncline needs it: leave yours out")

@@ -2,12 +2,12 @@
 
     trainer = SynclineTrainer(model=model, args=args, train_dataset=data, exchange=syncline.OkTopk(density=0.01))
 
-Around a trainer of somebody else's: `class Mine(SynclineTrainer, SFTTrainer): ...`. A callback would not do: it is
-given neither the wrapped model nor the checkpoint that a run is resumed from. All of TrainingArguments works as before,
-its DDP options too. With neither an exchange nor a plan, the model is tuned from its first sixty steps.
+To extend another trainer: `class Mine(SynclineTrainer, SFTTrainer): ...`. A callback would not be enough, because
+callbacks receive neither the wrapped model nor the checkpoint from which a run is resumed. All TrainingArguments work
+as before, including the DDP ones. With neither an exchange nor a plan, the model is tuned during its first sixty steps.
 
-Each `checkpoint-N` gets a folder `syncline` with what each rank keeps, as safetensors, a file for each rank; and
-`train(resume_from_checkpoint=…)` goes on with it. What a step sent and how long that took is logged with the loss.
+Each `checkpoint-N` gets a folder `syncline` with the residual of each rank in its own safetensors file, and
+`train(resume_from_checkpoint=…)` restores it. The bytes sent and the time taken by a step are logged with the loss.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from syncline.ddp.handle import Handle
 from syncline.errors import UsageError
 from syncline.exchange import Exchange
 from syncline.integrations.accelerate import SynclineKwargs
-from syncline.integrations.synced import Asked, missing
+from syncline.integrations.synced import missing
 from syncline.records.network import Network
 from syncline.records.plan import Plan
+from syncline.tuning.settings import TuneSettings
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -33,10 +34,26 @@ except ImportError as error:
 
 
 class SynclineTrainer(Trainer):
-    """Trainer whose gradients are exchanged through `exchange`, or as `plan` says, or as tuning finds best.
+    """A Trainer whose model exchanges its gradients through Syncline.
 
-    `allow`, `network` and `timeout_s` are as for `syncline.follow`; `on_world_size` says what a run does that is
-    resumed on another number of ranks, as for `Handle.load`; everything else is Trainer's.
+    Args:
+        *trainer_arguments: Arguments of Trainer.
+        exchange: The exchange to attach.
+        plan: The plan to apply, or its file. With neither an exchange nor a plan, the model is tuned.
+        allow: Lossy exchanges that tuning may use, as in `syncline.follow`.
+        network: The links, or their file, as in `syncline.follow`.
+        on_world_size: What a run that is resumed on another number of ranks does with residuals, as in `Handle.load`.
+        timeout_s: Timeout of a collective in seconds, as in `syncline.follow`.
+        quiet: Print nothing.
+        **trainer_options: Arguments of Trainer.
+
+    Raises:
+        UsageError: An argument is invalid, or the accelerator does not use plain DDP.
+        FileError: The plan or the network cannot be read.
+
+    Example:
+        >>> trainer = SynclineTrainer(model=model, args=args, train_dataset=data)  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
     """
 
     def __init__(
@@ -51,38 +68,48 @@ class SynclineTrainer(Trainer):
         quiet: bool = False,
         **trainer_options: Any,
     ) -> None:
-        self._asked = Asked.of(exchange, plan, allow, network, on_world_size, quiet, timeout_s)
+        self._settings = TuneSettings(
+            exchange=exchange,
+            plan=plan,
+            allow=allow,
+            network=network,
+            on_world_size=on_world_size,
+            timeout_s=timeout_s,
+            quiet=quiet,
+        ).load_files()
         self._resumed: Path | None = None
         super().__init__(*trainer_arguments, **trainer_options)
         self.add_callback(_Checkpoints(self))
 
     @property
     def handle(self) -> Handle | None:
-        """Of what is attached to the model; None before its first training step, and where plain DDP is best."""
+        """The handle of what is attached. None before the first training step, and if plain DDP stays."""
         return self.syncline.handle
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.syncline = SynclineKwargs.of(self._asked).join(self.accelerator)
+        self.syncline = SynclineKwargs.of(self._settings).join(self.accelerator)
 
     def _wrap_model(self, model: Any, *arguments: Any, **options: Any) -> Any:
         wrapped = super()._wrap_model(model, *arguments, **options)
-        self.syncline.take_over(self.accelerator)  # which older releases have given a handler of their own by now
+        self.syncline.take_over(self.accelerator)  # older releases have set a handler of their own by now
         return wrapped
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
-        found: Any = resume_from_checkpoint
-        if found is True:
-            found = get_last_checkpoint(self.args.output_dir)  # type: ignore[no-untyped-call] # theirs
-        self._resumed = Path(found) if found else None
+        """Train, as Trainer does, and restore the residuals of the checkpoint."""
+        checkpoint: Any = resume_from_checkpoint
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self.args.output_dir)  # type: ignore[no-untyped-call] # not typed there
+        self._resumed = Path(checkpoint) if checkpoint else None
         return super().train(resume_from_checkpoint, *args, **options)
 
     def log(self, logs: dict[str, float], *args: Any, **options: Any) -> None:
+        """Log as Trainer does, and add the last step's numbers where a loss is logged."""
         super().log({**logs, **self.syncline.figures()} if "loss" in logs else logs, *args, **options)
 
 
 class _Checkpoints(TrainerCallback):
-    """Has what ranks keep saved in each checkpoint, and loaded from the one that a run is resumed from."""
+    """Saves residuals with each checkpoint, and loads those of the checkpoint from which a run is resumed."""
 
     def __init__(self, trainer: SynclineTrainer) -> None:
         self._trainer = trainer

@@ -1,43 +1,38 @@
-"""Measures a model's backward from the steps that a running job makes anyway.
+"""Profile a model's backward from the steps that a running job makes anyway.
 
     with watch_backward(model, optimizer) as watch:
         train_for_a_while()
     watch.profile().save("profile.json")
 
-What it cannot see:
+Limits:
 
-- where `loss.backward()` is called: backward starts when the gradient of the model's output is there, so the loss and
-  its gradient count as forward;
-- computation apart from communication: copies into DDP's buckets, and what communication takes of the same cores, are
-  part of the gaps between gradients. `measure_backward` measures without them;
-- the broadcast of buffers in `torch.compile(DDP(net))`, which counts as forward there, and not elsewhere.
+- The call of `loss.backward()` is not visible. Backward starts when the gradient of the model's output is ready, so the
+  loss and its gradient count as forward.
+- Computation is not separated from communication: copies into DDP's buckets, and communication on the same cores, are
+  part of the gaps between gradients. `measure_backward` measures without them.
+- In `torch.compile(DDP(net))` the broadcast of buffers counts as forward. Elsewhere it does not.
 
-Passes that only accumulate gradients count as forward of the step that uses them: nothing can hide behind them. Passes
-whose gradients were thrown away, by a GradScaler for one, are left out.
+Passes that only accumulate gradients count as forward of the step that uses them, because no communication runs behind
+them. Passes whose gradients were dropped, by a GradScaler for example, are left out.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from syncline.errors import UsageError
-from syncline.measure.hooks import Unseen
+from syncline.measure.step_watcher import Pass, StepWatcher
 from syncline.measure.steps import (
     Measured,
     StepMarks,
     Subject,
-    clock_for,
     describe_method,
     merge_over,
     summarise,
@@ -54,45 +49,35 @@ def watch_backward(
     model_name: str | None = None,
     batch: int | None = None,
 ) -> BackwardWatch:
-    """Watches the steps of a plain, DDP or compiled `model` until the returned context is left; training is the same.
+    """Watch the steps of a model, to make a profile of them. Training is not affected.
 
-    Pass the object that the script calls. Keeps the last `steps` steps, from number `skip` on: the first ones allocate,
-    compile and rebuild DDP's buckets. Without an `optimizer` a step ends with backward, and `update_s` is 0.
+    Args:
+        model: The object that the script calls: a plain, DDP or compiled model.
+        optimizer: Its optimizer. Without it, a step ends with backward and the profile's `update_s` is 0.
+        steps: Number of steps to keep: the last ones.
+        skip: Number of first steps to leave out, in which memory is allocated, the model is compiled and DDP rebuilds
+            its buckets.
+        model_name: The name in the profile. By default that of the model's class.
+        batch: The batch size in the profile.
+
+    Returns:
+        A context manager that watches while it is entered, and has a method `profile`.
+
+    Raises:
+        UsageError: `steps` or `skip` is out of range, or the model cannot be watched.
+
+    Example:
+        >>> with syncline.watch_backward(model, optimizer) as watch:  # doctest: +SKIP
+        ...     train()
+        >>> watch.profile().save("profile.json")  # doctest: +SKIP
     """
     if steps < 1 or skip < 0:
         raise UsageError(f"steps must be at least 1 and skip at least 0, not {steps} and {skip}")
     return BackwardWatch(Subject.of(model), optimizer, steps, skip, model_name, batch)
 
 
-@dataclass
-class _Forward:
-    number: int
-    start: Any
-    sync: bool
-    """Whether its backward is exchanged; of a plain module it is not."""
-
-
-@dataclass
-class _Pass:
-    """One forward and backward; its end comes last."""
-
-    forward: _Forward
-    backward_start: Any
-    ready: dict[str, Any] = field(default_factory=dict)
-    backward_end: Any = None
-    left: tuple[nn.Parameter, int] | None = None
-    """One of the parameters, and the version of its gradient when backward ended."""
-
-    def is_kept(self) -> bool:
-        """Whether its gradients are still there, as backward left them: nobody zeroed or unscaled them."""
-        if self.left is None:
-            return False
-        parameter, version = self.left
-        return parameter.grad is not None and parameter.grad._version == version
-
-
-class BackwardWatch:
-    """Sees the steps of a model from `__enter__` to `__exit__`, and tells what it saw."""
+class BackwardWatch(StepWatcher):
+    """Watches passes, gradients and updates of a model while it is entered, and makes a profile of them."""
 
     def __init__(
         self,
@@ -105,21 +90,20 @@ class BackwardWatch:
         *,
         last_pass_only: bool = False,
     ) -> None:
-        """`last_pass_only`: without the passes that only accumulate gradients, which are then no part of a step."""
+        """Create a watch like `watch_backward`; `last_pass_only` leaves out passes that only accumulate gradients."""
+        super().__init__(subject.device)
         self._last_pass_only = last_pass_only
         self._subject, self._optimizer, self._skip = subject, optimizer, skip
         self._model_name, self._batch = model_name, batch
-        self._clock = clock_for(subject.device)
         self._steps: deque[StepMarks[Any]] = deque(maxlen=steps)
         self._seen = 0
-        self._forwards = 0
-        self._start: Any = None
-        self._now: _Pass | None = None
-        self._waiting: list[_Pass] = []
+        self._unused: list[Pass] = []
+        """Passes whose gradients no update has used yet."""
+        self._last_gradient: tuple[nn.Parameter, int] | None = None
+        """A parameter with a gradient from the last of these passes, and the version of that gradient."""
         self._update_start: Any = None
         self._versions: dict[str, int | None] | None = None
         self._silent: list[str] | None = None
-        self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> BackwardWatch:
         if self._hooks:
@@ -130,16 +114,14 @@ class BackwardWatch:
                 "model.compile() compiles a model's hooks with it, and a watch cannot be compiled: use "
                 "model = torch.compile(model), or measure_backward"
             )
-        self._hooks = [
-            model.register_forward_pre_hook(Unseen(lambda *_: self._forward_began())),
-            model.register_forward_hook(Unseen(lambda _module, _inputs, output: self._forward_ended(output))),
-        ]
-        # What a parameter's hook holds Python cannot see: a watch that knows its model would keep it for good.
-        watch = weakref.ref(self)
+        self.watch(model, self._subject.ddp)
+        # Python's garbage collector does not see what a parameter's hook refers to. A strong reference to a watch,
+        # which knows its model, would keep the model alive for good.
+        weak_self = weakref.ref(self)
 
         def ready(parameter: Tensor, name: str) -> None:
-            if (watching := watch()) is not None:
-                watching._gradient(name, parameter)
+            if (watch := weak_self()) is not None:
+                watch._gradient_ready(name)
 
         for name, p in self._subject.parameters.items():
             self._hooks.append(p.register_post_accumulate_grad_hook(lambda p, name=name: ready(p, name)))
@@ -151,20 +133,23 @@ class BackwardWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        self._now, self._start, self._waiting = None, None, []
+        self.close()
+        self._unused = []
 
     @property
     def steps(self) -> int:
-        """How many steps `profile` would use now."""
+        """The number of steps that `profile` would use now."""
         return len(self._steps)
 
     def profile(self, group: dist.ProcessGroup | None = None) -> Profile:
-        """The medians of the steps seen so far, at any time between steps.
+        """Return a profile of the steps seen so far: their medians. Call it between steps.
 
-        With a process group all its ranks call this together, and get one profile of them all.
+        Args:
+            group: If given, all ranks of this group call `profile` together and get one profile of them all.
+
+        Raises:
+            UsageError: No step was seen, or gradients without a working hook.
+            MismatchError: The ranks have different models, or another rank could not make its profile.
         """
         return merge_over(group, self._measured)
 
@@ -172,8 +157,8 @@ class BackwardWatch:
         self._subject.refuse_silent(self._silent or [])
         if not self._steps:
             raise UsageError(self._why_nothing())
-        self._clock.settle()
-        times = [marks.read(self._clock) for marks in self._steps]
+        self.clock.settle()
+        times = [marks.read(self.clock) for marks in self._steps]
         what = f"medians of {len(times)} steps of a running job"
         how = describe_method(self._subject.device, what, self._optimizer)
         return summarise(self._subject, times, model_name=self._model_name, how=how, batch=self._batch)
@@ -181,85 +166,66 @@ class BackwardWatch:
     def _why_nothing(self) -> str:
         if self._seen:
             return f"only {self._seen} steps were seen, and the first {self._skip} are left out: train a little longer"
-        if not self._forwards:
+        if not self.forward_count:
             return "the model's forward was not called while it was watched: watch the object that the script calls"
-        if self._waiting:
+        if self._unused:
             return "the optimizer made no step with the gradients that were seen: is it the one that trains the model?"
         return (
-            "no backward from the model's output was seen: a step that is watched runs forward and backward, as in "
-            "training; and the model's output must hold tensors that backward starts from, "
-            "without compiled autograd"
+            "no backward from the model's output was seen: a watched step must run forward and backward, as in "
+            "training; the model's output must contain tensors that backward starts from; and compiled autograd must "
+            "be off"
         )
 
     def _forward_began(self) -> None:
-        if not torch.is_grad_enabled() or not self._hooks:
-            return
-        if self._now is not None and in_backward():
-            return  # checkpointing computes it again
-        self._now = None  # of a backward that failed
-        if self._waiting and not self._waiting[-1].is_kept():
-            self._waiting = []
-        self._update_start = None  # a closure computes gradients inside the optimizer's step: not to be told apart
-        self._start = self._clock.mark()
+        before = self._forward
+        super()._forward_began()
+        if self._forward is before:
+            return  # this forward is not watched
+        if self._unused and not self._has_last_gradient():
+            self._unused = []
+        self._update_start = None  # a closure computes gradients inside the optimizer's step: the two are inseparable
 
-    def _forward_ended(self, output: Any) -> None:
-        if self._start is None or not torch.is_grad_enabled():
-            return
-        ddp = self._subject.ddp
-        sync = ddp is not None and bool(ddp.require_backward_grad_sync)
-        forward = _Forward(self._forwards, self._start, sync)
-        self._forwards += 1
-        self._start = None
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:  # a hook on a parameter that is handed out would stay for good
-                tensor.register_hook(lambda _, forward=forward: self._backward_reached(forward))
+    def _has_last_gradient(self) -> bool:
+        """Whether the last gradients are as backward left them: not zeroed, and not unscaled."""
+        if self._last_gradient is None:
+            return False
+        parameter, version = self._last_gradient
+        return parameter.grad is not None and parameter.grad._version == version
 
-    def _backward_reached(self, forward: _Forward) -> None:
-        if not self._hooks:
-            return
-        if self._now is None:
-            if self._silent is None:
-                self._versions = self._gradient_versions()
-            self._now = _Pass(forward, self._clock.mark())
-            # Before DDP's own callback, which waits for communication: callbacks run in the order they were queued.
-            queue: Any = torch.autograd.Variable._execution_engine
-            queue.queue_callback(self._backward_ended)
-        elif forward.number < self._now.forward.number:
-            self._now.forward = forward  # one backward through several forwards began with the first of them
+    def _backward_began(self) -> Any:
+        if self._silent is None:
+            self._versions = self._gradient_versions()
+        return super()._backward_began()
 
-    def _gradient(self, name: str, parameter: Tensor) -> None:
-        if self._now is not None:
-            self._now.ready.pop(name, None)  # checkpointing may complete a gradient in parts: the last one counts
-            self._now.ready[name] = self._clock.mark()
+    def _gradient_ready(self, name: str) -> None:
+        if self._pass is not None:
+            self._pass.ready.pop(name, None)  # checkpointing may complete a gradient in parts: the last one counts
+            self._pass.ready[name] = self.clock.mark()
 
-    def _backward_ended(self) -> None:
-        ended, self._now = self._now, None
-        if ended is None or not self._hooks:
-            return
-        ended.backward_end = self._clock.mark()
+    def _pass_ended(self, ended: Pass) -> None:
         self._find_silent(ended)
         last = next(reversed(ended.ready), None)
         if last is None:
             return
+        if self._unused and self._unused[-1].forward.sync:
+            self._unused = []  # it was exchanged, but no update followed
+        self._unused.append(ended)
         parameter = self._subject.parameters[last]
-        ended.left = (parameter, parameter.grad._version) if parameter.grad is not None else None
-        if self._waiting and self._waiting[-1].forward.sync:
-            self._waiting = []  # exchanged already, and not followed by an update
-        self._waiting.append(ended)
+        self._last_gradient = None if parameter.grad is None else (parameter, parameter.grad._version)
         if self._optimizer is None and (ended.forward.sync or self._subject.ddp is None):
-            self._step_ended(None)
+            self._add_step(None)
 
     def _update_began(self) -> None:
-        self._update_start = self._clock.mark()
+        self._update_start = self.clock.mark()
 
     def _update_ended(self) -> None:
-        if self._update_start is not None and self._waiting:
-            self._step_ended((self._update_start, self._clock.mark()))
-        self._waiting, self._update_start = [], None
+        if self._update_start is not None and self._unused:
+            self._add_step((self._update_start, self.clock.mark()))
+        self._unused, self._update_start = [], None
 
-    def _step_ended(self, update: tuple[Any, Any] | None) -> None:
-        *earlier, last = self._waiting
-        self._waiting = []
+    def _add_step(self, update: tuple[Any, Any] | None) -> None:
+        *earlier, last = self._unused
+        self._unused = []
         self._seen += 1
         if self._seen > self._skip:
             spans = [(one.forward.start, one.backward_end) for one in earlier if one.forward is not last.forward]
@@ -271,31 +237,11 @@ class BackwardWatch:
     def _gradient_versions(self) -> dict[str, int | None]:
         return {name: None if p.grad is None else p.grad._version for name, p in self._subject.parameters.items()}
 
-    def _find_silent(self, ended: _Pass) -> None:
-        """Once: what got a gradient in the first pass without a word from its hook."""
+    def _find_silent(self, ended: Pass) -> None:
+        """Find the parameters that got a gradient in the first pass although their hooks were not called."""
         if self._silent is None and self._versions is not None:
             after = self._gradient_versions()
             self._silent = [
                 name for name, before in self._versions.items() if after[name] != before and name not in ended.ready
             ]
         self._versions = None
-
-
-def in_backward() -> bool:
-    current = getattr(torch._C, "_current_graph_task_id", None)  # private: without it nothing is computed again
-    return current is not None and int(current()) != -1
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Those in a model's output, however it is nested."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_in(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from tensors_in(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for entry in dataclasses.fields(output):
-            yield from tensors_in(getattr(output, entry.name))

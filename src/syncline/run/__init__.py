@@ -1,1 +1,1 @@
-"""An unmodified training script, with every DistributedDataParallel model that it builds followed."""
+"""Run an unmodified training script, and follow every DistributedDataParallel model that it builds."""

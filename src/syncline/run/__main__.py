@@ -1,4 +1,4 @@
-"""`torchrun … -m syncline.run train.py`: what `syncline run` does, on each rank."""
+"""`torchrun … -m syncline.run train.py`: run `syncline run` on each rank."""
 
 import sys
 

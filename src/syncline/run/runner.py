@@ -1,8 +1,7 @@
-"""Follows the models of a script that knows nothing of it, and writes down what became of them.
+"""Run an unmodified script, follow its models, and write a record of them.
 
-Three things of torch are looked at while the script runs, each through a wrapper that calls the original: the building
-of a DistributedDataParallel, the building of a GradScaler, and `Tensor.backward`, for the loss. They are put back at
-the end.
+Three functions of torch are wrapped while the script runs and restored at the end: the constructors of
+DistributedDataParallel and of GradScaler, and `Tensor.backward`, from which the loss is recorded.
 """
 
 from __future__ import annotations
@@ -33,30 +32,33 @@ from syncline.errors import SynclineError, first_line
 from syncline.health.heartbeat import explain_end
 from syncline.records.run_record import FINISHED, RUNNING, ModelRecord, RunRecord
 from syncline.run.script import run_script
-from syncline.tuning.follow import Following, Wishes
+from syncline.tuning.follow import Following
+from syncline.tuning.settings import TuneSettings
 
 PAGE = "report.html"
 SAVED_EVERY_S = 60.0
-"""Also while the script runs: a job that is killed leaves what was known a minute before."""
+"""Interval at which records are written while the script runs, so that a job that is killed leaves one."""
 SAVED_FIRST_S = 5.0
-"""After a model was built, when its record was written for the first time."""
+"""Time from the first record of a model to the second."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A script, and what is wanted for its models."""
+    """A script, and the settings for its models."""
 
     script: str
     arguments: tuple[str, ...]
     module: bool
-    wishes: Wishes
+    settings: TuneSettings
     folder: Path
     command: str
-    """That starts it again."""
+    """The command line that starts it again."""
 
 
 @dataclass
 class Runner:
+    """Runs a job on one rank."""
+
     job: Job
     rank: int = field(default_factory=lambda: int(os.environ.get("RANK", "0")))
     ranks: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", "1")))
@@ -67,14 +69,14 @@ class Runner:
         self._save_at_s = self._began_s
         self._followings: list[Following] = []
         self._scalers: list[weakref.ref[GradScaler]] = []
-        """In the order in which they were built, which is the same on all ranks."""
+        """In the order of construction, which is the same on all ranks."""
         self._warned = False
 
     def run(self) -> None:
-        """The script. What it raises is raised; records are written in any case."""
+        """Run the script. Its exceptions are raised again; records are written in any case."""
         try:
-            with self._looking():
-                self._left = run_script(self.job.script, self.job.arguments, module=self.job.module)
+            with self._hooked():
+                self._globals = run_script(self.job.script, self.job.arguments, module=self.job.module)
             self.ended = FINISHED
         except SystemExit as exit_:
             self.ended = FINISHED if exit_.code in (None, 0) else f"ended with exit status {exit_.code}"
@@ -82,26 +84,27 @@ class Runner:
         except BaseException as error:
             line = first_line(error) if str(error) else ""
             self.ended = f"ended by {type(error).__name__}: {line}".rstrip(": ")
-            self.save()  # now: what comes next takes seconds, and a launcher may end this process meanwhile
+            self.save()  # before explain_end, which takes seconds in which a launcher may end this process
             self.ended += explain_end(error)
             raise
         finally:
             self.save()
-            if self.ended == FINISHED:  # else others may ask what became of this rank until the process ends
+            if self.ended == FINISHED:  # after a failure, other ranks may still need this rank's heartbeats
                 for following in self._followings:
                     following.close()
 
     @property
     def refused(self) -> SynclineError | None:
-        """What was asked for and could not be done, if anything."""
-        return next((one.error for one in self._followings if one.error is not None), None)
+        """The reason why the requested exchange or plan could not be applied, if it could not."""
+        return next((following.error for following in self._followings if following.error is not None), None)
 
     @property
     def found(self) -> int:
-        """How many models the script built."""
+        """The number of models that the script built."""
         return len(self._followings)
 
     def record(self) -> RunRecord:
+        """Return the record of this rank so far."""
         now_s = time.monotonic()
         return RunRecord(
             rank=self.rank,
@@ -109,7 +112,7 @@ class Runner:
             command=self.job.command,
             ended=self.ended,
             seconds=now_s - self._began_s,
-            tuning_s=sum(one.seconds for one in self._followings),
+            tuning_s=sum(following.seconds for following in self._followings),
             date=_now(),
             torch=str(torch.__version__),
             syncline=__version__,
@@ -121,40 +124,41 @@ class Runner:
         )
 
     def save(self) -> None:
-        """Never the reason for which a training fails."""
+        """Write the record. A failure to do so is printed once and does not end the training."""
         self._save_at_s = time.monotonic() + SAVED_EVERY_S
         if not self._followings:
             return
         try:
             self.job.folder.mkdir(parents=True, exist_ok=True)
             self.record().save(self.path(self.rank))
-        except Exception as error:  # noqa: BLE001 - the training is worth more than its record
+        except Exception as error:  # noqa: BLE001 - the training continues without a record
             if not self._warned:
                 self._warned = True
                 line = first_line(error)
-                print(f"syncline run: no record of rank {self.rank} is written: {line}", file=sys.stderr)
+                print(f"syncline run: the record of rank {self.rank} cannot be written: {line}", file=sys.stderr)
 
     def _record(self, following: Following) -> ModelRecord:
-        """What all ranks know alike, one of them writes."""
+        """Return a model's record. Only rank 0 writes what is the same on all ranks."""
         record = following.record()
         return record if self.rank == 0 else msgspec.structs.replace(record, profile=None, network=None, plan=None)
 
     def _remove_old(self) -> None:
-        """What an earlier run has left in the folder must not be taken for a part of this one."""
+        """Remove the files of an earlier run, which would be taken for files of this one."""
         for path in (*self.job.folder.glob("rank-*.json"), self.job.folder / PAGE):
             rank = path.stem.removeprefix("rank-")
-            others = self.rank == 0 and (path.name == PAGE or (rank.isdigit() and int(rank) >= self.ranks))
-            if others or path == self.path(self.rank):
+            is_shared = self.rank == 0 and (path.name == PAGE or (rank.isdigit() and int(rank) >= self.ranks))
+            if is_shared or path == self.path(self.rank):
                 with contextlib.suppress(OSError):
                     path.unlink()
 
     def path(self, rank: int) -> Path:
+        """Return the path of a rank's record."""
         return self.job.folder / f"rank-{rank:04d}.json"
 
-    # --- what the script does -----------------------------------------------------------------------------------
+    # --- wrapped functions --------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _looking(self) -> Iterator[None]:
+    def _hooked(self) -> Iterator[None]:
         with (
             _wrapped(DDP, "__init__", self._after_ddp),
             _wrapped(GradScaler, "__init__", lambda scaler, *_: self._scalers.append(weakref.ref(scaler))),
@@ -163,13 +167,13 @@ class Runner:
             yield
 
     def _after_ddp(self, ddp: DDP, *_: Any) -> None:
-        if any(one.working for one in self._followings):
+        if any(following.working for following in self._followings):
             return
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()  # not every launcher says so beforehand
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()  # not every launcher sets RANK and WORLD_SIZE
         if not self._followings:
             self._remove_old()
         try:
-            following = Following(ddp, self.job.wishes, self._scaler)
+            following = Following(ddp, self.job.settings, self._scaler)
         except SynclineError as error:
             if self.rank == 0:
                 print(f"syncline run: {type(ddp.module).__name__} is left alone: {error}", file=sys.stderr)
@@ -179,8 +183,9 @@ class Runner:
         self._save_at_s = time.monotonic() + SAVED_FIRST_S
 
     def _scaler(self) -> GradScaler | None:
-        built = (scaler() for scaler in self._scalers)
-        return next((one for one in built if one is not None and one.is_enabled()), None)
+        """Return the first scaler of the script that is in use."""
+        scalers = (reference() for reference in self._scalers)
+        return next((scaler for scaler in scalers if scaler is not None and scaler.is_enabled()), None)
 
     def _before_backward(self, loss: Tensor, *_: Any) -> None:
         if loss.numel() == 1 and self._followings:
@@ -203,17 +208,17 @@ def _wrapped(
     after: Callable[..., object] | None,
     before: Callable[..., object] | None = None,
 ) -> Iterator[None]:
-    """While this lasts, `owner.name` also calls `before` and `after` with its own arguments."""
+    """Make `owner.name` also call `before` and `after` with its arguments, inside the context."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if before is not None:
             before(*args)
-        answer = original(*args, **kwargs)
+        result = original(*args, **kwargs)
         if after is not None:
             after(*args)
-        return answer
+        return result
 
     setattr(owner, name, wrapper)
     try:

@@ -1,4 +1,4 @@
-"""What a model's steps took and how their gradients went, kept small however long a script runs."""
+"""Record how long a model's steps take and how their gradients are exchanged, in bounded memory."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.dist.comm import backend_of
-from syncline.measure.step_timer import Moments, Pacer
+from syncline.measure.step_watcher import Moments, Pass, StepWatcher, has_passed
 from syncline.measure.steps import quartiles
 from syncline.records.network import Network
 from syncline.records.plan import Plan
@@ -24,16 +24,16 @@ from syncline.runtime.parameters import parameters_of
 from syncline.runtime.stats import Stats
 
 PLAIN = "plain DDP"
-_UNSETTLED = 2
-"""Steps after a change that count for nothing."""
-_IN_DETAIL = 3
-"""Steps of each way of which buckets are kept: the first that count."""
+_SETTLING = 2
+"""Steps after a change that the statistics leave out."""
+_DETAILED = 3
+"""Steps of each method whose buckets are recorded: the first ones after settling."""
 
 T = TypeVar("T")
 
 
 class Traced(Protocol):
-    """The handle of an attached exchange, as far as the log reads it."""
+    """The part of a handle that the log uses."""
 
     def stats(self) -> Stats: ...
 
@@ -41,7 +41,7 @@ class Traced(Protocol):
 
 
 class Thinned(Generic[T]):
-    """Of an endless series every so many-th, so that there are never more than a bound."""
+    """A bounded sample of an endless series: every n-th item, where n doubles each time the bound is reached."""
 
     def __init__(self, most: int = MOST_STEPS) -> None:
         self._most, self._every, self._seen = most, 1, 0
@@ -57,72 +57,98 @@ class Thinned(Generic[T]):
 
 
 @dataclass
-class _Way:
-    """How gradients went for a while, perhaps several times."""
+class _Method:
+    """The steps of one method: plain DDP, the plan, or an exchange. A method may be used several times."""
 
     name: str
     steps: int = 0
     settled: Thinned[Moments] = field(default_factory=Thinned)
-    in_detail: dict[int, tuple[BucketSpan, ...]] = field(default_factory=dict)
-    """By step."""
-    looked_at: deque[Moments] = field(default_factory=lambda: deque(maxlen=_IN_DETAIL))
-    """Those of them, whatever else is thinned out."""
+    buckets: dict[int, tuple[BucketSpan, ...]] = field(default_factory=dict)
+    """The buckets of detailed steps, by step."""
+    detailed: deque[Moments] = field(default_factory=lambda: deque(maxlen=_DETAILED))
+    """The detailed steps, which are kept when others are thinned out."""
     sent_bytes: int | None = None
 
 
-class Diary:
-    def __init__(self, ddp: DDP, pacer: Pacer, device: torch.device) -> None:
-        self._pacer, self._device = pacer, device
-        # Now, because the model and its process group may be gone when somebody asks.
+@dataclass(frozen=True)
+class _Unread:
+    """A step whose marks have not been read yet."""
+
+    step: Pass
+    number: int
+    method: _Method
+    since: int
+    """The first step after the last change."""
+
+
+class StepLog:
+    """Records the steps of a model."""
+
+    def __init__(self, ddp: DDP, watcher: StepWatcher, device: torch.device) -> None:
+        """Create the log of a model.
+
+        Args:
+            ddp: The model. The log keeps no reference to it: the model may be gone when the record is written.
+            watcher: The watcher of its steps, which must call `step_ended`.
+            device: The model's device.
+        """
+        self._watcher, self._device = watcher, device
         self._name, self._backend = type(ddp.module).__name__, backend_of(ddp.process_group)
         trained = [parameter for parameter in parameters_of(ddp).values() if parameter.requires_grad]
         self._parameters = sum(parameter.numel() for parameter in trained)
         self._bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
-        self._now = _Way(PLAIN)
-        self._ways = {PLAIN: self._now}
-        self._changed = 0
-        """The step since which gradients go as they do now."""
-        self._begun: dict[int, tuple[_Way, int]] = {}
-        """By number: the way of steps that are not read yet, and since when it is gone."""
+        self._method = _Method(PLAIN)
+        self._methods = {PLAIN: self._method}
+        self._since = 0
+        """The first step after the last change."""
+        self._unread: deque[_Unread] = deque()
+        self._previous: tuple[Any, float] | None = None
+        """The end of the last step that was read, as a mark and in seconds."""
         self._recent: deque[Moments] = deque(maxlen=256)
         self._spans: Thinned[tuple[Moments, str]] = Thinned()
         self._losses: Thinned[tuple[int, Tensor]] = Thinned()
         self._loss: Tensor | None = None
 
-    def goes(self, way: str) -> None:
-        """From the next step on."""
-        self._now = self._ways.setdefault(way, _Way(way))
-        self._changed = self._pacer.steps
-        self._now.in_detail.clear()
+    def switch_to(self, method: str) -> None:
+        """Count the next steps as steps of another method."""
+        self._method = self._methods.setdefault(method, _Method(method))
+        self._since = self._watcher.step_count
+        self._method.buckets.clear()
 
     def note_loss(self, loss: Tensor) -> None:
+        """Record the loss of the next step."""
         self._loss = loss
 
-    def step_ended(self) -> None:
-        """Inside backward: notes only."""
-        number = self._pacer.steps - 1
-        self._begun[number] = (self._now, self._changed)
+    def step_ended(self, step: Pass) -> None:
+        """Add a step. Runs inside backward, so it reads nothing."""
+        number = self._watcher.step_count - 1
+        self._unread.append(_Unread(step, number, self._method, self._since))
         loss, self._loss = self._loss, None
         if loss is not None:
             self._losses.append((number, loss))
 
     def step_begins(self, handle: Traced | None, *, decided: bool) -> None:
-        """Between steps: reads what has ended. When it is `decided` how gradients go, an exchange's phases are noted in
-        the few steps that are kept in detail; while ways are compared, that would cost one of them some time."""
-        steps = self._pacer.steps - self._changed
-        looks = _UNSETTLED < steps <= _UNSETTLED + _IN_DETAIL
+        """Read the steps that have ended. Runs between steps.
+
+        Args:
+            handle: The handle of what is attached.
+            decided: Whether the method is final. Only then are the phases of its detailed steps traced: during
+                a trial, tracing would slow down one of the two methods.
+        """
+        steps = self._watcher.step_count - self._since
+        is_detailed = _SETTLING < steps <= _SETTLING + _DETAILED
         if handle is not None:
-            if looks:
-                self._look_at_buckets(handle)
-            if decided and steps in (_UNSETTLED, _UNSETTLED + _IN_DETAIL):
-                handle.trace(steps == _UNSETTLED)
-        self._read(wait=looks)
+            if is_detailed:
+                self._record_buckets(handle)
+            if decided and steps in (_SETTLING, _SETTLING + _DETAILED):
+                handle.trace(steps == _SETTLING)
+        self._read(wait=is_detailed)
 
     def step_times_s(self, first: int, end: int) -> list[float]:
-        """Of steps that were made a moment ago."""
+        """Return the durations of recent steps."""
         self._read(wait=True)
-        found = {moments.number: moments.step_s for moments in self._recent}
-        return [found[number] for number in range(first, end)]
+        step_s = {moments.number: moments.step_s for moments in self._recent}
+        return [step_s[number] for number in range(first, end)]
 
     def record(
         self,
@@ -134,10 +160,12 @@ class Diary:
         plan: Plan | None,
         host_of_rank: tuple[int, ...],
     ) -> ModelRecord:
+        """Return the record of all steps so far."""
         self._read(wait=True)
-        details = {number: spans for way in self._ways.values() for number, spans in way.in_detail.items()}
-        spans = {moments.number: (moments, way) for moments, way in self._spans.kept}
-        spans |= {m.number: (m, way.name) for way in self._ways.values() for m in way.looked_at}
+        methods = self._methods.values()
+        buckets = {number: spans for method in methods for number, spans in method.buckets.items()}
+        spans = {moments.number: (moments, name) for moments, name in self._spans.kept}
+        spans |= {moments.number: (moments, method.name) for method in methods for moments in method.detailed}
         return ModelRecord(
             name=self._name,
             parameters=self._parameters,
@@ -145,22 +173,22 @@ class Diary:
             host_of_rank=host_of_rank,
             backend=self._backend,
             device=self._device.type,
-            steps=self._pacer.steps,
+            steps=self._watcher.step_count,
             outcome=outcome,
-            way=self._now.name,
+            way=self._method.name,
             caps=caps,
-            paces=tuple(_pace(way) for way in self._ways.values() if way.settled.kept),
+            paces=tuple(_pace(method) for method in methods if method.settled.kept),
             spans=tuple(
                 StepSpan(
                     step=number,
-                    way=way,
+                    way=name,
                     start_s=moments.start_s,
                     backward_s=moments.backward_s,
                     backward_end_s=moments.backward_end_s,
                     end_s=moments.end_s,
-                    buckets=details.get(number, ()),
+                    buckets=buckets.get(number, ()),
                 )
-                for number, (moments, way) in sorted(spans.items())
+                for number, (moments, name) in sorted(spans.items())
             ),
             losses=tuple(
                 Loss(step=number, value=value)
@@ -173,50 +201,57 @@ class Diary:
         )
 
     def _read(self, *, wait: bool) -> None:
-        for moments in self._pacer.read(wait=wait):
-            way, since = self._begun.pop(moments.number)
-            way.steps += 1
+        """Read the marks of steps that have ended; with `wait`, also of those that a device still works on."""
+        clock = self._watcher.clock
+        if wait:
+            clock.settle()
+        while self._unread and (wait or has_passed(self._unread[0].step.end)):
+            unread = self._unread.popleft()
+            moments = Moments.of(unread.step, unread.number, clock, self._previous)
+            self._previous = (unread.step.end, moments.end_s)
+            method = unread.method
+            method.steps += 1
             self._recent.append(moments)
-            self._spans.append((moments, way.name))
-            if moments.number in way.in_detail:
-                way.looked_at.append(moments)
-            if moments.number - since >= _UNSETTLED:
-                way.settled.append(moments)
+            self._spans.append((moments, method.name))
+            if moments.number in method.buckets:
+                method.detailed.append(moments)
+            if moments.number - unread.since >= _SETTLING:
+                method.settled.append(moments)
 
-    def _look_at_buckets(self, handle: Traced) -> None:
+    def _record_buckets(self, handle: Traced) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # a few times in all
+            torch.cuda.synchronize(self._device)  # in a few steps only
         stats = handle.stats()
-        self._now.sent_bytes = sum(stats.sent_bytes.values())
-        self._now.in_detail[self._pacer.steps - 1] = tuple(
+        self._method.sent_bytes = sum(stats.sent_bytes.values())
+        self._method.buckets[self._watcher.step_count - 1] = tuple(
             BucketSpan(
-                bucket=one.bucket,
-                lane=one.lane,
-                bytes=one.bytes,
-                exchange=one.exchange,
-                ready_s=one.ready_s,
-                start_s=one.start_s,
-                end_s=one.end_s,
-                phases=tuple(PhaseSpan(**dataclasses.asdict(phase)) for phase in one.phases),
+                bucket=bucket.bucket,
+                lane=bucket.lane,
+                bytes=bucket.bytes,
+                exchange=bucket.exchange,
+                ready_s=bucket.ready_s,
+                start_s=bucket.start_s,
+                end_s=bucket.end_s,
+                phases=tuple(PhaseSpan(**dataclasses.asdict(phase)) for phase in bucket.phases),
             )
-            for one in stats.buckets
+            for bucket in stats.buckets
         )
 
 
-def _pace(way: _Way) -> Pace:
-    moments = way.settled.kept
-    between = [one.between_s for one in moments if one.between_s is not None]
-    times = [one.step_s for one in moments]
-    spread = quartiles(times)
+def _pace(method: _Method) -> Pace:
+    steps = method.settled.kept
+    between_s = [moments.between_s for moments in steps if moments.between_s is not None]
+    step_s = [moments.step_s for moments in steps]
+    spread = quartiles(step_s)
     return Pace(
-        way=way.name,
-        steps=way.steps,
-        step_s=statistics.median(times),
+        way=method.name,
+        steps=method.steps,
+        step_s=statistics.median(step_s),
         low_s=spread.low_s,
         high_s=spread.high_s,
-        forward_s=statistics.median(one.backward_s - one.start_s for one in moments),
-        backward_s=statistics.median(one.backward_end_s - one.backward_s for one in moments),
-        exposed_s=statistics.median(one.end_s - one.backward_end_s for one in moments),
-        between_s=statistics.median(between) if between else 0.0,
-        sent_bytes=way.sent_bytes,
+        forward_s=statistics.median(moments.backward_s - moments.start_s for moments in steps),
+        backward_s=statistics.median(moments.backward_end_s - moments.backward_s for moments in steps),
+        exposed_s=statistics.median(moments.end_s - moments.backward_end_s for moments in steps),
+        between_s=statistics.median(between_s) if between_s else 0.0,
+        sent_bytes=method.sent_bytes,
     )

@@ -1,5 +1,4 @@
-"""`tune` and `follow`: measure, plan, try, and keep the faster.
+"""`tune` and `follow`: measure, plan, try the plan, and keep the faster of plan and plain DDP.
 
-The package is not called `tune`, because `syncline.tune` is the function: importing a package of that name would put
-the package in its place.
+The package is not called `tune`, because importing a package of that name would replace the function `syncline.tune`.
 """

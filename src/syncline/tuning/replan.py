@@ -1,6 +1,8 @@
-"""From a profile to a plan for a live model, and from one set of buckets to another: what `tune` and `follow` share."""
+"""What `tune` and `follow` share: probing for a plan, planning for a live model, and changing the model's buckets."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -27,30 +29,33 @@ from syncline.records.profile import Profile
 from syncline.runtime.topology import hosts_of
 
 
-def probe_for(group: dist.ProcessGroup, allowed: tuple[str, ...], budget_s: float) -> Network:
-    """Collective: only what a plan with what is allowed may use."""
+def probe_for(group: dist.ProcessGroup, allowed: Sequence[str], budget_s: float) -> Network:
+    """Probe the collectives that a plan may use, and no others. Collective."""
     if group.size() == 1:
         return assumed_links((0,), backend=backend_of(group))
-    several = group.size() > len(set(hosts_of(group)))
-    kinds = wire.KINDS if allowed or several else ("all_reduce", "broadcast")
+    has_levels = group.size() > len(set(hosts_of(group)))
+    kinds = wire.KINDS if allowed or has_levels else ("all_reduce", "broadcast")
     return probe(budget_s=budget_s, kinds=kinds)
 
 
 def plan_for_live(
-    ddp: DDP, profile: Profile, links: Network, allowed: tuple[str, ...], device: torch.device
+    ddp: DDP, profile: Profile, network: Network, allowed: Sequence[str], device: torch.device
 ) -> tuple[Profile, Plan]:
-    """Collective: the profile with what exchanges take here, and rank 0's plan, because other machines may round
-    differently."""
+    """Measure what exchanges cost on this device, and plan. Collective.
+
+    Returns:
+        The profile with these costs, and rank 0's plan: hosts may round differently.
+    """
     group: dist.ProcessGroup = ddp.process_group
-    makers = {name: EXCHANGES[name] for name in options(links, allowed)}
-    overheads = measure_overheads(device, makers, topology=topology_of(links), group=group)
+    exchanges = {name: EXCHANGES[name] for name in options(network, allowed)}
+    overheads = measure_overheads(device, exchanges, topology=topology_of(network), group=group)
     profile = msgspec.structs.replace(profile, overheads=overheads)
     caps = buckets.own_caps(ddp)
 
-    def made() -> bytes:
-        return msgspec.json.encode(make_plan(profile, links, allowed, caps=caps)) if group.rank() == 0 else b""
+    def encoded_plan() -> bytes:
+        return msgspec.json.encode(make_plan(profile, network, allowed, caps=caps)) if group.rank() == 0 else b""
 
-    return profile, msgspec.json.decode(together(group, made)[0], type=Plan)
+    return profile, msgspec.json.decode(together(group, encoded_plan)[0], type=Plan)
 
 
 def make_planned(
@@ -61,8 +66,10 @@ def make_planned(
     timeout_s: float | None = None,
     scaler: GradScaler | None = None,
 ) -> Handle:
-    """Collective, between steps: the plan's buckets, on its lanes, through its exchanges. Gradients that are views of
-    DDP's buckets are views of buckets that it has no more."""
+    """Give the model the plan's buckets, lanes and exchanges. Collective, between steps.
+
+    Gradients that are views of DDP's old buckets stay views of those.
+    """
     try:
         forget(ddp)
         buckets.change(ddp, plan.caps)
@@ -73,6 +80,6 @@ def make_planned(
 
 
 def make_plain(ddp: DDP) -> None:
-    """As it is without us: its own buckets, without a hook."""
+    """Give the model DDP's own buckets, and remove the exchange."""
     forget(ddp)
     buckets.put_back(ddp)

@@ -24,4 +24,4 @@ BENCH_PROBE_S, BENCH_PROBE_LEVELS_S = 12.0, 30.0
 DEMO_TUNE_S = 25.0
 """`syncline.bench.demo.TUNE_S`."""
 RUN_PROBE_S = 15.0
-"""`syncline.tuning.follow.PROBE_S`."""
+"""`syncline.tuning.settings.PROBE_S`."""

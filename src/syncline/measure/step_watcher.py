@@ -1,0 +1,242 @@
+"""Watch the steps of a model while a script trains it: when they begin and end, and how long they take.
+
+A pass is one backward and the forward before it. Its start, the moment at which backward reaches the model's output,
+and the moment at which the last gradient is ready are marked. If DDP exchanges the gradients in a pass, that pass is a
+step, and the moment at which DDP has waited for its buckets is marked too: between the last two moments lies the
+exposed communication. Passes that only accumulate gradients lie between steps.
+
+On CUDA, marks are events on the stream that computes: nothing waits for the device until the times are read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.hooks import RemovableHandle
+
+from syncline.measure.hooks import Unseen
+from syncline.measure.steps import Clock, clock_for
+
+
+@dataclass(eq=False)
+class Forward:
+    """One forward with gradients."""
+
+    number: int
+    start: Any
+    started_s: float
+    """When it started, on the host's monotonic clock."""
+    sync: bool
+    """Whether DDP exchanges its gradients. A plain module has no DDP."""
+    nested: bool
+    """Whether it runs inside a backward, as under checkpointing."""
+    exchanged: bool = False
+    """Whether DDP has exchanged its gradients, which it does once per forward."""
+
+
+@dataclass(eq=False)
+class Pass:
+    """One backward and the forward before it."""
+
+    forward: Forward
+    """The first of the forwards that this backward goes through."""
+    backward_start: Any
+    forwards: list[Forward] = field(default_factory=list)
+    ready: dict[str, Any] = field(default_factory=dict)
+    """When each gradient was ready, by parameter name. Only `BackwardWatch` marks this."""
+    backward_end: Any = None
+    end: Any = None
+
+
+@dataclass(frozen=True)
+class Moments:
+    """The moments of one step, in seconds on the host's monotonic clock."""
+
+    number: int
+    """Counted from 0."""
+    start_s: float
+    backward_s: float
+    backward_end_s: float
+    end_s: float
+    between_s: float | None
+    """Time since the end of the previous step."""
+
+    @property
+    def step_s(self) -> float:
+        return self.end_s - self.start_s
+
+    @classmethod
+    def of(cls, step: Pass, number: int, clock: Clock[Any], previous: tuple[Any, float] | None) -> Moments:
+        """Read the marks of a step.
+
+        Args:
+            step: The step.
+            number: Its number.
+            clock: The clock that made the marks.
+            previous: The end of the previous step, as a mark and in seconds. The host runs ahead of a device, so
+                a step's start is computed from it by the device's clock.
+        """
+        start = step.forward.start
+        between_s = None if previous is None else max(0.0, clock.seconds(previous[0], start))
+        start_s = step.forward.started_s if previous is None or between_s is None else previous[1] + between_s
+        times_s = [start_s]
+        for mark in (step.backward_start, step.backward_end, step.end):
+            # Events of two CUDA streams may be slightly out of order.
+            times_s.append(max(times_s[-1], start_s + clock.seconds(start, mark)))
+        return cls(number, times_s[0], times_s[1], times_s[2], times_s[3], between_s)
+
+
+class StepWatcher:
+    """Marks the passes of a model from `watch` to `close`: only steps with `on_step`, and all passes without it."""
+
+    def __init__(self, device: torch.device, on_step: Callable[[Pass], None] | None = None) -> None:
+        """Create a watcher.
+
+        Args:
+            device: The model's device.
+            on_step: Called at the end of each step, inside backward, where it must not use the device or other ranks.
+        """
+        self.step_count = 0
+        """Number of steps so far. It is the same on all ranks, because an exchange needs all of them."""
+        self.forward_count = 0
+        """Number of forwards with gradients so far."""
+        self.clock = clock_for(device)
+        self._on_step = on_step
+        self._ddp: weakref.ref[DDP] | None = None
+        self._forward: Forward | None = None
+        self._pass: Pass | None = None
+        """The backward that runs now."""
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self, model: nn.Module, ddp: DDP | None) -> None:
+        """Start watching.
+
+        Args:
+            model: The module whose forward begins a pass.
+            ddp: The DDP model that exchanges its gradients, if any.
+        """
+        self._ddp = None if ddp is None else weakref.ref(ddp)
+        self._hooks = [
+            model.register_forward_pre_hook(Unseen(lambda *_: self._forward_began())),
+            model.register_forward_hook(Unseen(lambda module, _, output: self._forward_ended(module, output))),
+        ]
+
+    def close(self) -> None:
+        """Stop watching."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._forward = self._pass = None
+
+    def _forward_began(self) -> None:
+        if not torch.is_grad_enabled() or not self._hooks:
+            return
+        if self._pass is not None and in_backward():
+            return  # checkpointing computes the forward again
+        self._pass = None  # its backward has failed
+        ddp = None if self._ddp is None else self._ddp()
+        sync = ddp is not None and bool(ddp.require_backward_grad_sync)
+        self._forward = Forward(self.forward_count, self.clock.mark(), time.monotonic(), sync, in_backward())
+
+    def _forward_ended(self, model: nn.Module, output: Any) -> None:
+        if self._forward is None or not torch.is_grad_enabled():
+            return
+        forward, self._forward = self._forward, None
+        self.forward_count += 1
+        trained = next((parameter for parameter in model.parameters() if parameter.requires_grad), None)
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:  # a hook on a parameter that the model returns would stay for good
+                tensor.register_hook(lambda _: self._backward_reached(forward, trained))
+
+    def _backward_reached(self, forward: Forward, trained: Tensor | None) -> None:
+        if not self._hooks or (self._on_step is not None and not _will_exchange(forward, trained)):
+            return
+        if self._pass is None:
+            self._pass = Pass(forward, self._backward_began())
+            # DDP queues a callback that waits for communication. Callbacks run in the order in which they are queued,
+            # so this one runs before DDP's.
+            _queue(self._backward_ended)
+        elif forward.number < self._pass.forward.number:
+            self._pass.forward = forward
+        self._pass.forwards.append(forward)
+
+    def _backward_began(self) -> Any:
+        """Return the mark of the start of a backward."""
+        return self.clock.mark()
+
+    def _backward_ended(self) -> None:
+        ended, self._pass = self._pass, None
+        if ended is None or not self._hooks:
+            return
+        ended.backward_end = self.clock.mark()
+        self._pass_ended(ended)
+        if self._on_step is not None:
+            _queue(lambda: self._step_ended(ended))  # DDP's callback is queued by now, so this one runs after it
+
+    def _pass_ended(self, ended: Pass) -> None:
+        """Do nothing; a subclass may use the pass."""
+
+    def _step_ended(self, step: Pass) -> None:
+        if not self._hooks or self._on_step is None:
+            return
+        step.end = self.clock.mark()
+        for forward in step.forwards:
+            forward.exchanged = True
+        self.step_count += 1
+        self._on_step(step)
+
+
+def has_passed(mark: Any) -> bool:
+    """Whether a mark can be read without waiting for the device."""
+    return bool(mark.query()) if isinstance(mark, torch.cuda.Event) else True
+
+
+def in_backward() -> bool:
+    """Whether this thread runs inside a backward."""
+    current = getattr(torch._C, "_current_graph_task_id", None)  # private: without it, no forward counts as recomputed
+    return current is not None and int(current()) != -1
+
+
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Return the tensors in a model's output, however it is nested."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in output.values():
+            yield from tensors_in(value)
+    elif isinstance(output, list | tuple):
+        for value in output:
+            yield from tensors_in(value)
+    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
+        for entry in dataclasses.fields(output):
+            yield from tensors_in(getattr(output, entry.name))
+
+
+def _will_exchange(forward: Forward, trained: Tensor | None) -> bool:
+    """Whether the backward that runs now makes DDP exchange the gradients of a forward."""
+    return (
+        forward.sync and not forward.nested and not forward.exchanged and trained is not None and _accumulates(trained)
+    )
+
+
+def _accumulates(parameter: Tensor) -> bool:
+    """Whether the backward that runs now writes to `.grad`, which `autograd.grad` does not."""
+    will_run = getattr(torch._C, "_will_engine_execute_node", None)  # private: without it, every backward counts
+    if will_run is None or not parameter.requires_grad:
+        return parameter.requires_grad
+    with torch.enable_grad():
+        node: Any = parameter.expand_as(parameter).grad_fn
+    return bool(will_run(node.next_functions[0][0]))
+
+
+def _queue(callback: Callable[[], None]) -> None:
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
