@@ -391,7 +391,7 @@ def test_if_a_rank_cannot_write_every_rank_raises_and_the_old_checkpoint_stays(t
             (tmp_path / "other" / "rank-00001-of-00002.safetensors").mkdir(parents=True)
         dist.barrier()
         line = refusal(lambda: handle.save(tmp_path / "other"), syncline.SynclineError)
-        assert "is a folder, in the place of a state: remove it, or save to another path" in line
+        assert "is a folder, not a state file: remove it, or save to another path" in line
 
     on_ranks(2, main)
 

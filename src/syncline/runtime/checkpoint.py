@@ -154,6 +154,8 @@ class Checkpoints:
         other = first_difference(flatten(state["exchange"]), flatten(here["exchange"]))
         if other is not None:
             setting, there, now = other
+            if setting == "digest":  # of a plan
+                return "the checkpoint was saved with another plan: use the same plan, or start without the checkpoint"
             return (
                 f"the checkpoint was saved with {setting}={there}, but this model uses {now}: use the same setting, or "
                 "start without the checkpoint"
