@@ -6,12 +6,10 @@ import contextlib
 import os
 import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
 from ddp_helpers import SMALL_BUCKETS, TIMEOUT_S, Mlp, on_ranks, seeded, square_loss_step, train
+from interpreters import Interpreter, interpreter
 from survivors import wait_for
 from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
 from syncline.cluster.ports import reserved_port
@@ -210,7 +209,13 @@ def test_who_does_not_come_to_attach_is_named_and_the_others_leave_a_note(
     assert len(job) == 16
 
 
-def ended(server: str, end: str, notes: Path) -> list[tuple[int, str]]:
+@pytest.fixture(scope="module")
+def python() -> Iterator[Interpreter]:
+    with interpreter() as forked:
+        yield forked
+
+
+def ended(python: Interpreter, server: str, end: str, notes: Path) -> list[tuple[int, str]]:
     """Three ranks of `scripts/falls.py`: their exit codes, and what they said."""
     script = Path(__file__).parent / "scripts" / "falls.py"
     with contextlib.ExitStack() as ends:
@@ -219,24 +224,18 @@ def ended(server: str, end: str, notes: Path) -> list[tuple[int, str]]:
             port = store.port
         else:
             port = ends.enter_context(reserved_port())
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(script), "127.0.0.1", str(port), str(rank), server, end],
-                env={**os.environ, failure.FOLDER_VARIABLE: str(notes)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(3)
-        ]
-        for one in ranks:
-            ends.callback(one.kill)
-        said = [rank.communicate(timeout=60)[1] for rank in ranks]
-    return [(rank.returncode, text) for rank, text in zip(ranks, said, strict=True)]
+        environment = {**os.environ, failure.FOLDER_VARIABLE: str(notes)}
+        arguments = [[str(script), "127.0.0.1", str(port), str(rank), server, end] for rank in range(3)]
+        ranks = [ends.enter_context(python.start(one, environment, Path.cwd())) for one in arguments]
+        said = [rank.stderr.read() for rank in ranks]
+        return [(rank.wait(60), text) for rank, text in zip(ranks, said, strict=True)]
 
 
 @pytest.mark.parametrize(("server", "end"), [("test", "falls"), ("rank 0", "falls"), ("rank 0", "catches")])
-def test_a_program_that_ends_with_a_collective_names_who_was_missing(server: str, end: str, tmp_path: Path) -> None:
-    ranks = ended(server, end, tmp_path)
+def test_a_program_that_ends_with_a_collective_names_who_was_missing(
+    server: str, end: str, tmp_path: Path, python: Interpreter
+) -> None:
+    ranks = ended(python, server, end, tmp_path)
     assert [code for code, _ in ranks] == [1, -signal.SIGKILL, 1]
     for _, said in (ranks[0], ranks[2]):
         told = "the program ended in a collective of its own or of DDP's: RuntimeError: "
@@ -246,9 +245,11 @@ def test_a_program_that_ends_with_a_collective_names_who_was_missing(server: str
     assert [(one.rank, one.by) for one in examine_notes(tmp_path).accused] == [(LOST, (0, 2))]
 
 
-def test_a_survivor_with_buckets_under_way_ends_with_its_exception_and_not_with_an_abort(tmp_path: Path) -> None:
+def test_a_survivor_with_buckets_under_way_ends_with_its_exception_and_not_with_an_abort(
+    tmp_path: Path, python: Interpreter
+) -> None:
     """Lanes that come back from a collective while Python takes itself apart would."""
-    ranks = ended("test", "raises", tmp_path)
+    ranks = ended(python, "test", "raises", tmp_path)
     assert [code for code, _ in ranks] == [1, 1, 1]
     for _, said in (ranks[0], ranks[2]):
         assert f"suspect: rank {LOST} (its program ended: ValueError: no such file)" in said
