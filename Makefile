@@ -9,9 +9,11 @@ BIN    := $(VENV)/bin
 demo: $(VENV)/ready
 	$(BIN)/syncline demo
 
-# On two cores, and then, one by one, what would suffer from company.
+# On two cores: first the tests that compute, then those that mostly wait; and then, one by one, those that measure.
+PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not alone'
+	$(BIN)/python -m pytest $(PARALLEL) -m 'not alone and not waits'
+	$(BIN)/python -m pytest $(PARALLEL) -m waits
 	$(BIN)/python -m pytest -m alone
 
 # Every fault in every phase of a training, on emulated hosts: some minutes. `make test` has a part of it.
@@ -21,7 +23,7 @@ test-faults: $(VENV)/ready
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 
 bench: $(VENV)/ready
 	$(BIN)/syncline bench --hosts 4 --per-host 1 --rate 200mbit --model cnn --methods nosync,ddp,dense,bf16,fp16,fp16-hook,powersgd --steps 60

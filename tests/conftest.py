@@ -28,15 +28,38 @@ ALONE = frozenset(
         "test_cluster_launch",
         "test_cluster_lifetime",
         "test_cluster_mps",
-        "test_faults",
-        "test_hierarchical_wire",
         "test_links",
         "test_probe",
-        "test_silence",
-        "test_watching",
     }
 )
-"""They measure times, rates or traffic, or have short deadlines: not beside other tests."""
+"""They measure times, rates or traffic: not beside other tests."""
+WAITS = frozenset({"test_silence", "test_faults", "test_watching", "test_hierarchical_wire"})
+"""They wait for most of their time, with deadlines that a busy machine would miss: only beside each other."""
+LONG = (
+    "test_conservation",
+    "test_restart",
+    "test_ddp_semantics",
+    "test_silence",
+    "test_faults",
+    "test_run",
+    "test_nonfinite",
+    "test_cli",
+    "test_with_accelerate",
+    "test_with_lightning",
+    "test_with_transformers",
+    "test_cluster_command",
+    "test_ddp_state",
+    "test_ddp_plan",
+    "test_layerwise",
+    "test_watching",
+)
+"""They come first, longest first: a long file that is started last would run while other cores are idle."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Imports no file of which the markers asked for leave nothing, as importing all of them takes seconds."""
+    asked = {"alone": ALONE, "waits": WAITS}.get(config.option.markexpr)
+    return True if asked and collection_path.suffix == ".py" and collection_path.stem not in asked else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -44,6 +67,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem in ALONE:
             item.add_marker(pytest.mark.alone)
+        elif item.path.stem in WAITS:
+            item.add_marker(pytest.mark.waits)
+    places = {stem: place for place, stem in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(LONG)))
 
 
 def pytest_collection_finish() -> None:

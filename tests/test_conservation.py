@@ -146,12 +146,17 @@ class Books:
 
     def wrong(self, model: Numbers, kept: dict[str, dict[str, Tensor]]) -> list[str]:
         """Collective: parameters of which something was lost or applied twice."""
+        mine = [
+            (torch.zeros(shape) + kept.get(name, {}).get("residual", 0.0)).view(-1)
+            for name, shape in Numbers.SHAPES.items()
+        ]
+        flat = torch.cat(mine)
+        dist.all_reduce(flat)
+        residuals = dict(zip(Numbers.SHAPES, flat.split([part.numel() for part in mine]), strict=True))
         wrong = []
         for name, parameter in model.named_parameters():
-            waiting = torch.zeros(parameter.shape)
-            waiting += kept.get(name, {}).get("residual", 0.0)
-            dist.all_reduce(waiting)
-            off = (self.came_in[name] + parameter.detach().double() - waiting.double()).abs()
+            residual = residuals[name].view(parameter.shape)
+            off = (self.came_in[name] + parameter.detach().double() - residual.double()).abs()
             if bool((off > self.allowed[name]).any()):
                 wrong.append(f"{name}: off by {float(off.max())}, allowed {float(self.allowed[name].max())}")
         return wrong
@@ -317,6 +322,7 @@ def sequences(draw: st.DrawFn, name: str, host: str) -> Sequence:
         if scaled and draw(st.integers(0, 2)) == 0:
             step.infinite = draw(st.sampled_from(common))
         steps.append(step)
+    steps[-1].then = ""  # no step follows that could show a loss
     exchanges = [name]
     if host == "ddp" and not isinstance(VARIANTS[name], Hierarchical) and draw(st.booleans()):
         exchanges.append("dense" if name != "dense" else "oktopk")
@@ -361,7 +367,7 @@ def conserve(host: str, examples: int) -> None:
 
 
 def test_nothing_is_lost_through_ddp() -> None:
-    conserve("ddp", 6)
+    conserve("ddp", 5)
 
 
 def test_nothing_is_lost_through_layerwise() -> None:

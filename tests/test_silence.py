@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 import syncline
 from ddp_helpers import Mlp, on_ranks, seeded
 from hostile.files import RECORD
+from interpreters import Interpreter, Program, interpreter
 from syncline.cli import app
 from syncline.cluster import Rank
 from syncline.cluster.ports import reserved_port
@@ -48,14 +49,20 @@ WARNS_S = 10.0
 OVER = "over"
 """The file that ends a script when it appears."""
 STARTS_S = 60.0
-"""Time for three interpreters to import torch on a busy machine."""
+"""Time for three ranks to start on a busy machine."""
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[Interpreter]:
+    with interpreter() as forked:
+        yield forked
 
 
 @dataclass
 class Process:
     """A rank, and the lines that it prints."""
 
-    popen: subprocess.Popen[str]
+    program: Program
     lines: queue.Queue[str | None]
     seen: list[str]
 
@@ -75,7 +82,7 @@ class Process:
         return matching[0]
 
     def wait(self, limit_s: float) -> int:
-        code = self.popen.wait(limit_s)
+        code = self.program.wait(limit_s)
         while (line := self.lines.get(timeout=limit_s)) is not None:
             self.seen.append(line)
         return code
@@ -85,7 +92,7 @@ class Process:
 
 
 @contextlib.contextmanager
-def started(arguments: list[str], folder: Path) -> Iterator[list[Process]]:
+def started(python: Interpreter, arguments: list[str], folder: Path) -> Iterator[list[Process]]:
     """Run three ranks without a launcher, so that rank 0 serves the store. All of them end with the block."""
     with reserved_port() as port, contextlib.ExitStack() as ends:
         processes = []
@@ -99,27 +106,23 @@ def started(arguments: list[str], folder: Path) -> Iterator[list[Process]]:
                 "SYNCLINE_FAILURES": str(folder / "reports"),
                 "OMP_NUM_THREADS": "1",
             }
-            popen = subprocess.Popen(
-                [sys.executable, *arguments], env=environment, cwd=folder, stderr=subprocess.PIPE, text=True
-            )
+            program = ends.enter_context(python.start(arguments, environment, folder))
             lines: queue.Queue[Any] = queue.Queue()
-            reader = threading.Thread(target=read, args=(popen, lines))
-            ends.callback(end, popen, reader)
+            reader = threading.Thread(target=read, args=(program, lines))
+            ends.callback(end, program, reader)
             reader.start()
-            processes.append(Process(popen, lines, []))
+            processes.append(Process(program, lines, []))
         yield processes
 
 
-def read(popen: subprocess.Popen[str], lines: queue.Queue[Any]) -> None:
-    assert popen.stderr is not None
-    for line in popen.stderr:
+def read(program: Program, lines: queue.Queue[Any]) -> None:
+    for line in program.stderr:
         lines.put(line)
     lines.put(None)
 
 
-def end(popen: subprocess.Popen[str], reader: threading.Thread) -> None:
-    popen.kill()
-    popen.wait()
+def end(program: Program, reader: threading.Thread) -> None:
+    program.kill()
     reader.join(10)
 
 
@@ -127,9 +130,9 @@ def wait_until_stopped(process: Process, limit_s: float) -> None:
     """Poll, because waitpid would report the stop only once."""
     until_s, status = time.monotonic() + limit_s, ""
     while status != psutil.STATUS_STOPPED:
-        assert time.monotonic() < until_s and process.popen.poll() is None, process.seen
+        assert time.monotonic() < until_s and process.program.poll() is None, process.seen
         time.sleep(0.05)
-        status = psutil.Process(process.popen.pid).status()
+        status = psutil.Process(process.program.pid).status()
 
 
 def links(folder: Path) -> Path:
@@ -149,13 +152,13 @@ WATCHED, DECIDED = 5, 40
 
 @pytest.mark.parametrize("where", [WATCHED, DECIDED, "tune", "tuned"])
 def test_every_other_rank_logs_once_that_a_rank_is_stopped_and_once_that_it_is_back(
-    where: int | str, tmp_path: Path
+    where: int | str, tmp_path: Path, python: Interpreter
 ) -> None:
     if isinstance(where, int):
         command = under_run(tmp_path, "SIGSTOP", where)
     else:
         command = [str(SCRIPT), "SIGSTOP", str(HALTED), where, str(links(tmp_path)), str(tmp_path / OVER)]
-    with started(command, tmp_path) as ranks:
+    with started(python, command, tmp_path) as ranks:
         halted, others = ranks[HALTED], [ranks[0], ranks[2]]
         wait_until_stopped(halted, STARTS_S)
         until_s = time.monotonic() + WARNS_S
@@ -163,8 +166,8 @@ def test_every_other_rank_logs_once_that_a_rank_is_stopped_and_once_that_it_is_b
             other.wait_for(f"no heartbeat from rank {HALTED} for ", until_s - time.monotonic())
         if isinstance(where, int):
             record = RunRecord.load(tmp_path / "out" / f"rank-{HALTED:04d}.json")
-            assert (record.ended, record.state, record.process) == (RUNNING, RUNNING, halted.popen.pid)
-        os.kill(halted.popen.pid, signal.SIGCONT)
+            assert (record.ended, record.state, record.process) == (RUNNING, RUNNING, halted.program.pid)
+        os.kill(halted.program.pid, signal.SIGCONT)
         for other in others:
             other.wait_for(f"rank {HALTED} is back after ", WARNS_S)
         (tmp_path / OVER).touch()
@@ -176,14 +179,14 @@ def test_every_other_rank_logs_once_that_a_rank_is_stopped_and_once_that_it_is_b
     assert not halted.said("heartbeat") and not halted.said("store")  # a rank that was stopped itself names no other
 
 
-def test_a_stopped_rank_that_serves_the_store_is_named(tmp_path: Path) -> None:
-    with started(under_run(tmp_path, "SIGSTOP", DECIDED, rank=0), tmp_path) as ranks:
+def test_a_stopped_rank_that_serves_the_store_is_named(tmp_path: Path, python: Interpreter) -> None:
+    with started(python, under_run(tmp_path, "SIGSTOP", DECIDED, rank=0), tmp_path) as ranks:
         wait_until_stopped(ranks[0], STARTS_S)
         until_s = time.monotonic() + WARNS_S
         for other in ranks[1:]:
             line = other.wait_for("no answer from the job's store for ", until_s - time.monotonic())
             assert "rank 0, which serves it, is stopped or cannot be reached" in line
-        os.kill(ranks[0].popen.pid, signal.SIGCONT)
+        os.kill(ranks[0].program.pid, signal.SIGCONT)
         for other in ranks[1:]:
             other.wait_for("the job's store answers again", 2 * WARNS_S)
         (tmp_path / OVER).touch()
@@ -192,8 +195,10 @@ def test_a_stopped_rank_that_serves_the_store_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", [WATCHED, DECIDED])
-def test_every_survivor_names_a_killed_rank_in_its_log_and_record(where: int, tmp_path: Path) -> None:
-    with started(under_run(tmp_path, "SIGKILL", where), tmp_path) as ranks:
+def test_every_survivor_names_a_killed_rank_in_its_log_and_record(
+    where: int, tmp_path: Path, python: Interpreter
+) -> None:
+    with started(python, under_run(tmp_path, "SIGKILL", where), tmp_path) as ranks:
         assert [process.wait(STARTS_S) for process in ranks] == [1, -signal.SIGKILL, 1]
     records = [RunRecord.load(tmp_path / "out" / f"rank-{rank:04d}.json") for rank in range(RANKS)]
     for rank in (0, 2):
@@ -202,8 +207,8 @@ def test_every_survivor_names_a_killed_rank_in_its_log_and_record(where: int, tm
     assert records[HALTED].ended == RUNNING and records[HALTED].state.startswith(LOST)
 
 
-def test_the_timeout_bounds_plain_ddps_collectives(tmp_path: Path) -> None:
-    with started(under_run(tmp_path, "SIGSTOP", DECIDED, "--timeout", "6"), tmp_path) as ranks:
+def test_the_timeout_bounds_plain_ddps_collectives(tmp_path: Path, python: Interpreter) -> None:
+    with started(python, under_run(tmp_path, "SIGSTOP", DECIDED, "--timeout", "6"), tmp_path) as ranks:
         wait_until_stopped(ranks[HALTED], STARTS_S)
         for rank in (0, 2):
             assert ranks[rank].wait(6 + 2 * WARNS_S) == 1

@@ -6,12 +6,10 @@ import contextlib
 import os
 import signal
 import stat
-import subprocess
-import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
 from ddp_helpers import SMALL_BUCKETS, TIMEOUT_S, Mlp, on_ranks, seeded, square_loss_step, train
+from interpreters import Interpreter, interpreter
 from survivors import wait_for
 from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
 from syncline.cluster.ports import reserved_port
@@ -223,7 +222,13 @@ def test_a_rank_that_does_not_call_attach_is_named_and_reported(
     assert len(job) == 16
 
 
-def run_falls(server: str, end: str, folder: Path) -> list[tuple[int, str]]:
+@pytest.fixture(scope="module")
+def python() -> Iterator[Interpreter]:
+    with interpreter() as forked:
+        yield forked
+
+
+def run_falls(python: Interpreter, server: str, end: str, folder: Path) -> list[tuple[int, str]]:
     """Run three ranks of `scripts/falls.py`, and return their exit codes and what they printed."""
     script = Path(__file__).parent / "scripts" / "falls.py"
     with contextlib.ExitStack() as ends:
@@ -232,24 +237,18 @@ def run_falls(server: str, end: str, folder: Path) -> list[tuple[int, str]]:
             port = store.port
         else:
             port = ends.enter_context(reserved_port())
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, str(script), "127.0.0.1", str(port), str(rank), server, end],
-                env={**os.environ, failure.FOLDER_VARIABLE: str(folder)},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(3)
-        ]
-        for rank in ranks:
-            ends.callback(rank.kill)
-        printed = [rank.communicate(timeout=60)[1] for rank in ranks]
-    return [(rank.returncode, text) for rank, text in zip(ranks, printed, strict=True)]
+        environment = {**os.environ, failure.FOLDER_VARIABLE: str(folder)}
+        arguments = [[str(script), "127.0.0.1", str(port), str(rank), server, end] for rank in range(3)]
+        ranks = [ends.enter_context(python.start(one, environment, Path.cwd())) for one in arguments]
+        printed = [rank.stderr.read() for rank in ranks]
+        return [(rank.wait(60), text) for rank, text in zip(ranks, printed, strict=True)]
 
 
 @pytest.mark.parametrize(("server", "end"), [("test", "falls"), ("rank 0", "falls"), ("rank 0", "catches")])
-def test_a_program_that_ends_in_a_collective_names_the_missing_rank(server: str, end: str, tmp_path: Path) -> None:
-    ranks = run_falls(server, end, tmp_path)
+def test_a_program_that_ends_in_a_collective_names_the_missing_rank(
+    server: str, end: str, tmp_path: Path, python: Interpreter
+) -> None:
+    ranks = run_falls(python, server, end, tmp_path)
     assert [code for code, _ in ranks] == [1, -signal.SIGKILL, 1]
     for _, printed in (ranks[0], ranks[2]):
         outside = "the program ended in a collective outside Syncline: RuntimeError: "
@@ -259,9 +258,11 @@ def test_a_program_that_ends_in_a_collective_names_the_missing_rank(server: str,
     assert [(one.rank, one.by) for one in examine_reports(tmp_path).accused] == [(LOST, (0, 2))]
 
 
-def test_a_survivor_with_unfinished_buckets_ends_with_its_exception_and_does_not_abort(tmp_path: Path) -> None:
+def test_a_survivor_with_unfinished_buckets_ends_with_its_exception_and_does_not_abort(
+    tmp_path: Path, python: Interpreter
+) -> None:
     """A lane that returns from a collective while Python shuts down would abort the process."""
-    ranks = run_falls("test", "raises", tmp_path)
+    ranks = run_falls(python, "test", "raises", tmp_path)
     assert [code for code, _ in ranks] == [1, 1, 1]
     for _, printed in (ranks[0], ranks[2]):
         assert f"suspect: rank {LOST} (its program ended: ValueError: no such file)" in printed
