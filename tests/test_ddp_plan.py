@@ -546,7 +546,7 @@ def test_models_whose_buckets_cannot_change_are_refused(tmp_path: Path) -> None:
         assert "network is a int" in line(model, network=5)
         assert "budget_s is inf" in line(model, budget_s=float("inf"))
         assert "missing.json: cannot be read" in line(model, network=tmp_path / "missing.json")
-        assert "measured with 3 ranks, but the model has 2" in line(model, network=links(1.0, ranks=3))
+        assert "the network was measured with 3 ranks, but the model has 2" in line(model, network=links(1.0, ranks=3))
         assert "plan is a NoneType" in refusal(lambda: syncline.wrap(Mlp(), None))
 
     on_ranks(2, main)

@@ -240,6 +240,37 @@ def test_a_step_that_the_scaler_skips_is_skipped_in_every_bucket_of_a_plan(infin
     on_ranks(2, main)
 
 
+@pytest.mark.parametrize("unused", [False, True], ids=["all used", "b unused"])
+def test_steps_of_a_static_graph_are_counted_and_lose_nothing_after_a_restart(unused: bool) -> None:
+    """In the first step of a static graph DDP gives all buckets the index 0, and calls none of them the last."""
+
+    def main(rank: Rank) -> None:
+        came_in = {name: torch.zeros(SIZE) for name in "ab"}
+        weights, state = Two().state_dict(), None
+        for restart in range(2):
+            net = Two()
+            net.load_state_dict(weights)
+            plan = plan_for(net, [["b"], ["a"]], [SPARSE, SPARSE])
+            model = syncline.wrap(net, plan, static_graph=True)
+            handle, optimizer = syncline.handle_of(model), torch.optim.SGD(net.parameters(), lr=1.0)
+            if state is not None:
+                handle.load_state_dict(state)
+            for number in range(4):
+                given = drawn(rank.rank, 10 * restart + number, "a" if unused else "ab")
+                optimizer.zero_grad()
+                model(given).backward()
+                optimizer.step()
+                for name, gradient in given.items():
+                    came_in[name] += average(gradient)
+                applied = {name: -parameter.detach() for name, parameter in net.named_parameters()}
+                assert lost(handle, applied, came_in) == {"a": 0.0, "b": 0.0}, (restart, number)
+                assert handle.stats().steps == 4 * restart + number + 1
+            state, weights = handle.state_dict(), net.state_dict()
+            handle.detach()
+
+    on_ranks(2, main)
+
+
 class Strided(nn.Module):
     """A parameter with gaps in memory, one without, and one that is dense in another order."""
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline.ddp.reduction import Reduction
+from syncline.ddp.regrouping import Regrouping
 from syncline.dist.span import span_of
 from syncline.errors import ExchangeError, UsageError, tell
 from syncline.exchange import Layout, Slot, stride_in_bucket
@@ -41,8 +42,8 @@ _DRIFT_FACTOR = 1.5
 class Step(bucket_runner.Step):
     """One backward pass of a DDP model."""
 
-    submitted: set[int] = field(default_factory=set)
-    """The indices of its buckets."""
+    submitted: set[tuple[int, ...]] = field(default_factory=set)
+    """Its buckets, by the `id` of their parameters. In the first step of a static graph all of them have index 0."""
     unfinished: int = 0
     complete: bool = False
     """Whether DDP's last bucket was submitted. A DDP that skips unused buckets may never submit it."""
@@ -50,21 +51,6 @@ class Step(bucket_runner.Step):
     """Whether a callback at the end of the backward pass is scheduled."""
     finite: list[Tensor] = field(default_factory=list)
     """Whether each bucket is finite, as 0-dim tensors."""
-
-
-@dataclass
-class Regrouping:
-    """Steps after a restart that use the buckets of the checkpoint instead of DDP's."""
-
-    buckets: tuple[tuple[str, ...], ...]
-    steps_left: int = 2
-    """Steps until DDP's buckets are final. If they still differ then, residuals move to them."""
-    submitted: list[tuple[Layout, Tensor]] = field(default_factory=list)
-    """DDP's buckets in this step."""
-
-    @property
-    def matches_ddp(self) -> bool:
-        return {tuple(slot.name for slot in layout.slots) for layout, _ in self.submitted} == set(self.buckets)
 
 
 class Engine:
@@ -129,11 +115,14 @@ class Engine:
 
     def _step_of(self, grad_bucket: Any) -> Step:
         """Return the step of a bucket: the current one, or a new one."""
-        if self._step.complete or grad_bucket.index() in self._step.submitted:
+        key = tuple(map(id, grad_bucket.parameters()))
+        if self._step.complete or key in self._step.submitted:
             self.conclude()  # a rank that has joined early gets no callback at the end of a step
             self._step = Step()
+        if self._regrouping is not None and not self._step.submitted:
+            self._regrouping.submitted.clear()
         step = self._step
-        step.submitted.add(grad_bucket.index())
+        step.submitted.add(key)
         step.complete = grad_bucket.is_last()
         if not step.awaits_end:
             step.awaits_end = self._reduction.when_over(self._backward_is_over)
@@ -142,7 +131,7 @@ class Engine:
     def _backward_is_over(self) -> None:
         step = self._step
         step.awaits_end = False
-        if step.complete or self._reduction.finished:
+        if step.submitted and (step.complete or self._reduction.finished):
             step.complete = True
             self.conclude()
 
@@ -155,7 +144,7 @@ class Engine:
         try:
             self._end(step)
         except BaseException as error:
-            raise self.runner.fail(f"bucket {max(step.submitted)}", error) from error
+            raise self.runner.fail(f"one of {len(step.submitted)} buckets", error) from error
 
     def _end(self, step: Step) -> None:
         if step.finite:
@@ -242,7 +231,7 @@ class Engine:
     def _submit_regrouped(self, regrouping: Regrouping, grad_bucket: Any, flat: Tensor) -> Any:
         """Collect the buckets of a step, and exchange them regrouped when the last one is submitted."""
         regrouping.submitted.append((self._layout(grad_bucket.parameters(), flat), flat))
-        if grad_bucket.is_last():
+        if regrouping.complete:  # the first step of a static graph has no last bucket
             try:
                 self._run_regrouped(regrouping)
             except BaseException as error:
