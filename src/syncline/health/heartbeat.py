@@ -136,10 +136,14 @@ class Heartbeat:
             return count
 
     def announce_failure(self, error: str, *, own: bool) -> None:
-        """Tell the other ranks about a failure. Only the first one counts."""
+        """Tell the other ranks about a failure. Only the first one counts.
+
+        Unless the cause is its `own`, this rank looks for suspects next. The same heartbeat says so: a rank that serves
+        the store would otherwise end as soon as it has read of the failure.
+        """
         with self._lock:
             if not self._beat.failed:
-                self._set(failed=one_line(error), own=own)
+                self._set(failed=one_line(error), own=own, asking=not own)
         self._wake.set()
 
     # --- looking for suspects -----------------------------------------------------------------------------------
@@ -170,9 +174,10 @@ class Heartbeat:
             self._wake.set()
             return self._others.find_suspects(self._rank, others, absence, asked_s, self._store.state)
 
-    def _listen(self, is_enough: Callable[[], bool], most_s: float = float("inf")) -> None:
+    def _listen(self, is_enough: Callable[[], bool], most_s: float | None = None) -> None:
         """Read heartbeats more often for some beats, or until they are enough; to be called with the lock held."""
-        until_s = self._urgent_until_s = time.monotonic() + min(_WAIT_BEATS * self.beat_s, most_s)
+        most_s = _WAIT_BEATS * self.beat_s if most_s is None else most_s
+        until_s = self._urgent_until_s = time.monotonic() + most_s
         self._wake.set()
         while (left_s := until_s - time.monotonic()) > 0 and self.usable and not is_enough():
             if self._store.state in (StoreState.GONE, StoreState.UNUSABLE):
@@ -196,7 +201,8 @@ class Heartbeat:
         """Return the watchdogs, or None if this heartbeat has ended."""
         with self._lock:
             watchdogs = list(self._watchdogs)
-            if self.usable and (watchdogs or self._holders):
+            # A model that has failed may be released before its program ends, when others still need this rank's store.
+            if self.usable and (watchdogs or self._holders or self._beat.failed):
                 return watchdogs
             self._over = True
             self._lock.notify_all()
