@@ -31,10 +31,11 @@ from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Gradient, Profile, load_profile
 from syncline.records.run_record import BucketSpan, Loss, ModelRecord, Pace, PhaseSpan, RunRecord, StepSpan
-from syncline.report import axes, formatting, sentences
+from syncline.report import charts, sentences
 from syncline.report.inputs import Inputs
 from syncline.report.page import build_page, render, write_report
 from syncline.report.read_inputs import read_inputs
+from syncline.units import duration_text, milliseconds_text
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PROFILE = load_profile("cnn-cpu")
@@ -320,7 +321,8 @@ def test_bench_rows_are_the_results_own_with_what_was_predicted() -> None:
     foreseen = [mark.value("predicted-ms") for mark in seen.of("bench", "data-predicted-ms")]
     assert foreseen == near([row.predicted_ms or 0 for row in BENCH.rows])
     assert "Plain DDP takes 135 ms per step, 77% of it exposed communication" in seen.text
-    assert "syncline bench --hosts 4 --per-host 1 --rate 200mbit --model cnn --batch 16" in seen.text
+    command = "syncline bench --hosts 4 --rate 200mbit --model cnn"
+    assert command in page_of(Inputs(benches=(msgspec.structs.replace(BENCH, command=command),))).text
 
 
 def test_alternatives_remedies_and_scaling_are_the_plans_and_the_predictors_own() -> None:
@@ -380,7 +382,7 @@ def test_what_was_asked_of_predict_is_what_is_drawn() -> None:
     assert series == ["bf16, 1 Gbit/s", "plain DDP, 1 Gbit/s", "bf16, 10 Gbit/s", "plain DDP, 10 Gbit/s"]
     assert "8 hosts, 1 Gbit/s links" in seen.text
     one = predict(PROFILE, NETWORK.with_hosts(8).with_rate(10**9), Schedule.parse(PROFILE, "bf16", "gloo"))
-    assert f"of {formatting.step_time(one.iteration_s)} per step" in seen.text
+    assert f"of {milliseconds_text(one.iteration_s)} per step" in seen.text
 
 
 # Names stay text.
@@ -539,11 +541,11 @@ def test_a_page_of_one_record_says_whose_it_is() -> None:
 @settings(max_examples=40, deadline=None)
 def test_axes_hold_everything_that_is_drawn_on_them(values: list[float]) -> None:
     drawn = [
-        axes.linear("", values, str),
-        axes.logarithmic("", values, str),
-        axes.linear("", [*values, -values[0]], str),
-        axes.time("", values),
-        axes.counts("", [1 + int(value) for value in values]),
+        charts.linear_axis("", values, str),
+        charts.log_axis("", values, str),
+        charts.linear_axis("", [*values, -values[0]], str),
+        charts.linear_axis("", values, duration_text),
+        charts.count_axis("", [1 + int(value) for value in values]),
     ]
     for axis in drawn:
         assert axis.low < axis.high and 1 <= len(axis.ticks) <= 24

@@ -10,8 +10,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from syncline.cli import options, screen
-from syncline.cli.commands.run import FOLDER, Run
+from syncline.cli import commands, options, screen
 from syncline.errors import SynclineError, UsageError, first_line
 from syncline.exchange import EXCHANGES, Exchange
 from syncline.records.network import Network
@@ -26,16 +25,14 @@ _WAIT_S = 5.0
 
 
 @options.one_line_errors("syncline run")
-def prepare(args: Run) -> Callable[[], NoReturn]:
+def prepare(args: commands.Run) -> Callable[[], NoReturn]:
     """Check the options and return the function that runs the script."""
     if args.exchange is not None and args.plan is not None:
         raise UsageError("--exchange and --plan exclude each other: a plan names the exchanges of its buckets")
     if (args.exchange is not None or args.plan is not None) and (args.allow or args.observe_only):
         raise UsageError("--allow and --observe-only are for tuning, which --exchange and --plan replace")
-    if not 1 <= args.probe <= 3600:
-        raise UsageError(f"--probe {args.probe:g}: must be 1 to 3600 seconds")
-    if args.timeout is not None and not args.timeout > 0:
-        raise UsageError(f"--timeout {args.timeout:g}: must be greater than 0")
+    options.check_seconds("--probe", args.probe)
+    options.check_positive("--timeout", args.timeout)
     if args.nproc_per_node is not None and "RANK" in os.environ:
         raise UsageError("--nproc-per-node starts ranks, but torchrun has already started this one: omit it")
     check_script(args.script, module=args.module)
@@ -67,7 +64,7 @@ def prepare(args: Run) -> Callable[[], NoReturn]:
     return functools.partial(_run, Job(args.script, tuple(arguments), args.module, settings, args.out, command))
 
 
-def _changed_options(args: Run) -> list[str]:
+def _changed_options(args: commands.Run) -> list[str]:
     """Return the options that do not have their default values, as they would be typed."""
     words = []
     for name in ("allow", "exchange", "plan", "network"):
@@ -77,7 +74,7 @@ def _changed_options(args: Run) -> list[str]:
         words += ["--probe", f"{args.probe:g}"]
     if args.timeout is not None:
         words += ["--timeout", f"{args.timeout:g}"]
-    if args.out != FOLDER:
+    if args.out != commands.RUN_FOLDER:
         words += ["--out", str(args.out)]
     return words + ["--observe-only"] * args.observe_only + ["--quiet"] * args.quiet
 

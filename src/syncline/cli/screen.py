@@ -1,4 +1,4 @@
-"""Output of the commands: tables on standard output, progress on standard error."""
+"""Output of the commands: tables on standard output, progress on standard error, results in files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,10 +17,12 @@ from rich.table import Table
 
 from syncline.cluster import ClusterSpec, unshaped_notice, why_not_shaped
 from syncline.errors import UsageError
+from syncline.files import write_json
 
 # Without markup, because names and paths may contain brackets.
 out = Console(highlight=False, markup=False)
 err = Console(stderr=True, highlight=False, markup=False)
+say = out.print
 
 
 @contextlib.contextmanager
@@ -48,27 +52,28 @@ def links(spec: ClusterSpec, emulated: bool) -> str:
     return spec.describe() if emulated else f"{spec.world_size} ranks on the loopback interface, links not shaped"
 
 
-def check_writable(path: Path | None) -> None:
-    """Raise `UsageError` if the file cannot be written; call it before a long run."""
-    if path is None:
-        return
-    if str(path) == "-":
-        raise UsageError("- is not a file name: write to a file, or to /dev/stdout")
-    try:
-        if path.is_dir():
-            raise UsageError(f"{path} is a folder: name a file to write to")
-        if not path.parent.is_dir():
-            raise UsageError(f"{path}: there is no folder {path.parent}: create it first")
-        if path.exists():
-            allowed = os.access(path, os.W_OK)
-        else:
-            allowed = True
-            with tempfile.TemporaryFile(dir=path.parent):  # permission bits alone do not show whether this works
-                pass
-    except OSError:  # a folder on the path is not readable
-        allowed = False
-    if not allowed:
-        raise UsageError(f"{path}: this user may not write there: choose another file")
+def check_writable(*paths: Path | None) -> None:
+    """Raise `UsageError` if one of the files cannot be written; call it before a long run."""
+    for path in filter(None, paths):
+        if str(path) == "-":
+            raise UsageError("- is not a file name: write to a file, or to /dev/stdout")
+        try:
+            if path.is_dir():
+                raise UsageError(f"{path} is a folder: name a file to write to")
+            if not path.parent.is_dir():
+                raise UsageError(f"{path}: there is no folder {path.parent}: create it first")
+            if not path.exists():
+                tempfile.TemporaryFile(dir=path.parent).close()  # permission bits alone do not show whether this works
+            elif not os.access(path, os.W_OK):
+                raise PermissionError
+        except OSError:  # also if a folder on the path is not readable
+            raise UsageError(f"{path}: this user may not write there: choose another file") from None
+
+
+def save(path: Path | None, result: msgspec.Struct | dict[str, Any]) -> None:
+    """Write a result as JSON, if the user named a file for it."""
+    if path is not None:
+        write_json(path, result)
 
 
 def table(*columns: str, words: str = "") -> Table:

@@ -11,8 +11,8 @@ from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 from syncline.records.run_record import ModelRecord, RunRecord
-from syncline.report import formatting
 from syncline.report.forecast import Forecast
+from syncline.units import count_text, size_text
 
 _PLAN_NAMES = {
     "plan": "the plan, lossless",
@@ -51,17 +51,17 @@ class Inputs:
     """The command that makes the page again, if there is one."""
 
     def __post_init__(self) -> None:
-        _check_runs(self)
+        _check_runs(self.runs)
         for model in self.models:
             _check_model(self, model)
-        for result in self.benches:
-            _check_bench(self, result)
+        _check_benches(self)
         if self.demo is not None:
-            methods = [row.method for row in self.demo.rows]
+            methods = {row.method for row in self.demo.rows}
             for method in ("nosync", "ddp", "tune", "tune-bf16"):
                 if method not in methods:
-                    name = self.file("demo") or "the demo"
-                    raise UsageError(f"{name}: rows: {method} is missing; run the demo again")
+                    raise UsageError(
+                        f"{self.file('demo') or 'the demo'}: rows: {method} is missing; run the demo again"
+                    )
 
     @property
     def models(self) -> tuple[ModelData, ...]:
@@ -86,11 +86,6 @@ class ModelData:
     forecast: Forecast | None = None
 
     @property
-    def bucket_caps(self) -> tuple[int, ...]:
-        """Sizes in bytes at which the script's DDP closes its buckets, if known."""
-        return self.records[0][1].caps if self.records else ()
-
-    @property
     def gradient_bytes(self) -> int | None:
         if self.profile is not None:
             return self.profile.gradient_bytes
@@ -105,26 +100,25 @@ def _model_of_files(inputs: Inputs) -> ModelData:
     for result in inputs.benches:
         profile, network = profile or result.profile, network or result.network
         plans = plans or {_PLAN_NAMES[name]: plan for name, plan in result.plans.items() if name in _PLAN_NAMES}
-    names = [result.model.name for result in inputs.benches]
+    names = [known.model for known in (profile, *plans.values()) if known is not None]
+    names += [result.model.name for result in inputs.benches]
     if inputs.demo is not None:
         tunings = inputs.demo.tunings
         network = network or inputs.demo.network
         profile = profile or next((tuning.profile for tuning in reversed(tunings.values())), None)
         plans = plans or {_PLAN_NAMES.get(name, name): tuning.plan for name, tuning in tunings.items()}
         names = ["a CNN on real digits"]
-    else:
-        names = [known.model for known in (profile, *plans.values()) if known is not None] + names
     return ModelData(next(filter(None, names), ""), profile, network, plans)
 
 
 def _models_of_runs(inputs: Inputs) -> Iterator[ModelData]:
     """Match the ranks' models by name and by the order in which the script builds them."""
-    found: dict[tuple[int, str], list[tuple[int, ModelRecord]]] = {}
+    records_of: dict[tuple[int, str], list[tuple[int, ModelRecord]]] = {}
     for run in sorted(inputs.runs, key=lambda run: run.rank):
         for position, model in enumerate(run.models):
-            found.setdefault((position, model.name), []).append((run.rank, model))
-    only = len(found) == 1  # files that were passed beside a run describe its only model
-    for (_, name), records in found.items():
+            records_of.setdefault((position, model.name), []).append((run.rank, model))
+    only = len(records_of) == 1  # files that were passed beside a run describe its only model
+    for (_, name), records in records_of.items():
         models = [model for _, model in records]
         profile = next((model.profile for model in models if model.profile is not None), None)
         network = next((model.network for model in models if model.network is not None), None)
@@ -138,15 +132,17 @@ def _models_of_runs(inputs: Inputs) -> Iterator[ModelData]:
         )
 
 
-def _check_runs(inputs: Inputs) -> None:
-    for index, run in enumerate(inputs.runs):
+def _check_runs(runs: tuple[RunRecord, ...]) -> None:
+    seen: set[int] = set()
+    for run in runs:
         if not 0 <= run.rank < run.ranks:
             raise UsageError(f"a run's record claims to be of rank {run.rank} of {run.ranks}: there is no such rank")
-        if run.ranks != inputs.runs[0].ranks:
-            ranks = f"{inputs.runs[0].ranks} ranks and {run.ranks}"
+        if run.ranks != runs[0].ranks:
+            ranks = f"{runs[0].ranks} ranks and {run.ranks}"
             raise UsageError(f"these records are of two runs, with {ranks}: pass one run, or remove old records")
-        if any(other.rank == run.rank for other in inputs.runs[:index]):
+        if run.rank in seen:
             raise UsageError(f"two records are of rank {run.rank}: pass the records of one run")
+        seen.add(run.rank)
 
 
 def _check_model(inputs: Inputs, model: ModelData) -> None:
@@ -159,14 +155,10 @@ def _check_model(inputs: Inputs, model: ModelData) -> None:
         if network is not None and (passed or network is inputs.network):
             _check_hosts(f"{name} is for", plan.where.host_of_rank, network)
     for rank, record in model.records:
-        # Parameters that are never used have no gradient in a profile, but count in the model.
-        least, most = record.gradient_bytes / 2, record.gradient_bytes
-        if profile is not None and profile is inputs.profile and not least <= profile.gradient_bytes <= most:
-            ours, theirs = formatting.size(profile.gradient_bytes), formatting.size(most)
-            raise UsageError(
-                f"{record.name} of rank {rank} has {theirs} of gradients, but the profile has {ours}: are these files "
-                "of two different models?"
-            )
+        if profile is not None and profile is inputs.profile:
+            theirs, ours = record.gradient_bytes, profile.gradient_bytes
+            if not theirs / 2 <= ours <= theirs:  # parameters that are never used have no gradient in a profile
+                raise _different_models(f"{record.name} of rank {rank}", theirs, ours)
         if network is not None and network is inputs.network:
             _check_hosts(f"{record.name} ran on", record.host_of_rank, network)
 
@@ -174,7 +166,7 @@ def _check_model(inputs: Inputs, model: ModelData) -> None:
 def _check_hosts(what: str, host_of_rank: tuple[int, ...], network: Network) -> None:
     if host_of_rank and host_of_rank != network.host_of_rank:
         theirs, ours = (
-            f"{formatting.count(len(set(hosts)), 'host')} with {formatting.count(len(hosts), 'rank')}"
+            f"{count_text(len(set(hosts)), 'host')} with {count_text(len(hosts), 'rank')}"
             for hosts in (host_of_rank, network.host_of_rank)
         )
         theirs += " in another order" if theirs == ours else ""
@@ -183,22 +175,23 @@ def _check_hosts(what: str, host_of_rank: tuple[int, ...], network: Network) -> 
 
 def _check_plan(name: str, plan: Plan, profile: Profile) -> None:
     planned, profiled = (
-        {gradient.name: (gradient.shape, gradient.dtype) for gradient in source.gradients} for source in (plan, profile)
+        {(gradient.name, gradient.shape, gradient.dtype) for gradient in source.gradients} for source in (plan, profile)
     )
-    for parameter in [*planned, *profiled]:
-        if planned.get(parameter) != profiled.get(parameter):
-            problem = "has different shapes or types in the two"
-            if parameter not in planned or parameter not in profiled:
-                problem = f"is not in the {'plan' if parameter not in planned else 'profile'}"
-            raise UsageError(f"{name} is for another model than the profile: parameter {parameter} {problem}")
+    if planned != profiled:
+        parameter = min(planned ^ profiled)[0]
+        raise UsageError(f"{name} is for another model than the profile: parameter {parameter} differs")
 
 
-def _check_bench(inputs: Inputs, result: BenchResult) -> None:
+def _check_benches(inputs: Inputs) -> None:
     profile = inputs.profile or next((bench.profile for bench in inputs.benches if bench.profile is not None), None)
-    sizes = [bench.model.gradient_bytes for bench in inputs.benches] + ([profile.gradient_bytes] if profile else [])
-    other = next((size for size in sizes if size != result.model.gradient_bytes), None)
-    if other is not None:
-        raise UsageError(
-            f"{inputs.file('bench') or 'the bench'}: its model has {formatting.size(result.model.gradient_bytes)} of "
-            f"gradients, but another file's has {formatting.size(other)}: are these files of two different models?"
-        )
+    sizes = [bench.model.gradient_bytes for bench in inputs.benches]
+    sizes += [profile.gradient_bytes] if profile is not None and sizes else []
+    if other := [size for size in sizes if size != sizes[0]]:
+        raise _different_models(inputs.file("bench") or "the model of the bench", sizes[0], other[0])
+
+
+def _different_models(what: str, ours: int, theirs: int) -> UsageError:
+    return UsageError(
+        f"{what} has {size_text(ours)} of gradients, but another file has {size_text(theirs)}: are these files of two "
+        "different models?"
+    )
