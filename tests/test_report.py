@@ -518,7 +518,7 @@ def test_odd_ones_have_a_page_too(name: str, tmp_path: Path) -> None:
     seen = Seen(path.read_text())
     assert seen.text
     says = {
-        "5,000 gradients": "Each bar stands for up to 4 buckets.",
+        "5,000 gradients": "460 more buckets not shown.",
         "one rank": "One rank exchanges nothing",
         "300 hosts": "300 hosts",
         "a run without models": "The script built no DistributedDataParallel model",

@@ -15,7 +15,7 @@ from syncline.models import zoo
 from syncline.records.bench_result import BenchResult
 from syncline.records.network import Network
 from syncline.report.inputs import Inputs
-from syncline.units import milliseconds_text, size_text
+from syncline.report.sections.methods import bench_charts
 
 
 def main(args: commands.Bench) -> None:
@@ -68,36 +68,10 @@ def _workload(args: commands.Bench) -> Workload:
 
 
 def _show(spec: ClusterSpec, result: BenchResult) -> None:
-    model = result.model
-    what = f"{model.name} ({model.parameters:,} parameters, {size_text(model.gradient_bytes)} of gradients)"
-    say(f"{what}, {screen.links(spec, result.cluster.emulated)}, {result.rounds} rounds")
+    say(f"{result.model.parameters:,} parameters, {screen.links(spec, result.cluster.emulated)}")
     if result.tree:
         say(result.tree)
-    memory = any(row.peak_bytes for row in result.rows)
-    columns = ("method", "ms/step", "quartiles", "predicted", "× ddp", "sent", "wire")
-    table = screen.table(*columns, *(["peak"] if memory else []))
-    for row in result.rows:
-        table.add_row(
-            row.method,
-            _ms(row.step_ms),
-            f"{_ms(row.step_ms_low)}–{_ms(row.step_ms_high)}",
-            "–" if row.predicted_ms is None else _ms(row.predicted_ms),
-            "" if row.vs_ddp is None else f"{row.vs_ddp:.2f}",
-            size_text(row.sent_bytes),
-            size_text(row.wire_bytes),
-            *([size_text(row.peak_bytes)] if memory else []),
-        )
-    say(table)
+    for chart in bench_charts(result):
+        screen.show(chart, most=len(result.rows))
     for row in result.rows:
         say(f"{row.method}: {METHODS[row.method][0]}{row.setting and f'; {row.setting}'}", style="dim")
-    peaks = "; peak: memory of all tensors on the busiest rank during a step, weights included"
-    say(
-        "predicted: before the first step, from the workload's profile and the links; × ddp: median over the rounds of "
-        "the step time divided by DDP's; sent: payload per step of the busiest rank, within its host and between "
-        f"hosts; wire: bytes that its host's interface counted, headers included{peaks if memory else ''}",
-        style="dim",
-    )
-
-
-def _ms(milliseconds: float) -> str:
-    return milliseconds_text(milliseconds / 1e3, unit="")

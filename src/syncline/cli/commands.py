@@ -25,8 +25,16 @@ EXCHANGES = (
 BENCH_PROBE_S, BENCH_PROBE_LEVELS_S, DEMO_TUNE_S, RUN_PROBE_S = 12.0, 30.0, 25.0, 15.0
 
 
+def _option(metavar: str, help: str, *names: str, **limits: Any) -> Any:
+    return Option(*names, metavar=metavar, help=help, **limits)
+
+
 def _file(help: str, *names: str) -> Any:
     return Option(*names, metavar="FILE", help=help)
+
+
+def _flag(name: str, help: str) -> Any:
+    return Option(name, help=help)
 
 
 def _cluster(metavar: str, help: str) -> Any:
@@ -36,13 +44,13 @@ def _cluster(metavar: str, help: str) -> Any:
 Hosts = Annotated[int, _cluster("N", "Number of hosts.")]
 PerHost = Annotated[str, _cluster("N|N,N,…", "Ranks per host, or a list.")]
 Rate = Annotated[str, _cluster("RATE", "Rate of each host's link.")]
-RanksPerHost = Annotated[int | None, Option(min=1, metavar="N", help="Without --network: ranks per host. Default: 1.")]
-ProfileName = Annotated[str, Option(metavar="NAME|FILE", help="Profile of the model, from syncline profile.")]
+RanksPerHost = Annotated[int | None, _option("N", "Without --network: ranks per host. Default: 1.", min=1)]
+ProfileName = Annotated[str, _option("NAME|FILE", "Profile of the model, from syncline profile.")]
 NetworkFile = Annotated[Path | None, _file("Network of the cluster, from syncline probe.")]
 JsonFile = Annotated[Path | None, _file("Write the result as JSON.")]
 ReportFile = Annotated[Path | None, _file("Also write an HTML report.")]
-Scale = Annotated[str, Option(metavar="T,B", help="Multiply the profile's times by T and its sizes by B.")]
-Timeout = Annotated[float, Option(metavar="SECONDS", help="Give up after this time.")]
+Scale = Annotated[str, _option("T,B", "Multiply the profile's times by T and its sizes by B.")]
+Timeout = Annotated[float, _option("SECONDS", "Give up after this time.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +77,9 @@ class Demo:
     per_host: PerHost = "1"
     rate: Rate = "100mbit"
     steps: Annotated[int, Option(min=1, help="Training steps of each method.")] = 60
-    tune: Annotated[
-        float, Option(min=5, max=3600, metavar="SECONDS", help="Approximate time for each of the two tunings.")
-    ] = DEMO_TUNE_S
+    tune: Annotated[float, _option("SECONDS", "Approximate time for each of the two tunings.", min=5, max=3600)] = (
+        DEMO_TUNE_S
+    )
     json: JsonFile = None
     report: Annotated[Path | None, _file("File for the HTML report. Default: syncline-report.html.")] = None
 
@@ -87,7 +95,7 @@ class Doctor:
 
     json: JsonFile = None
     wait: Annotated[
-        float, Option(min=1, max=600, metavar="SECONDS", help="Under torchrun: how long to wait for the other ranks.")
+        float, _option("SECONDS", "Under torchrun: how long to wait for the other ranks.", min=1, max=600)
     ] = 30.0
 
 
@@ -100,10 +108,10 @@ class Bench(ClusterOptions):
     All methods run in the same processes and take turns step by step.
     """
 
-    model: Annotated[str | None, Option(metavar="NAME", help=f"{', '.join(MODELS)}; default: cnn.")] = None
-    replay: Annotated[str | None, Option(metavar="PROFILE", help="Profile to replay: file or name.")] = None
+    model: Annotated[str | None, _option("NAME", f"{', '.join(MODELS)}; default: cnn.")] = None
+    replay: Annotated[str | None, _option("PROFILE", "Profile to replay: file or name.")] = None
     scale: Scale = "1,1"
-    methods: Annotated[str, Option(metavar="A,B,…", help="Methods to compare. To see all of them: --methods list.")] = (
+    methods: Annotated[str, _option("A,B,…", "Methods to compare. To see all of them: --methods list.")] = (
         "nosync,ddp,dense"
     )
     steps: Annotated[int, Option(min=1, help="Steps that each method takes.")] = 30
@@ -118,7 +126,7 @@ class Bench(ClusterOptions):
             "host. 0: no predictions.",
         ),
     ] = None
-    peak_memory: Annotated[bool, Option("--peak-memory", help="Also measure peak memory.")] = False
+    peak_memory: Annotated[bool, _flag("--peak-memory", "Also measure peak memory.")] = False
     timeout: Timeout = 1800
     json: JsonFile = None
     report: ReportFile = None
@@ -140,14 +148,14 @@ class Profile:
         Argument(metavar="MODEL|FILE.py:FUNCTION", help=f"Model: {', '.join(MODELS)}, or a function that builds one."),
     ]
     output: Annotated[Path | None, _file("Write the profile.", "--output", "--json")] = None
-    device: Annotated[str | None, Option(metavar="cpu|cuda", help="Device to compute on. Default: cpu.")] = None
+    device: Annotated[str | None, _option("cpu|cuda", "Device to compute on. Default: cpu.")] = None
     steps: Annotated[int, Option(min=1, help="Measured steps; medians are reported.")] = 20
     warmup: Annotated[int, Option(min=0, help="Steps before the measured ones.")] = 5
     batch: Annotated[int | None, Option(min=1, help="Samples per rank and step. Default for MODEL: 16.")] = None
-    autocast: Annotated[str | None, Option(metavar="|".join(AUTOCAST), help="Run MODEL under autocast.")] = None
-    memory: Annotated[
-        bool, Option("--memory", help="Also measure the memory of activations, for plan --memory-budget.")
-    ] = False
+    autocast: Annotated[str | None, _option("|".join(AUTOCAST), "Run MODEL under autocast.")] = None
+    memory: Annotated[bool, _flag("--memory", "Also measure the memory of activations, for plan --memory-budget.")] = (
+        False
+    )
     hosts: Annotated[int | None, _cluster("N", "Measure on this many emulated hosts.")] = None
     per_host: PerHost = "1"
     timeout: Timeout = 1800
@@ -163,8 +171,8 @@ class Probe(ClusterOptions):
     """
 
     output: Annotated[Path | None, _file("Write the network.", "--output", "--json")] = None
-    budget: Annotated[float, Option(metavar="SECONDS", help="Approximate time for the measurement.")] = 55.0
-    every: Annotated[bool, Option("--every", help="Show the measured times of every collective.")] = False
+    budget: Annotated[float, _option("SECONDS", "Approximate time for the measurement.")] = 55.0
+    every: Annotated[bool, _flag("--every", "Show the measured times of every collective.")] = False
     context: Context
 
 
@@ -179,21 +187,13 @@ class Predict:
 
     profile: ProfileName
     network: NetworkFile = None
-    hosts: Annotated[str | None, Option(metavar="N,N,…", help="Numbers of hosts. The diagnosis is for the first.")] = (
-        None
-    )
-    rate: Annotated[str | None, Option(metavar="RATE,…", help="Rates of the hosts' links. Default: as measured.")] = (
-        None
-    )
-    trunk_rate: Annotated[
-        str | None, Option(metavar="RATE", help="Rate of the racks' links. Default: as measured.")
-    ] = None
+    hosts: Annotated[str | None, _option("N,N,…", "Numbers of hosts. The diagnosis is for the first.")] = None
+    rate: Annotated[str | None, _option("RATE,…", "Rates of the hosts' links. Default: as measured.")] = None
+    trunk_rate: Annotated[str | None, _option("RATE", "Rate of the racks' links. Default: as measured.")] = None
     per_host: RanksPerHost = None
     plan: Annotated[
         list[str] | None,
-        Option(
-            metavar="PLAN", help="ddp, hierarchical, dense,lanes=4, bf16,bucket_mb=5. Can be repeated. Default: ddp."
-        ),
+        _option("PLAN", "ddp, hierarchical, dense,lanes=4, bf16,bucket_mb=5. Can be repeated. Default: ddp."),
     ] = None
     scale: Scale = "1,1"
     json: JsonFile = None
@@ -213,18 +213,16 @@ class Plan:
 
     profile: ProfileName
     network: NetworkFile = None
-    hosts: Annotated[
-        int | None, Option(min=1, max=65_536, metavar="N", help="Number of hosts. Default: the network's, or 4.")
-    ] = None
-    rate: Annotated[str | None, Option(metavar="RATE", help="Rate of the hosts' links. Default: as measured.")] = None
+    hosts: Annotated[int | None, _option("N", "Number of hosts. Default: the network's, or 4.", min=1, max=65_536)] = (
+        None
+    )
+    rate: Annotated[str | None, _option("RATE", "Rate of the hosts' links. Default: as measured.")] = None
     per_host: RanksPerHost = None
-    allow: Annotated[
-        str, Option(metavar="A,B,…", help=f"Lossy exchanges to consider: {', '.join(ALLOWED)}. Default: none.")
-    ] = ""
+    allow: Annotated[str, _option("A,B,…", f"Lossy exchanges to consider: {', '.join(ALLOWED)}. Default: none.")] = ""
     bucket_mb: Annotated[float | None, Option(help="Bucket size of plain DDP, if not its default, in MB.")] = None
     memory_budget: Annotated[
         str | None,
-        Option(metavar="SIZE", help="Instead: find the fastest method that fits in this memory per rank, as in 8GiB."),
+        _option("SIZE", "Instead: find the fastest method that fits in this memory per rank, as in 8GiB."),
     ] = None
     scale: Scale = "1,1"
     out: Annotated[Path | None, _file("Write the plan.", "--out", "-o")] = None
@@ -269,7 +267,7 @@ class Failure:
             metavar="FOLDER", help="Folder with the failure reports. Default: $SYNCLINE_FAILURES, or syncline-failure."
         ),
     ] = None
-    events: Annotated[int, Option(min=0, metavar="N", help="Also show the last N events of each rank.")] = 0
+    events: Annotated[int, _option("N", "Also show the last N events of each rank.", min=0)] = 0
     json: JsonFile = None
 
 
@@ -283,7 +281,7 @@ class ClusterRun(ClusterOptions):
     """
 
     command: Annotated[list[str], Argument(metavar="COMMAND", help="Command to run, after --.")]
-    per_rank: Annotated[bool, Option("--per-rank", help="Start it once per rank, without torchrun.")] = False
+    per_rank: Annotated[bool, _flag("--per-rank", "Start it once per rank, without torchrun.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,18 +299,16 @@ class Run:
 
     script: Annotated[str, Argument(metavar="SCRIPT", help="Training script; with -m, a module.")]
     arguments: Annotated[list[str] | None, Argument(metavar="ARGUMENTS", help="Arguments of the script.")] = None
-    module: Annotated[bool, Option("-m", help="SCRIPT is a module, as in python -m.")] = False
+    module: Annotated[bool, _flag("-m", "SCRIPT is a module, as in python -m.")] = False
     nproc_per_node: Annotated[
-        int | None, Option(min=1, max=1024, metavar="N", help="Start N ranks on this host, through torchrun.")
+        int | None, _option("N", "Start N ranks on this host, through torchrun.", min=1, max=1024)
     ] = None
-    observe_only: Annotated[bool, Option("--observe-only", help="Measure and diagnose; change nothing.")] = False
-    allow: Annotated[str, Option(metavar="A,B", help=f"Lossy exchanges to consider: {', '.join(ALLOWED)}.")] = ""
-    exchange: Annotated[str | None, Option(metavar="NAME", help=f"Instead of tuning: {', '.join(EXCHANGES)}.")] = None
+    observe_only: Annotated[bool, _flag("--observe-only", "Measure and diagnose; change nothing.")] = False
+    allow: Annotated[str, _option("A,B", f"Lossy exchanges to consider: {', '.join(ALLOWED)}.")] = ""
+    exchange: Annotated[str | None, _option("NAME", f"Instead of tuning: {', '.join(EXCHANGES)}.")] = None
     plan: Annotated[Path | None, _file("Instead of tuning: apply this plan.")] = None
     network: Annotated[Path | None, _file("Network from syncline probe, instead of probing.")] = None
-    probe: Annotated[float, Option(metavar="SECONDS", help="Time for probing the links.")] = RUN_PROBE_S
-    timeout: Annotated[float | None, Option(metavar="SECONDS", help="Timeout of collectives, DDP's own included.")] = (
-        None
-    )
-    out: Annotated[Path, Option(metavar="FOLDER", help="Folder for the records and the report.")] = RUN_FOLDER
-    quiet: Annotated[bool, Option("--quiet", help="Print nothing while the script runs.")] = False
+    probe: Annotated[float, _option("SECONDS", "Time for probing the links.")] = RUN_PROBE_S
+    timeout: Annotated[float | None, _option("SECONDS", "Timeout of collectives, DDP's own included.")] = None
+    out: Annotated[Path, _option("FOLDER", "Folder for the records and the report.")] = RUN_FOLDER
+    quiet: Annotated[bool, _flag("--quiet", "Print nothing while the script runs.")] = False

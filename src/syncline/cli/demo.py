@@ -15,16 +15,10 @@ from syncline.errors import UsageError
 from syncline.records.bench_result import DemoResult
 from syncline.report import sentences
 from syncline.report.inputs import Inputs
-from syncline.units import milliseconds_text, size_text
+from syncline.report.sections.methods import demo_chart
 
 PAGE = Path("syncline-report.html")
 """The default report, in the current folder."""
-_NAMES = {
-    "nosync": "no communication",
-    "ddp": "plain DDP",
-    "tune": "syncline.tune(model, step)",
-    "tune-bf16": '… allow=("bf16",)',
-}
 
 
 def main(args: commands.Demo) -> None:
@@ -60,17 +54,5 @@ def _show(result: DemoResult) -> None:
         f"A CNN on 4,000 real digits, {result.steps} steps ({result.epochs:.1f} epochs) of {BATCH} images on each "
         f"{'of' if cluster.per_host == 1 else 'rank of'} {cluster.hosts} hosts, {link}\n"
     )
-    table = screen.table("", "per step", "faster", "wire", "accuracy", "weights")
-    for row in result.rows:
-        tuned = row.method not in ("ddp", "nosync")
-        weights = "identical" if row.difference == 0 else f"± {row.difference or 0:.0e}"
-        table.add_row(
-            _NAMES[row.method],
-            milliseconds_text(row.step_ms / 1e3),
-            f"{1 / row.vs_ddp:.2f}×" if tuned else "",
-            "" if row.method == "nosync" else size_text(row.wire_bytes),
-            "" if row.held_out_accuracy is None else f"{row.held_out_accuracy:.1%}",
-            weights if tuned and row.difference is not None else "",
-        )
-    say(table)
+    screen.show(demo_chart(result))
     say("\n" + "\n\n".join(sentences.demo(result)))

@@ -18,11 +18,8 @@ from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 from syncline.report.forecast import resized
 from syncline.report.inputs import Inputs
-from syncline.report.sections.plan import exchange_text, step_cells
-from syncline.units import count_text, format_bytes, milliseconds_text, parse_bytes, size_text
-
-_SHOWN = 8
-"""Number of alternatives and of buckets that are listed."""
+from syncline.report.sections.plan import alternatives, buckets
+from syncline.units import count_text, format_bytes, milliseconds_text, parse_bytes
 
 
 def main(args: commands.Plan) -> None:
@@ -56,27 +53,10 @@ def _show(plan: Plan, path: Path | None, measured: bool) -> None:
     say(f"{plan.model} on {count_text(hosts, 'host')}{each}, {plan.where.backend}")
     _warn_if_assumed(measured)
     say(f"\n{plan.reason}\n")
-    table = screen.table("", "per step", "faster", "scaling", "")
+    screen.show(alternatives(plan))
     if not plan.nothing:
-        table.add_row("the plan", *step_cells(plan, plan))
-    nothing, *others = plan.alternatives
-    for other in (nothing, *others[:_SHOWN]):
-        table.add_row(other.name, *step_cells(plan, other))
-    say(table)
-    if len(others) > _SHOWN:
-        say(f"and {len(others) - _SHOWN} slower alternatives", style="dim")
-    if not plan.nothing:
-        say(f"\nexpected: {plan.low_s * 1e3:.0f}–{plan.high_s * 1e3:.0f} ms per step", style="dim")
-        sizes = {gradient.name: gradient.bytes for gradient in plan.gradients}
-        for index, bucket in enumerate(plan.buckets[:_SHOWN]):
-            names = bucket.parameters
-            size = size_text(sum(sizes[name] for name in names))
-            lane = f", lane {bucket.lane}" if plan.lanes > 1 else ""
-            exchange = exchange_text(plan.exchanges[index])
-            line = f"bucket {index}: {count_text(len(names), 'gradient')}, {size}, {exchange}{lane}, from {names[0]}"
-            say(line, style="dim", no_wrap=True, overflow="ellipsis")
-        if len(plan.buckets) > _SHOWN:
-            say(f"and {len(plan.buckets) - _SHOWN} more buckets", style="dim")
+        say(f"expected: {plan.low_s * 1e3:.0f}–{plan.high_s * 1e3:.0f} ms per step\n", style="dim")
+        screen.show(buckets(plan))
     if path is not None:
         apply = f'Apply it: model = syncline.wrap(net, "{path}")'
         say("\nNothing to apply: keep plain DDP" if plan.nothing else f"\n{apply}")
@@ -114,7 +94,7 @@ def _show_memory(answer: MemoryPlan, measured: bool) -> None:
         f"\nBest: {best.name}, {best.batch} {units if best.batch > 1 else unit} per rank and step, "
         f"{best.sample_s * 1e3:.2f} ms per {unit}{times}.\n"
     )
-    table = screen.table("", "batch", "peak", "step", f"per {unit}", "blocks", words="blocks")
+    table = screen.table("", "batch", "peak", "step", f"per {unit}", "blocks", words=[5])
     for row in answer.rows:
         name = row.name if row.lossless else f"{row.name} (lossy)"
         if not row.batch:

@@ -13,13 +13,14 @@ from syncline.cluster import format_rate, parse_rate
 from syncline.errors import UsageError
 from syncline.measure.assumed_network import assumed_network
 from syncline.predict import Losses, Prediction, Schedule, predict
-from syncline.predict.diagnosis import CAUSES, Diagnosis, Remedy, diagnose, lost_to
+from syncline.predict.diagnosis import Diagnosis, diagnose
 from syncline.records.network import Network
 from syncline.records.profile import Profile
 from syncline.report import sentences
-from syncline.report.forecast import HOSTS, resized
+from syncline.report.forecast import HOSTS, Forecast, resized
 from syncline.report.inputs import Inputs
-from syncline.units import count_text, milliseconds_text, size_text, speedup_text
+from syncline.report.sections.step import remedies, step_by_cause
+from syncline.units import count_text, milliseconds_text, size_text
 
 MAX_HOSTS = 65_536
 FASTEST_BPS = 10**13
@@ -78,7 +79,8 @@ def main(args: commands.Predict) -> None:
         for rate_bps in rates
         for count in counts
     ]
-    _show(model, first_cluster, diagnosis)
+    name = schedules[0].describe()
+    _show(Forecast(model, first_cluster, diagnosis, {name: diagnosis.prediction}, {}))
     _show_rows(rows, first_cluster.measured)
     screen.save(args.json, _result(model, first_cluster, diagnosis, rows))
     if args.report is not None:
@@ -156,37 +158,21 @@ def _result(
     )
 
 
-def _show(model: Profile, network: Network, diagnosis: Diagnosis) -> None:
+def _show(forecast: Forecast) -> None:
+    network, diagnosis = forecast.network, forecast.diagnosis
     now = diagnosis.prediction
     link = network.link("host")
     rate = f", {format_rate(link.nominal_bps)} links" if link is not None and link.nominal_bps else ""
     cluster = f"{count_text(now.hosts, 'host')} × {count_text(now.ranks // now.hosts, 'rank')}{rate}, {network.backend}"
-    say(f"{model.model}, {now.schedule.describe()} on {cluster}")
+    say(f"{forecast.profile.model}, {now.schedule.describe()} on {cluster}")
     if not network.measured:
         say(f"Links are not measured but {network.how}: syncline probe measures yours.", style="yellow")
     say(f"\n{sentences.diagnosis(diagnosis)}\n")
-    table = screen.table("lost to", "per step", "of the step")
-    table.add_row("(computation)", milliseconds_text(now.compute_s), f"{now.scaling:.0%}")
-    for name, seconds in lost_to(now.losses).items():
-        table.add_row(CAUSES[name], milliseconds_text(seconds), f"{seconds / now.iteration_s:.0%}")
-    say(table)
+    screen.show(step_by_cause(forecast))
     say()
-    _show_remedies("What you can change:", now, [remedy for remedy in diagnosis.remedies if not remedy.hardware])
-    _show_remedies("What other hardware would give:", now, [remedy for remedy in diagnosis.remedies if remedy.hardware])
-
-
-def _show_remedies(title: str, before: Prediction, remedies: list[Remedy]) -> None:
-    if not remedies:
-        return
-    say(title)
-    table = screen.table("", "per step", "", "scaling")
-    for remedy in remedies[:4]:
-        after = remedy.prediction
-        note = " (lossy)" if remedy.lossy else ""
-        ratio = speedup_text(after.iteration_s / before.iteration_s)
-        table.add_row(f"{remedy.what}{note}", milliseconds_text(after.iteration_s), ratio, f"{after.scaling:.0%}")
-    say(table)
-    say()
+    if diagnosis.remedies:
+        screen.show(remedies(forecast))
+        say()
 
 
 def _show_rows(rows: list[tuple[int | None, Prediction]], measured: bool) -> None:

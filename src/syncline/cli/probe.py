@@ -8,8 +8,9 @@ from syncline.cli.screen import say
 from syncline.errors import UsageError
 from syncline.exchange import WORLD
 from syncline.measure.probe import probe
-from syncline.records.link_costs import Collective, Point
+from syncline.records.link_costs import Collective
 from syncline.records.network import Network
+from syncline.report.sections.network import collectives
 from syncline.units import size_text
 
 _WIDEST_MATRIX = 16
@@ -43,7 +44,7 @@ def _show(network: Network, every: bool) -> None:
     for entry in network.collectives:
         if every or (entry.level, entry.kind) == (WORLD, "all_reduce"):
             _show_sweep(entry)
-    _show_fits(network)
+    screen.show(collectives(network), most=len(network.collectives))
     if network.matrix_bytes_per_s and network.hosts <= _WIDEST_MATRIX:
         say("\nFrom host to host, in Mbit/s, while every host sends to one other")
         table = screen.table("from", *(f"to {host}" for host in range(network.hosts)))
@@ -87,31 +88,8 @@ def _show_sweep(entry: Collective) -> None:
             str(point.repeats),
         )
     say(table)
-    say()
-
-
-def _show_fits(network: Network) -> None:
-    table = screen.table("collective", "ranks", "start-up", "90 % interval", "per MB sent", "of a link", "fit error")
-    for entry in network.collectives:
-        large = entry.points[-1] if entry.points else None
-        table.add_row(
-            entry.kind if entry.level == WORLD else f"{entry.kind} ({entry.level})",
-            str(entry.ranks),
-            f"{entry.startup_s * 1e3:.2f} ms",
-            f"{entry.startup_low_s * 1e3:.2f}–{entry.startup_high_s * 1e3:.2f}",
-            "–" if large is None else f"{large.fitted_s / large.sent_bytes * 1e9:.1f} ms",
-            "–" if large is None else f"{_share_of_link(network, entry, large):.0%}",
-            f"{entry.residual:.0%}",
-        )
-    say(table)
     say(
         "size: bytes of the buffer; sent: bytes of the busiest rank; algbw, busbw: size and sent divided by time, in "
-        "MB/s; of a link: share of the link's rate that the largest size reached",
+        "MB/s\n",
         style="dim",
     )
-
-
-def _share_of_link(network: Network, entry: Collective, point: Point) -> float:
-    """Return the time that the bytes need on the slowest link they cross, divided by the fitted time."""
-    alone_s = max(network.busy_s(entry.kind, point.bytes // 4, 4, entry.level).values(), default=0.0)
-    return min(1.0, alone_s / point.fitted_s) if point.fitted_s else 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from rich.table import Table
 from syncline.cluster import ClusterSpec, unshaped_notice, why_not_shaped
 from syncline.errors import UsageError
 from syncline.files import write_json
+from syncline.report.charts import Bars
+from syncline.report.charts import Table as Numbers
 
 # Without markup, because names and paths may contain brackets.
 out = Console(highlight=False, markup=False)
@@ -76,13 +78,31 @@ def save(path: Path | None, result: msgspec.Struct | dict[str, Any]) -> None:
         write_json(path, result)
 
 
-def table(*columns: str, words: str = "") -> Table:
-    """Make a table whose first column, and the one called `words`, hold text, and the others numbers.
+def show(chart: Bars | Numbers, most: int = 9) -> None:
+    """Print the numbers of a chart of the report, up to `most` rows of them."""
+    if isinstance(chart, Bars):
+        grid = table("", *chart.columns)
+        rows = [(row.name, *row.cells) for row in chart.rows]
+    else:
+        grid = table(*chart.columns, words=chart.text_columns)
+        rows = [tuple(map(str, row)) for row in chart.rows]
+    for row in rows[:most]:
+        grid.add_row(*row)
+    say(f"{chart.caption}:")
+    say(grid)
+    if len(rows) > most:
+        say(f"and {len(rows) - most} more", style="dim")
+    if chart.note:
+        say(chart.note, style="dim")
+
+
+def table(*columns: str, words: Collection[int] = ()) -> Table:
+    """Make a table whose first column, and those in `words`, hold text, and the others numbers.
 
     If a row is too wide, text is wrapped and numbers are not.
     """
     grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for index, column in enumerate(columns):
-        text = index == 0 or (column and column == words)
+        text = index == 0 or index in words
         grid.add_column(column, justify="left" if text else "right", no_wrap=not text)
     return grid

@@ -252,8 +252,6 @@ class Table:
 
 
 Chart = Bars | Lines | Table
-Commands = tuple[tuple[str, str], ...]
-"""What a command does, and the command."""
 
 
 @dataclass(frozen=True)
@@ -266,5 +264,5 @@ class Section:
     """Line charts in a sequence of their own are drawn small and side by side."""
     points: Sequence[str] = ()
     """Sentences, as a list."""
-    commands: Commands = ()
-    """The commands that make it again."""
+    commands: Sequence[tuple[str, str]] = ()
+    """What commands do, and the commands."""

@@ -1,7 +1,8 @@
-"""Everything a page is made from, and checks that it belongs together."""
+"""Everything a page is made from, checked to belong together, and the commands that make it again."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -21,6 +22,14 @@ _PLAN_NAMES = {
     "tune-bf16": "the plan, 16 bits allowed",
 }
 """What the plan of a bench's or demo's method is called on the page."""
+
+PREDICT = "Predict again", "syncline predict --profile {profile} --network {network}"
+PLAN = "Plan again", "syncline plan --profile {profile} --network {network}"
+PROBE = "Probe again, on the cluster", "torchrun … -m syncline probe --output {network}"
+PROFILE = "Profile again", "syncline profile MODEL --output {profile}"
+
+Commands = tuple[tuple[str, str], ...]
+"""What a command does, and the command."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +80,19 @@ class Inputs:
     def file(self, kind: str) -> str | None:
         """Return the first file of a kind, if any."""
         return next(iter(self.files.get(kind, ())), None)
+
+    def again(self, purpose: str = "", command: str = "") -> Commands:
+        """Return a command with the names of the files that were read, or else the one that makes the whole page."""
+        files = {kind: shlex.quote(paths[0]) for kind, paths in self.files.items() if paths}
+        try:
+            filled = command.format_map(files)
+        except KeyError:  # a file was not read
+            filled = ""
+        recorded = [(purpose, filled), ("Make this page again", self.command)]
+        recorded += [("Run again", run.command) for run in self.runs]
+        recorded += [("Train again", self.demo.command)] if self.demo is not None else []
+        recorded += [("Measure again", bench.command) for bench in self.benches]
+        return tuple(entry for entry in recorded if entry[1])[:1]
 
 
 @dataclass(frozen=True)

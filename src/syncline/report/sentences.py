@@ -49,26 +49,17 @@ def diagnosis(found: Diagnosis) -> str:
     )
 
 
-def forecast(made: Forecast) -> str:
-    """Sum up the diagnosis of the first schedule, and the best of the other schedules if it is faster."""
-    found, others = made.diagnosis, made.others
-    now = found.prediction
-    if now.ranks == 1:
-        return diagnosis(found)
+def fastest(made: Forecast) -> str:
+    """Say which schedule is the fastest, if it is clearly faster than the first one."""
+    now_s, others = made.diagnosis.prediction.iteration_s, made.others
     best = min(others, key=lambda other: others[other].iteration_s, default=None)
-    if best is not None and others[best].iteration_s < 0.98 * now.iteration_s:
-        seconds = others[best].iteration_s
-        lossy = "" if others[best].schedule.lossless else " It changes numerics."
-        return (
-            f"{capitalized(best)} is predicted to take {milliseconds_text(seconds)} per step instead of "
-            f"{milliseconds_text(now.iteration_s)} with {made.name}: {speedup_text(seconds / now.iteration_s)}.{lossy}"
-        )
-    scaling = f"{capitalized(made.name)} scales to {now.scaling:.0%} on {count_text(now.hosts, 'host')}"
-    if found.culprit is None:
-        return f"{scaling}: almost no time is lost."
-    lost = milliseconds_text(now.iteration_s - now.compute_s)
-    step = milliseconds_text(now.iteration_s)
-    return f"{scaling}: {lost} of each {step} step are lost, mostly to {CAUSES[found.culprit]}."
+    if best is None or others[best].iteration_s >= 0.98 * now_s:
+        return ""
+    seconds, lossy = others[best].iteration_s, "" if others[best].schedule.lossless else " It changes numerics."
+    return (
+        f"{capitalized(best)} is predicted to take {milliseconds_text(seconds)} per step instead of "
+        f"{milliseconds_text(now_s)} with {made.name}: {speedup_text(seconds / now_s)}.{lossy}"
+    )
 
 
 def demo(result: DemoResult) -> list[str]:
@@ -87,30 +78,22 @@ def demo(result: DemoResult) -> list[str]:
     ]
 
 
-def demo_in_short(result: DemoResult) -> str:
-    plain, lossless, bf16 = (milliseconds_text(result.row(name).step_ms / 1e3) for name in ("ddp", "tune", "tune-bf16"))
-    start, end = f"A step takes {plain} with plain DDP", f"{bf16} with 16 bits allowed."
-    if abs(result.row("tune").vs_ddp - 1) <= _SAME:
-        return f"{start}, which no lossless plan beats, and {end}"
-    return f"{start}, {lossless} tuned without loss, and {end}"
-
-
 def bench(result: BenchResult) -> str:
     rows = {row.method: row for row in result.rows}
     plain, floor = rows.get("ddp"), rows.get("nosync")
     best = min((row for row in result.rows if row.method != "nosync"), key=lambda row: row.step_ms, default=floor)
     if best is None:
         return ""
-    fastest = milliseconds_text(best.step_ms / 1e3)
+    best_time = milliseconds_text(best.step_ms / 1e3)
     if plain is None:
-        return f"The fastest of {count_text(len(rows), 'method')} is {best.method}, at {fastest} per step."
+        return f"The fastest of {count_text(len(rows), 'method')} is {best.method}, at {best_time} per step."
     start = f"Plain DDP takes {milliseconds_text(plain.step_ms / 1e3)} per step"
     if floor is not None and plain.step_ms:
         start += f", {max(0.0, 1 - floor.step_ms / plain.step_ms):.0%} of it exposed communication"
     ratio = best.step_ms / max(plain.step_ms, 1e-9) if best.vs_ddp is None else best.vs_ddp
     if best is plain or ratio > 1 - _SAME:
         return f"{start}; no other method is clearly faster."
-    return f"{start}; {best.method} takes {fastest}: {speedup_text(ratio)}."
+    return f"{start}; {best.method} takes {best_time}: {speedup_text(ratio)}."
 
 
 def prediction_error(result: BenchResult) -> str:

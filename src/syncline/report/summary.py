@@ -68,7 +68,7 @@ def verdict_sentences(inputs: Inputs, models: Sequence[ModelData]) -> list[str]:
     """Return the verdict and the sentences below it: measurements before predictions."""
     said: list[str] = []
     if inputs.demo is not None:
-        said += [sentences.demo_in_short(inputs.demo), *sentences.demo(inputs.demo)]
+        said += sentences.demo(inputs.demo)
     if inputs.runs and not any(model.records for model in models):
         said.append("The script built no DistributedDataParallel model, so there was nothing to record.")
     for model in models:
@@ -82,7 +82,7 @@ def verdict_sentences(inputs: Inputs, models: Sequence[ModelData]) -> list[str]:
     for model in models:
         if (forecast := model.forecast) is not None:
             if not said:
-                said.append(sentences.forecast(forecast))
+                said += filter(None, [sentences.fastest(forecast)])
             name = f"{model.name}, {forecast.name}" if len(models) > 1 else forecast.name
             text = sentences.diagnosis(forecast.diagnosis)
             said.append(f"Predicted for {name}: {text[:1].lower()}{text[1:]}")

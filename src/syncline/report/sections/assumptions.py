@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from syncline.report import commands, sentences
+from syncline.report import sentences
 from syncline.report.charts import Section, Table
 from syncline.report.inputs import Inputs, ModelData
 from syncline.report.summary import all_networks
@@ -56,7 +56,7 @@ def sources_section(inputs: Inputs) -> Iterator[Section]:
         for kind, paths in inputs.files.items()
         for path, description in zip(paths, about[kind], strict=True)
     ]
-    reproduce = commands.whole_page(inputs)
+    reproduce = inputs.again()
     if rows or reproduce:
         tables = [Table("Files that were read", ("", "file", "content"), rows[:_MOST_FILES])] if rows else []
         yield Section("sources", "Sources", "", tables, commands=reproduce)

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from syncline.records.link_costs import Collective
 from syncline.records.network import Network
-from syncline.report import commands, sentences
+from syncline.report import sentences
 from syncline.report.charts import Chart, HeatCell, Lines, Point, Section, Series, Table, log_axis
-from syncline.report.inputs import Inputs, ModelData
+from syncline.report.inputs import PROBE, Inputs, ModelData
 from syncline.report.summary import all_networks
 from syncline.units import count_text, duration_text, rate_text, size_text
 
@@ -32,9 +32,9 @@ def network_sections(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[Se
             lead += " In the small charts, points are measurements with their quartiles, and lines are fits."
             charts.append([_fit(collective) for collective in fitted[:_MOST_FITS]])
         if network.collectives:
-            charts.append(_collectives(network))
+            charts.append(collectives(network))
         name = "links" if number == 1 else f"links-{number}"
-        reproduce = commands.with_files(inputs, *commands.PROBE)
+        reproduce = inputs.again(*PROBE)
         yield Section(name, "Network links", lead, charts, commands=reproduce)
 
 
@@ -104,17 +104,24 @@ def _fit(collective: Collective) -> Lines:
     )
 
 
-def _collectives(network: Network) -> Table:
+def collectives(network: Network) -> Table:
     rows = []
     for entry in network.collectives:
         startup, low, high = map(duration_text, (entry.startup_s, entry.startup_low_s, entry.startup_high_s))
-        error = f"{entry.residual:.0%}" if entry.points else "–"
-        rows.append((*_name_and_ranks(entry), startup, f"{low} and {high}", error))
+        per_mb, of_link, error = "–", "–", "–"
+        if entry.points:
+            large = entry.points[-1]
+            alone_s = max(network.busy_s(entry.kind, large.bytes // 4, 4, entry.level).values(), default=0.0)
+            per_mb = duration_text(large.fitted_s / large.sent_bytes * 1e6)
+            of_link = f"{min(1.0, alone_s / large.fitted_s) if large.fitted_s else 1.0:.0%}"
+            error = f"{entry.residual:.0%}"
+        rows.append((*_name_and_ranks(entry), startup, f"{low}–{high}", per_mb, of_link, error))
     return Table(
         "Collectives, from the fits",
-        ("collective", "among", "start-up", "between", "fit’s error"),
+        ("collective", "among", "start-up", "90 %", "per MB", "of link", "error"),
         rows,
         _source(network),
-        note="Start-up is the time of a collective without any bytes, with its 90 % interval. The fit’s error is the "
-        "root mean square of its relative errors.",
+        note="Start-up: time without any bytes, with its 90 % interval. Per MB: time for each MB that the busiest rank "
+        "sends. Of link: share of the link’s rate that the largest size reached. Error: root mean square of the fit’s "
+        "relative errors.",
     )

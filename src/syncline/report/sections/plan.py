@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 
 from syncline.records.plan import Alternative, Plan
-from syncline.report import commands
 from syncline.report.charts import Bars, Chart, Row, Section, Table, time_bar
-from syncline.report.inputs import Inputs, ModelData
+from syncline.report.inputs import PLAN, Inputs, ModelData
 from syncline.report.sentences import capitalized, share
 from syncline.units import count_text, milliseconds_text, size_text
 
@@ -19,10 +18,10 @@ _SIMILAR = 0.03
 
 def plan_sections(inputs: Inputs, model: ModelData) -> Iterator[Section]:
     for number, (name, plan) in enumerate(model.plans.items(), 1):
-        charts: list[Chart] = [_alternatives(plan)] if plan.alternatives else []
-        reproduce = commands.with_files(inputs, *commands.PLAN)
+        charts: list[Chart] = [alternatives(plan)] if plan.alternatives else []
+        reproduce = inputs.again(*PLAN)
         if not plan.nothing:
-            charts.append(_buckets(plan))
+            charts.append(buckets(plan))
             if (path := inputs.file("plan")) is not None:
                 reproduce += (("Apply it", f'model = syncline.wrap(net, "{path}")'),)
         lead = plan.reason + _outdated(name, plan, model)
@@ -40,18 +39,18 @@ def _outdated(name: str, plan: Plan, model: ModelData) -> str:
     )
 
 
-def _alternatives(plan: Plan) -> Bars:
+def alternatives(plan: Plan) -> Bars:
     nothing, *others = plan.alternatives
     rows = []
     if not plan.nothing:
         time, low, high = map(milliseconds_text, (plan.iteration_s, plan.low_s, plan.high_s))
         bar = time_bar("chosen", plan.iteration_s, f"the plan: {time}, expected between {low} and {high}")
-        rows.append(Row("the plan", (bar,), step_cells(plan, plan), quartiles=(plan.low_s, plan.high_s), strong=True))
+        rows.append(Row("the plan", (bar,), _cells(plan, plan), quartiles=(plan.low_s, plan.high_s), strong=True))
     for other in [nothing, *others[:_MOST_ALTERNATIVES]]:
         lossy = "" if other.lossless else ", lossy"
         tooltip = f"{other.name}: {milliseconds_text(other.iteration_s)} per step{lossy}"
         bar = time_bar("plain" if other is nothing else "other", other.iteration_s, tooltip)
-        rows.append(Row(other.name, (bar,), step_cells(plan, other), strong=plan.nothing and other is nothing))
+        rows.append(Row(other.name, (bar,), _cells(plan, other), strong=plan.nothing and other is nothing))
     hidden = len(others) - _MOST_ALTERNATIVES
     return Bars(
         "The alternatives, and the predicted step time of each",
@@ -63,21 +62,20 @@ def _alternatives(plan: Plan) -> Bars:
     )
 
 
-def step_cells(plan: Plan, shown: Plan | Alternative) -> tuple[str, str, str, str]:
-    """Return the step time, the speedup over plain DDP, the scaling, and whether it is lossy."""
+def _cells(plan: Plan, shown: Plan | Alternative) -> tuple[str, str, str, str]:
     seconds = shown.iteration_s
     faster = f"{plan.plain_s / seconds:.2f}×" if seconds else "–"
     return milliseconds_text(seconds), faster, share(plan.compute_s, seconds), "" if shown.lossless else "lossy"
 
 
-def _buckets(plan: Plan) -> Table:
+def buckets(plan: Plan) -> Table:
     sizes = {gradient.name: gradient.bytes for gradient in plan.gradients}
     rows = []
     for index, (bucket, exchange) in enumerate(zip(plan.buckets, plan.exchanges, strict=True)):
         names = bucket.parameters
         gradients = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
         size = size_text(sum(sizes[name] for name in names))
-        rows.append((str(index), str(bucket.lane), size, exchange_text(exchange), gradients))
+        rows.append((str(index), str(bucket.lane), size, _exchange_text(exchange), gradients))
     hidden = len(rows) - _MOST_BUCKETS
     return Table(
         f"Its {count_text(len(rows), 'bucket')} on {count_text(plan.lanes, 'lane')}",
@@ -87,12 +85,12 @@ def _buckets(plan: Plan) -> Table:
     )
 
 
-def exchange_text(exchange: object) -> str:
+def _exchange_text(exchange: object) -> str:
     """Format an exchange as its type and those of its settings that differ from the defaults."""
     defaults = type(exchange)()
     parts = []
     for field in dataclasses.fields(exchange):  # type: ignore[arg-type]
         value = getattr(exchange, field.name)
         if value != getattr(defaults, field.name):
-            parts.append(f"{field.name}={exchange_text(value) if dataclasses.is_dataclass(value) else repr(value)}")
+            parts.append(f"{field.name}={_exchange_text(value) if dataclasses.is_dataclass(value) else repr(value)}")
     return f"{type(exchange).__name__}({', '.join(parts)})"

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from syncline.predict import Prediction
 from syncline.records.bench_result import BenchResult, DemoRow
 from syncline.records.bench_result import Row as BenchRow
-from syncline.report import commands
 from syncline.report.charts import Lines, Point, Section, Series, Table, count_axis, linear_axis, log_axis
 from syncline.report.forecast import Forecast
-from syncline.report.inputs import Inputs, ModelData
+from syncline.report.inputs import PREDICT, Inputs, ModelData
 from syncline.units import count_text, duration_text, milliseconds_text
 
 _LOGARITHMIC_FROM = 6
@@ -30,7 +29,7 @@ def scaling_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
         f"On {count_text(last.hosts, 'host')}, a step with {name} is predicted to take {step}, between {low} and "
         f"{high}: scaling {last.scaling:.0%}.",
         [_chart(forecast, list(_measured(inputs, model, forecast))), _table(forecast)],
-        commands=commands.with_files(inputs, *commands.PREDICT),
+        commands=inputs.again(*PREDICT),
     )
 
 

@@ -8,10 +8,9 @@ from collections.abc import Iterator
 
 from syncline.predict import Prediction
 from syncline.predict.diagnosis import CAUSES, Remedy, lost_to
-from syncline.report import commands
 from syncline.report.charts import KINDS, Bar, Bars, Chart, Row, Section, stacked, time_bar
 from syncline.report.forecast import Forecast, slowest_forward_and_update_s
-from syncline.report.inputs import Inputs, ModelData
+from syncline.report.inputs import PREDICT, Inputs, ModelData
 from syncline.report.sentences import PLAIN_DDP, PLAN_NAMES, share
 from syncline.units import milliseconds_text, size_text
 
@@ -21,14 +20,14 @@ _MOST_REMEDIES = 12
 
 
 def step_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
-    charts: list[Chart] = [*_measured(model), *([] if model.forecast is None else [_waterfall(model.forecast)])]
+    charts: list[Chart] = [*_measured(model), *([] if model.forecast is None else [step_by_cause(model.forecast)])]
     if charts:
         yield Section(
             "step",
             "Where the time of a step goes",
             "Time in which a rank does not compute is lost; the charts show to what, and how much.",
             charts,
-            commands=commands.with_files(inputs, *commands.PREDICT),
+            commands=inputs.again(*PREDICT),
         )
 
 
@@ -90,7 +89,7 @@ def _predicted_s(model: ModelData, way: str) -> float | None:
     return max(0.0, seconds - (0.0 if model.profile is None else model.profile.update_s))
 
 
-def _waterfall(forecast: Forecast) -> Bars:
+def step_by_cause(forecast: Forecast) -> Bars:
     """Show the first schedule's step cause by cause, with the numbers of the second beside it."""
     shown = dict(itertools.islice(forecast.predictions.items(), 2))  # narrow screens have room for two columns
     first = forecast.diagnosis.prediction
@@ -150,22 +149,20 @@ def _covered_s(spans: list[tuple[float, float]], low_s: float, high_s: float) ->
 
 
 def remedies_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
+    if model.forecast is not None and model.forecast.diagnosis.remedies:
+        lead = "Each change was simulated; those that save less than 2 % are left out."
+        charts, reproduce = [remedies(model.forecast)], inputs.again(*PREDICT)
+        yield Section("remedies", "What would make it faster", lead, charts, commands=reproduce)
+
+
+def remedies(forecast: Forecast) -> Bars:
     """Show every remedy that saves something, simulated."""
-    forecast = model.forecast
-    if forecast is None or not forecast.diagnosis.remedies:
-        return
     now, time = forecast.diagnosis.prediction, milliseconds_text(forecast.diagnosis.prediction.iteration_s)
     bar = time_bar("plain", now.iteration_s, f"now, {forecast.name}: {time}")
     rows = [Row(f"now: {forecast.name}", (bar,), (time, "", f"{now.scaling:.0%}", ""))]
     rows += [_remedy(remedy, now.iteration_s) for remedy in forecast.diagnosis.remedies[:_MOST_REMEDIES]]
     columns, limit = ("per step", "saves", "scaling", ""), (now.compute_s, "computation alone")
-    yield Section(
-        "remedies",
-        "What would make it faster",
-        "Each change was simulated; those that save less than 2 % are left out.",
-        [Bars("A step with one thing changed", rows, columns, forecast.source, limit)],
-        commands=commands.with_files(inputs, *commands.PREDICT),
-    )
+    return Bars("A step with one thing changed", rows, columns, forecast.source, limit)
 
 
 def _remedy(remedy: Remedy, now_s: float) -> Row:

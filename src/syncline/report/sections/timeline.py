@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from syncline.predict import Prediction
 from syncline.records.run_record import StepSpan
-from syncline.report import commands
 from syncline.report.charts import Bar, Bars, Row, Section
 from syncline.report.forecast import Forecast, slowest_forward_and_update_s
-from syncline.report.inputs import Inputs, ModelData
+from syncline.report.inputs import PREDICT, Inputs, ModelData
 from syncline.report.sentences import capitalized
 from syncline.units import milliseconds_text, size_text
-
-_MOST_BARS = 160
-"""Bars on one lane; where there are more buckets, a bar stands for several."""
 
 
 def timeline_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
@@ -32,14 +27,13 @@ def timeline_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
             "The first row is what the rank computes; below it are the buckets on their lanes. What is sent before "
             "backward ends is hidden behind it; what is sent later makes the step longer.",
             [dataclasses.replace(chart, common_end=end_s) for chart in charts],
-            commands=commands.with_files(inputs, *commands.PREDICT),
+            commands=inputs.again(*PREDICT),
         )
 
 
 @dataclass(frozen=True)
 class _Bucket:
     number: str
-    """`3`, or `3–5` for several buckets."""
     nbytes: int
     exchange: str
     start_s: float
@@ -135,34 +129,16 @@ def _timeline(
 ) -> Bars:
     total_s = max([end_s for _, _, end_s, _ in activities])
     computing = tuple(
-        Bar(kind, start_s, end_s, f"{what}: {_from_to(start_s, end_s)}", {"start_s": start_s, "end_s": end_s}, what)
+        Bar(kind, start_s, end_s, f"{what}, {_from_to(start_s, end_s)}", {"start_s": start_s, "end_s": end_s}, what)
         for kind, start_s, end_s, what in activities
         if end_s - start_s > 1e-3 * total_s
     )
     rows = [Row(name, computing)]
-    rows += [Row(lane, tuple(_bucket_bars(_merged(buckets), backward_end_s))) for lane, buckets in lanes.items()]
-    most = max(map(len, lanes.values()), default=0)
-    note = "" if most <= _MOST_BARS else f"Each bar stands for up to {math.ceil(most / _MOST_BARS)} buckets."
-    return Bars(caption, rows, source=source, limit=(backward_end_s, "backward ends"), note=note, compact=True)
+    rows += [Row(lane, tuple(_bucket_bars(buckets, backward_end_s))) for lane, buckets in lanes.items()]
+    return Bars(caption, rows, source=source, limit=(backward_end_s, "backward ends"), compact=True)
 
 
-def _merged(buckets: Sequence[_Bucket]) -> Iterator[_Bucket]:
-    size = math.ceil(len(buckets) / _MOST_BARS)
-    if size <= 1:
-        yield from buckets
-        return
-    for index in range(0, len(buckets), size):
-        group = buckets[index : index + size]
-        yield _Bucket(
-            f"{group[0].number}–{group[-1].number}",
-            sum(bucket.nbytes for bucket in group),
-            ", ".join(dict.fromkeys(bucket.exchange for bucket in group)),
-            min(bucket.start_s for bucket in group),
-            max(bucket.end_s for bucket in group),
-        )
-
-
-def _bucket_bars(buckets: Iterator[_Bucket], backward_end_s: float) -> Iterator[Bar]:
+def _bucket_bars(buckets: Sequence[_Bucket], backward_end_s: float) -> Iterator[Bar]:
     """Put buckets that overlap on lines of their own; a bar changes colour where backward ends."""
     free_from: list[float] = []
     for bucket in buckets:
@@ -189,4 +165,4 @@ def _bucket_bars(buckets: Iterator[_Bucket], backward_end_s: float) -> Iterator[
 
 def _from_to(start_s: float, end_s: float) -> str:
     took, start, end = map(milliseconds_text, (end_s - start_s, start_s, end_s))
-    return f"{took}, from {start} to {end}"
+    return f"from {start} to {end}: {took}"

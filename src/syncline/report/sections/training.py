@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from syncline.records.profile import Profile
 from syncline.records.run_record import ModelRecord
-from syncline.report import commands, sentences
+from syncline.report import sentences
 from syncline.report.charts import Axis, Lines, Point, Section, Series, linear_axis
-from syncline.report.inputs import Inputs, ModelData
+from syncline.report.inputs import PROFILE, Inputs, ModelData
 from syncline.units import count_text, duration_text, milliseconds_text, size_text
 
 _MOST_LINE_POINTS, _MOST_POINTS, _MOST_RANKS = 600, 40, 4
@@ -34,7 +34,7 @@ def training_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
         if len(record.spans) > 1:
             charts.append(_step_times(rank, record))
     if charts:
-        yield Section("training", "Training progress", "", charts, commands=commands.whole_page(inputs))
+        yield Section("training", "Training progress", "", charts, commands=inputs.again())
 
 
 def _losses(caption: str, curves: Curves) -> Lines:
@@ -90,7 +90,7 @@ def _step_times(rank: int, record: ModelRecord) -> Lines:
 
 def gradients_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
     if (profile := model.profile) is not None:
-        lead, reproduce = sentences.profile(profile), commands.with_files(inputs, *commands.PROFILE)
+        lead, reproduce = sentences.profile(profile), inputs.again(*PROFILE)
         yield Section("model", "When gradients are ready", lead, [_ready(profile)], commands=reproduce)
 
 
