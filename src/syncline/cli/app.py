@@ -23,13 +23,7 @@ cluster_app = typer.Typer(no_args_is_help=True)
 
 
 def command(options: type[_Options], start: Callable[[_Options], object]) -> Callable[..., None]:
-    """Return a function for typer, whose parameters are the fields of the dataclass `options`.
-
-    Args:
-        options: A dataclass whose docstring is the command's help. An option is a field; its annotation has the
-            option's type and help, and its default is the option's.
-        start: Called with the options that were typed.
-    """
+    """Return a function for typer that calls `start`. The fields of the dataclass `options` are its parameters."""
 
     def run(**typed: Any) -> None:
         start(options(**typed))

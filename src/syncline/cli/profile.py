@@ -39,8 +39,6 @@ _LARGEST = 5
 
 def main(args: commands.Profile) -> None:
     device = args.device or "cpu"
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"--device {device!r}: use cpu or cuda")
     options.check_positive("--timeout", args.timeout)
     target = Target(args.target, args.device, args.batch, args.autocast)
     under_torchrun, first = options.under_torchrun(), options.is_first()

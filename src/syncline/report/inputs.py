@@ -65,12 +65,9 @@ class Inputs:
             _check_model(self, model)
         _check_benches(self)
         if self.demo is not None:
-            methods = {row.method for row in self.demo.rows}
             for method in ("nosync", "ddp", "tune", "tune-bf16"):
-                if method not in methods:
-                    raise UsageError(
-                        f"{self.file('demo') or 'the demo'}: rows: {method} is missing; run the demo again"
-                    )
+                if all(row.method != method for row in self.demo.rows):
+                    raise UsageError(f"{self.file('demo') or 'demo'}: rows: {method} is missing; run the demo again")
 
     @property
     def models(self) -> tuple[ModelData, ...]:
@@ -172,8 +169,8 @@ def _check_model(inputs: Inputs, model: ModelData) -> None:
     profile, network = model.profile, model.network
     for name, plan in model.plans.items():
         passed = plan is inputs.plans.get(name)
-        if profile is not None and (passed or profile is inputs.profile):
-            _check_plan(name, plan, profile)
+        if profile is not None and (passed or profile is inputs.profile) and _parameters(plan) != _parameters(profile):
+            raise UsageError(f"{name} is for another model than the profile: parameters differ")
         if network is not None and (passed or network is inputs.network):
             _check_hosts(f"{name} is for", plan.where.host_of_rank, network)
     for rank, record in model.records:
@@ -185,6 +182,10 @@ def _check_model(inputs: Inputs, model: ModelData) -> None:
             _check_hosts(f"{record.name} ran on", record.host_of_rank, network)
 
 
+def _parameters(source: Plan | Profile) -> set[tuple[object, ...]]:
+    return {(gradient.name, gradient.shape, gradient.dtype) for gradient in source.gradients}
+
+
 def _check_hosts(what: str, host_of_rank: tuple[int, ...], network: Network) -> None:
     if host_of_rank and host_of_rank != network.host_of_rank:
         theirs, ours = (
@@ -193,15 +194,6 @@ def _check_hosts(what: str, host_of_rank: tuple[int, ...], network: Network) -> 
         )
         theirs += " in another order" if theirs == ours else ""
         raise UsageError(f"{what} {theirs}, but the network has {ours}: are these files of two different clusters?")
-
-
-def _check_plan(name: str, plan: Plan, profile: Profile) -> None:
-    planned, profiled = (
-        {(gradient.name, gradient.shape, gradient.dtype) for gradient in source.gradients} for source in (plan, profile)
-    )
-    if planned != profiled:
-        parameter = min(planned ^ profiled)[0]
-        raise UsageError(f"{name} is for another model than the profile: parameter {parameter} differs")
 
 
 def _check_benches(inputs: Inputs) -> None:

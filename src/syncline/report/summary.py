@@ -22,42 +22,32 @@ class Fact:
 
 
 def about(inputs: Inputs, models: Sequence[ModelData]) -> str:
-    names = [model.name for model in models if model.name]
-    parts = [" and ".join([*([", ".join(names[:-1])] if names[1:] else []), *names[-1:]])]
+    first = models[0]
+    parts = [", ".join(model.name for model in models if model.name)]
     if len(models) == 1:
-        parameters = inputs.benches[0].model.parameters if inputs.benches else 0
-        if models[0].records:
-            parameters = models[0].records[0][1].parameters
-        parts.append(f"{parameters:,} parameters" if parameters else "")
-        gradient_bytes = models[0].gradient_bytes
-        parts.append(f"{size_text(gradient_bytes)} of gradients" if gradient_bytes else "")
-    parts.append(_cluster(inputs, models[0]))
-    return " · ".join(filter(None, parts))
+        parameters = [record.parameters for _, record in first.records]
+        parameters += [bench.model.parameters for bench in inputs.benches]
+        parts += [f"{number:,} parameters" for number in parameters[:1]]
+        parts += [f"{size_text(first.gradient_bytes)} of gradients"] if first.gradient_bytes else []
+    return " · ".join(filter(None, [*parts, _cluster(inputs, first)]))
 
 
 def _cluster(inputs: Inputs, model: ModelData) -> str:
     network = model.network if model.forecast is None else model.forecast.network
-    if model.records:
-        record = model.records[0][1]
-        return _hosts(record.host_of_rank, record.backend, network)
-    if network is not None:
-        return _hosts(network.host_of_rank, network.backend, network)
-    for result in (inputs.demo, *inputs.benches):
-        if result is not None:
-            return sentences.bench_cluster(result.cluster)
-    plan = next(iter(model.plans.values()), None)
-    return "" if plan is None else _hosts(plan.where.host_of_rank, plan.where.backend, None)
-
-
-def _hosts(host_of_rank: tuple[int, ...], backend: str, network: Network | None) -> str:
-    if not host_of_rank:  # not recorded
-        return backend
+    if network is None and not model.records and (measured := [inputs.demo] if inputs.demo else inputs.benches):
+        return sentences.bench_cluster(measured[0].cluster)
+    known = [(record.host_of_rank, record.backend) for _, record in model.records]
+    known += [(network.host_of_rank, network.backend)] if network is not None else []
+    known += [(plan.where.host_of_rank, plan.where.backend) for plan in model.plans.values()]
+    if not known:
+        return ""
+    host_of_rank, backend = known[0]
     hosts, ranks = len(set(host_of_rank)), len(host_of_rank)
-    parts = [count_text(hosts, "host"), count_text(ranks, "rank") if ranks != hosts else ""]
-    link = None if network is None else network.link("host")
-    if link is not None:
+    parts = [count_text(hosts, "host")] if hosts else []  # a run may not know its hosts
+    parts += [count_text(ranks, "rank")] if ranks != hosts else []
+    if network is not None and (link := network.link("host")) is not None:
         parts.append(f"{rate_text(link.nominal_bps or link.bytes_per_s * 8)} links")
-    return f"{', '.join(filter(None, parts))} · {backend}"
+    return " · ".join(filter(None, [", ".join(parts), backend]))
 
 
 def all_networks(models: Sequence[ModelData]) -> list[Network]:

@@ -50,7 +50,7 @@ def _assumptions(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[str]:
 
 
 def sources_section(inputs: Inputs) -> Iterator[Section]:
-    about = dict(_descriptions(inputs))
+    about = _descriptions(inputs)
     rows = [
         (kind, path, description)
         for kind, paths in inputs.files.items()
@@ -62,20 +62,13 @@ def sources_section(inputs: Inputs) -> Iterator[Section]:
         yield Section("sources", "Sources", "", tables, commands=reproduce)
 
 
-def _descriptions(inputs: Inputs) -> Iterator[tuple[str, list[str]]]:
-    """Yield each kind of file, and descriptions of its files."""
-    if (profile := inputs.profile) is not None:
-        yield "profile", [f"{profile.model} on {profile.where}: {profile.how}; {count_text(profile.steps, 'step')}"]
-    if (network := inputs.network) is not None:
-        yield "network", [", ".join(filter(None, [network.where, network.how, network.date]))]
-    if (demo := inputs.demo) is not None:
-        yield "demo", [f"{count_text(demo.steps, 'step')}, {sentences.bench_cluster(demo.cluster)}"]
-    yield "plan", [f"{plan.model}: {plan.how}" for plan in inputs.plans.values()]
-    yield (
-        "bench",
-        [f"{bench.model.name}, {count_text(bench.rounds, 'round')}, {bench.date}" for bench in inputs.benches],
-    )
-    yield (
-        "run",
-        [f"rank {run.rank} of {run.ranks}, {run.state}, {run.seconds:.0f} s, {run.date}" for run in inputs.runs],
-    )
+def _descriptions(inputs: Inputs) -> dict[str, list[str]]:
+    """Describe the files of each kind."""
+    return {
+        "profile": [f"{p.model} on {p.where}: {p.how}; {count_text(p.steps, 'step')}" for p in [inputs.profile] if p],
+        "network": [", ".join(filter(None, [n.where, n.how, n.date])) for n in [inputs.network] if n],
+        "demo": [f"{count_text(d.steps, 'step')}, {sentences.bench_cluster(d.cluster)}" for d in [inputs.demo] if d],
+        "plan": [f"{plan.model}: {plan.how}" for plan in inputs.plans.values()],
+        "bench": [f"{b.model.name}, {count_text(b.rounds, 'round')}, {b.date}" for b in inputs.benches],
+        "run": [f"rank {r.rank} of {r.ranks}, {r.state}, {r.seconds:.0f} s, {r.date}" for r in inputs.runs],
+    }

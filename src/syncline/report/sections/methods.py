@@ -80,8 +80,8 @@ def _methods(caption: str, rows: Sequence[Row], columns: tuple[str, ...], floor_
         ("per step", "×\u00a0DDP", "quartiles", *columns),
         "measured",
         limit=None if floor_s is None else (floor_s, "computation alone"),
-        note="Medians over rounds in which all methods take turns; whiskers are quartiles. × DDP is the median of each "
-        "round’s ratio to plain DDP. Bytes are those of the busiest rank, or of its host’s interface (wire), per step.",
+        note="Medians and quartiles over rounds in which all methods take turns. × DDP is the median of each round’s "
+        "ratio to plain DDP. Bytes are those of the busiest rank, or of its host’s interface (wire), per step.",
     )
 
 
