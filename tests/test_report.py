@@ -519,7 +519,7 @@ def test_odd_ones_have_a_page_too(name: str, tmp_path: Path) -> None:
     assert seen.text
     says = {
         "5,000 gradients": "460 more buckets not shown.",
-        "one rank": "One rank exchanges nothing",
+        "one rank": "one rank exchanges nothing",
         "300 hosts": "300 hosts",
         "a run without models": "The script built no DistributedDataParallel model",
         "a run without steps": "Net took 0 steps, too few to say how long they take.",

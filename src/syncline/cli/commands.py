@@ -25,20 +25,16 @@ EXCHANGES = (
 BENCH_PROBE_S, BENCH_PROBE_LEVELS_S, DEMO_TUNE_S, RUN_PROBE_S = 12.0, 30.0, 25.0, 15.0
 
 
-def _option(metavar: str, help: str, *names: str, **limits: Any) -> Any:
-    return Option(*names, metavar=metavar, help=help, **limits)
+def _option(metavar: str, help: str, *names: str, **others: Any) -> Any:
+    return Option(*names, metavar=metavar, help=help, **others)
 
 
 def _file(help: str, *names: str) -> Any:
-    return Option(*names, metavar="FILE", help=help)
-
-
-def _flag(name: str, help: str) -> Any:
-    return Option(name, help=help)
+    return _option("FILE", help, *names)
 
 
 def _cluster(metavar: str, help: str) -> Any:
-    return Option(metavar=metavar, help=help, rich_help_panel="Emulated cluster")
+    return _option(metavar, help, rich_help_panel="Emulated cluster")
 
 
 Hosts = Annotated[int, _cluster("N", "Number of hosts.")]
@@ -126,7 +122,7 @@ class Bench(ClusterOptions):
             "host. 0: no predictions.",
         ),
     ] = None
-    peak_memory: Annotated[bool, _flag("--peak-memory", "Also measure peak memory.")] = False
+    peak_memory: Annotated[bool, Option("--peak-memory", help="Also measure peak memory.")] = False
     timeout: Timeout = 1800
     json: JsonFile = None
     report: ReportFile = None
@@ -153,9 +149,9 @@ class Profile:
     warmup: Annotated[int, Option(min=0, help="Steps before the measured ones.")] = 5
     batch: Annotated[int | None, Option(min=1, help="Samples per rank and step. Default for MODEL: 16.")] = None
     autocast: Annotated[str | None, _option("|".join(AUTOCAST), "Run MODEL under autocast.")] = None
-    memory: Annotated[bool, _flag("--memory", "Also measure the memory of activations, for plan --memory-budget.")] = (
-        False
-    )
+    memory: Annotated[
+        bool, Option("--memory", help="Also measure the memory of activations, for plan --memory-budget.")
+    ] = False
     hosts: Annotated[int | None, _cluster("N", "Measure on this many emulated hosts.")] = None
     per_host: PerHost = "1"
     timeout: Timeout = 1800
@@ -172,7 +168,7 @@ class Probe(ClusterOptions):
 
     output: Annotated[Path | None, _file("Write the network.", "--output", "--json")] = None
     budget: Annotated[float, _option("SECONDS", "Approximate time for the measurement.")] = 55.0
-    every: Annotated[bool, _flag("--every", "Show the measured times of every collective.")] = False
+    every: Annotated[bool, Option("--every", help="Show the measured times of every collective.")] = False
     context: Context
 
 
@@ -281,7 +277,7 @@ class ClusterRun(ClusterOptions):
     """
 
     command: Annotated[list[str], Argument(metavar="COMMAND", help="Command to run, after --.")]
-    per_rank: Annotated[bool, _flag("--per-rank", "Start it once per rank, without torchrun.")] = False
+    per_rank: Annotated[bool, Option("--per-rank", help="Start it once per rank, without torchrun.")] = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,11 +295,11 @@ class Run:
 
     script: Annotated[str, Argument(metavar="SCRIPT", help="Training script; with -m, a module.")]
     arguments: Annotated[list[str] | None, Argument(metavar="ARGUMENTS", help="Arguments of the script.")] = None
-    module: Annotated[bool, _flag("-m", "SCRIPT is a module, as in python -m.")] = False
+    module: Annotated[bool, Option("-m", help="SCRIPT is a module, as in python -m.")] = False
     nproc_per_node: Annotated[
         int | None, _option("N", "Start N ranks on this host, through torchrun.", min=1, max=1024)
     ] = None
-    observe_only: Annotated[bool, _flag("--observe-only", "Measure and diagnose; change nothing.")] = False
+    observe_only: Annotated[bool, Option("--observe-only", help="Measure and diagnose; change nothing.")] = False
     allow: Annotated[str, _option("A,B", f"Lossy exchanges to consider: {', '.join(ALLOWED)}.")] = ""
     exchange: Annotated[str | None, _option("NAME", f"Instead of tuning: {', '.join(EXCHANGES)}.")] = None
     plan: Annotated[Path | None, _file("Instead of tuning: apply this plan.")] = None
@@ -311,4 +307,4 @@ class Run:
     probe: Annotated[float, _option("SECONDS", "Time for probing the links.")] = RUN_PROBE_S
     timeout: Annotated[float | None, _option("SECONDS", "Timeout of collectives, DDP's own included.")] = None
     out: Annotated[Path, _option("FOLDER", "Folder for the records and the report.")] = RUN_FOLDER
-    quiet: Annotated[bool, _flag("--quiet", "Print nothing while the script runs.")] = False
+    quiet: Annotated[bool, Option("--quiet", help="Print nothing while the script runs.")] = False

@@ -19,8 +19,9 @@ from syncline.records.profile import Profile
 from syncline.report import sentences
 from syncline.report.forecast import HOSTS, Forecast, resized
 from syncline.report.inputs import Inputs
+from syncline.report.sections.scaling import numbers
 from syncline.report.sections.step import remedies, step_by_cause
-from syncline.units import count_text, milliseconds_text, size_text
+from syncline.units import count_text
 
 MAX_HOSTS = 65_536
 FASTEST_BPS = 10**13
@@ -81,7 +82,11 @@ def main(args: commands.Predict) -> None:
     ]
     name = schedules[0].describe()
     _show(Forecast(model, first_cluster, diagnosis, {name: diagnosis.prediction}, {}))
-    _show_rows(rows, first_cluster.measured)
+    curves: dict[str, list[Prediction]] = {}
+    for rate_bps, row in rows:
+        rate = "" if len(rates) == 1 else f", {format_rate(rate_bps or 0)}"
+        curves.setdefault(row.schedule.describe() + rate, []).append(row)
+    screen.show(numbers(curves), most=len(rows))
     screen.save(args.json, _result(model, first_cluster, diagnosis, rows))
     if args.report is not None:
         inputs = Inputs(
@@ -173,30 +178,3 @@ def _show(forecast: Forecast) -> None:
     if diagnosis.remedies:
         screen.show(remedies(forecast))
         say()
-
-
-def _show_rows(rows: list[tuple[int | None, Prediction]], measured: bool) -> None:
-    """Show all predictions. Plans and links get a column only if they differ between rows."""
-    plans = len({row.schedule.describe() for _, row in rows}) > 1
-    rates = len({rate_bps for rate_bps, _ in rows}) > 1
-    names = [*(["plan"] if plans else []), *(["links"] if rates else [])]
-    table = screen.table(*names, "hosts", "per step", "range, ms", "scaling", "sent")
-    for rate_bps, row in rows:
-        table.add_row(
-            *([row.schedule.describe()] if plans else []),
-            *(["as measured" if rate_bps is None else format_rate(rate_bps)] if rates else []),
-            str(row.hosts),
-            milliseconds_text(row.iteration_s),
-            f"{row.low_s * 1e3:.0f}–{row.high_s * 1e3:.0f}",
-            f"{row.scaling:.0%}",
-            size_text(row.sent_bytes),
-        )
-    say(table)
-    inputs = "over the 90 % intervals of the network's measurements"
-    if not measured:
-        inputs = "over start-ups of 1/3 to 3 times, and rates of 80 to 100 %, of the assumed ones"
-    say(
-        f"scaling: step time of a single rank, divided by this step time; range: {inputs} and, with more hosts, over "
-        "start-ups that grow as in a tree or as in a ring; sent: by the busiest rank",
-        style="dim",
-    )

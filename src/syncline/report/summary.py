@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from syncline.records.bench_result import DemoRow
+from syncline.records.bench_result import Row as BenchRow
 from syncline.records.network import Network
 from syncline.records.run_record import FINISHED, RUNNING, RunRecord
 from syncline.report import sentences
 from syncline.report.inputs import Inputs, ModelData
-from syncline.units import count_text, milliseconds_text, ranks_text, rate_text, size_text, speedup_text
+from syncline.units import count_text, milliseconds_text, ranks_text, rate_text, size_text
 
 
 @dataclass(frozen=True)
@@ -86,28 +88,22 @@ def verdict_sentences(inputs: Inputs, models: Sequence[ModelData]) -> list[str]:
 
 def facts(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[Fact]:
     """Yield the numbers that people repeat, the most important first; the page shows four."""
-    demo, forecast = inputs.demo, models[0].forecast
-    if demo is not None:
-        plain, best = demo.row("ddp"), min(demo.rows[1:], key=lambda row: row.step_ms)
-        yield Fact("plain DDP", milliseconds_text(plain.step_ms / 1e3), "per step, measured")
-        if best is not plain:
-            name = sentences.METHODS.get(best.method, best.method)
-            yield Fact(name, milliseconds_text(best.step_ms / 1e3), f"{speedup_text(best.vs_ddp, 0.03)}, measured")
-        floor = milliseconds_text(demo.row("nosync").step_ms / 1e3)
-        yield Fact("no communication", floor, "the lower bound, measured")
-        if best.held_out_accuracy is not None:
-            yield Fact("accuracy", f"{best.held_out_accuracy:.1%}", f"plain DDP: {plain.held_out_accuracy or 0:.1%}")
-        return
     for model in models:
         for pace in model.records[0][1].paces[-2:] if model.records else ():
             yield Fact(pace.way, milliseconds_text(pace.step_s), f"per step of {model.name}, measured")
-    for result in inputs.benches[:1]:
-        rows = {row.method: row for row in sorted(result.rows, key=lambda row: row.step_ms)}
-        fastest = [method for method in rows if method != "nosync"][:1]
-        for method in dict.fromkeys(["nosync", "ddp", *fastest]):
+    result = inputs.demo or next(iter(inputs.benches), None)
+    if result is not None and result.rows:
+        measured: Sequence[BenchRow | DemoRow] = result.rows
+        rows = {row.method: row for row in sorted(measured, key=lambda row: row.step_ms)}
+        best = next((method for method in rows if method != "nosync"), "nosync")
+        for method in dict.fromkeys(["nosync", "ddp", best]):
             if method in rows:
                 time = milliseconds_text(rows[method].step_ms / 1e3)
                 yield Fact(sentences.METHODS.get(method, method), time, "per step, measured")
+        if inputs.demo is not None:
+            accuracy, plain = (inputs.demo.row(name).held_out_accuracy or 0 for name in (best, "ddp"))
+            yield Fact("accuracy", f"{accuracy:.1%}", f"plain DDP: {plain:.1%}")
+    forecast = models[0].forecast
     if forecast is not None:
         for name, prediction in list(forecast.predictions.items())[:2]:
             yield Fact(name, milliseconds_text(prediction.iteration_s), "per step, predicted")

@@ -11,7 +11,7 @@ from syncline.report.inputs import PLAN, Inputs, ModelData
 from syncline.report.sentences import capitalized, share
 from syncline.units import count_text, milliseconds_text, size_text
 
-_MOST_ALTERNATIVES, _MOST_BUCKETS = 14, 40
+_MOST_BUCKETS = 40
 _SIMILAR = 0.03
 """Relative difference of two predictions that is not worth a sentence."""
 
@@ -40,25 +40,23 @@ def _outdated(name: str, plan: Plan, model: ModelData) -> str:
 
 
 def alternatives(plan: Plan) -> Bars:
-    nothing, *others = plan.alternatives
+    nothing = plan.alternatives[0]
     rows = []
     if not plan.nothing:
         time, low, high = map(milliseconds_text, (plan.iteration_s, plan.low_s, plan.high_s))
         bar = time_bar("chosen", plan.iteration_s, f"the plan: {time}, expected between {low} and {high}")
         rows.append(Row("the plan", (bar,), _cells(plan, plan), quartiles=(plan.low_s, plan.high_s), strong=True))
-    for other in [nothing, *others[:_MOST_ALTERNATIVES]]:
+    for other in plan.alternatives:
         lossy = "" if other.lossless else ", lossy"
         tooltip = f"{other.name}: {milliseconds_text(other.iteration_s)} per step{lossy}"
         bar = time_bar("plain" if other is nothing else "other", other.iteration_s, tooltip)
         rows.append(Row(other.name, (bar,), _cells(plan, other), strong=plan.nothing and other is nothing))
-    hidden = len(others) - _MOST_ALTERNATIVES
     return Bars(
         "The alternatives, and the predicted step time of each",
         rows,
         ("per step", "faster", "scaling", ""),
         "predicted",
         limit=(plan.compute_s, "computation alone"),
-        note=f"{count_text(hidden, 'slower alternative')} not shown." if hidden > 0 else "",
     )
 
 

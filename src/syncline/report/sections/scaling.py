@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from syncline.predict import Prediction
 from syncline.records.bench_result import BenchResult, DemoRow
@@ -10,7 +10,7 @@ from syncline.records.bench_result import Row as BenchRow
 from syncline.report.charts import Lines, Point, Section, Series, Table, count_axis, linear_axis, log_axis
 from syncline.report.forecast import Forecast
 from syncline.report.inputs import PREDICT, Inputs, ModelData
-from syncline.units import count_text, duration_text, milliseconds_text
+from syncline.units import count_text, duration_text, milliseconds_text, size_text
 
 _LOGARITHMIC_FROM = 6
 """Range of step times, as a multiple of the computation, from which on the axis is logarithmic."""
@@ -28,7 +28,7 @@ def scaling_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
         "Scaling to more hosts",
         f"On {count_text(last.hosts, 'host')}, a step with {name} is predicted to take {step}, between {low} and "
         f"{high}: scaling {last.scaling:.0%}.",
-        [_chart(forecast, list(_measured(inputs, model, forecast))), _table(forecast)],
+        [_chart(forecast, list(_measured(inputs, model, forecast))), numbers(forecast.curves)],
         commands=inputs.again(*PREDICT),
     )
 
@@ -50,8 +50,7 @@ def _chart(forecast: Forecast, measured: list[Point]) -> Lines:
         y,
         series,
         forecast.source,
-        note="Bands show the uncertainty of the network’s measurements and, beyond the measured number of hosts, of "
-        "how start-up times grow: as in a tree or as in a ring.",
+        note="Bands are the ranges below.",
     )
 
 
@@ -66,16 +65,21 @@ def _series(name: str, predictions: tuple[Prediction, ...], color: int) -> Serie
     return Series(name, [(point.x, point.y) for point in points], points, band, color=color)
 
 
-def _table(forecast: Forecast) -> Table:
-    names = list(forecast.curves)
-    several = len(names) > 1
+def numbers(curves: Mapping[str, Sequence[Prediction]]) -> Table:
+    """List predictions, given by the name of their plan and links; a single name is left out."""
+    rows = []
+    for name, predictions in curves.items():
+        for row in predictions:
+            spread = f"{milliseconds_text(row.low_s, unit='')}–{milliseconds_text(row.high_s)}"
+            cells = (milliseconds_text(row.iteration_s), spread, f"{row.scaling:.0%}", size_text(row.sent_bytes))
+            rows.append((*([name] if len(curves) > 1 else []), f"{row.hosts:,}", *cells))
     return Table(
-        "The same in numbers" if several else f"The same in numbers: {names[0]}",
-        ("hosts", *names, f"scaling, {names[0]}" if several else "scaling"),
-        [
-            (f"{now[0].hosts:,}", *(milliseconds_text(p.iteration_s) for p in now), f"{now[0].scaling:.0%}")
-            for now in zip(*forecast.curves.values(), strict=True)
-        ],
+        "Step times in numbers",
+        (*(["plan and links"] if len(curves) > 1 else []), "hosts", "per step", "range", "scaling", "sent"),
+        rows,
+        note="Range: over the 90 % intervals of the network’s measurements (of assumed links: start-ups of 1/3 to 3 "
+        "times, and rates of 80 to 100 %) and, with more hosts, over start-ups that grow as in a tree or as in a ring. "
+        "Scaling: step time of a single rank, divided by this one. Sent: by the busiest rank.",
     )
 
 

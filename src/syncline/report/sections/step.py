@@ -16,7 +16,6 @@ from syncline.units import milliseconds_text, size_text
 
 _KIND_OF_CAUSE = {"straggler": "waiting", "overhead": "own"}
 """All other causes are communication."""
-_MOST_REMEDIES = 12
 
 
 def step_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
@@ -160,7 +159,7 @@ def remedies(forecast: Forecast) -> Bars:
     now, time = forecast.diagnosis.prediction, milliseconds_text(forecast.diagnosis.prediction.iteration_s)
     bar = time_bar("plain", now.iteration_s, f"now, {forecast.name}: {time}")
     rows = [Row(f"now: {forecast.name}", (bar,), (time, "", f"{now.scaling:.0%}", ""))]
-    rows += [_remedy(remedy, now.iteration_s) for remedy in forecast.diagnosis.remedies[:_MOST_REMEDIES]]
+    rows += [_remedy(remedy, now.iteration_s) for remedy in forecast.diagnosis.remedies]
     columns, limit = ("per step", "saves", "scaling", ""), (now.compute_s, "computation alone")
     return Bars("A step with one thing changed", rows, columns, forecast.source, limit)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from syncline.records.profile import Profile
@@ -16,8 +16,9 @@ from syncline.units import count_text, duration_text, milliseconds_text, size_te
 _MOST_LINE_POINTS, _MOST_POINTS, _MOST_RANKS = 600, 40, 4
 _T = TypeVar("_T")
 
-Curves = dict[str, list[tuple[int, float]]]
-"""By name: steps and values."""
+Curve = list[tuple[int, float]]
+"""Steps and values."""
+Curves = dict[str, Curve]
 
 
 def training_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
@@ -38,21 +39,34 @@ def training_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
 
 
 def _losses(caption: str, curves: Curves) -> Lines:
+    y = linear_axis("loss", [value for points in curves.values() for _, value in points], lambda value: f"{value:g}")
     series = [
-        Series(
-            name,
-            _thinned(points, _MOST_LINE_POINTS),
-            [
-                Point(step, value, f"{name}, step {step:,}: loss {value:.4g}")
-                for step, value in _thinned(points, _MOST_POINTS)
-            ],
-            color=color % 8,
-        )
+        Series(name, _thinned(points, _MOST_LINE_POINTS), _points(name, points, "loss {:.4g}".format), color=color % 8)
         for color, (name, points) in enumerate(curves.items())
     ]
-    losses = [value for points in curves.values() for _, value in points]
-    y = linear_axis("loss", losses, lambda value: f"{value:g}")
     return Lines(caption, _steps_axis(curves), y, series, "measured", quiet=True)
+
+
+def _step_times(rank: int, record: ModelRecord) -> Lines:
+    seconds = sorted(span.end_s - span.start_s for span in record.spans)
+    # A single step of minutes, for a checkpoint or a download, would flatten all others: draw it at the top edge.
+    most_s = min(seconds[min(len(seconds) - 1, int(0.98 * len(seconds)))] * 1.25, seconds[-1])
+    curves: Curves = {}
+    for span in record.spans:
+        curves.setdefault(span.way, []).append((span.step, span.end_s - span.start_s))
+    series = [
+        Series(way, points=_points(way, points, milliseconds_text, most_s), color=color % 8)
+        for color, (way, points) in enumerate(curves.items())
+    ]
+    y = linear_axis("per step", [most_s], duration_text)
+    return Lines(f"Step times, rank {rank}", _steps_axis(curves), y, series, "measured")
+
+
+def _points(name: str, points: Curve, text: Callable[[float], str], most: float = math.inf) -> list[Point]:
+    return [
+        Point(step, min(value, most), f"{name}, step {step:,}: {text(value)}")
+        for step, value in _thinned(points, _MOST_POINTS)
+    ]
 
 
 def _steps_axis(curves: Curves) -> Axis:
@@ -64,28 +78,6 @@ def _thinned(points: Sequence[_T], most: int) -> list[_T]:
     """Keep about `most` points, evenly spread, and always the last."""
     kept = list(points[:: max(1, math.ceil(len(points) / most))])
     return kept if not points or kept[-1] == points[-1] else [*kept, points[-1]]
-
-
-def _step_times(rank: int, record: ModelRecord) -> Lines:
-    curves: Curves = {}
-    for span in record.spans:
-        curves.setdefault(span.way, []).append((span.step, span.end_s - span.start_s))
-    seconds = sorted(span.end_s - span.start_s for span in record.spans)
-    # A single step of minutes, for a checkpoint or a download, would flatten all others: draw it at the top edge.
-    most_s = min(seconds[min(len(seconds) - 1, int(0.98 * len(seconds)))] * 1.25, seconds[-1])
-    series = [
-        Series(
-            way,
-            points=[
-                Point(step, min(value, most_s), f"step {step:,}, {way}: {milliseconds_text(value)}")
-                for step, value in _thinned(points, 3 * _MOST_POINTS)
-            ],
-            color=color % 8,
-        )
-        for color, (way, points) in enumerate(curves.items())
-    ]
-    y = linear_axis("per step", [most_s], duration_text)
-    return Lines(f"Step times, rank {rank}", _steps_axis(curves), y, series, "measured")
 
 
 def gradients_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
