@@ -38,7 +38,7 @@ def main(args: commands.Failure) -> None:
 
 def _show_runs(runs: Sequence[RunRecord]) -> None:
     say(f"{runs[0].ranks} ranks under syncline run · no failure report · {one_line(runs[0].command)}\n")
-    table = _table("rank", "host", "process", "state")
+    table = screen.table("rank", "host", "process", "state", words=(1, 3))
     for run in runs:
         table.add_row(str(run.rank), one_line(run.host), str(run.process or ""), one_line(run.state))
     say(table)
@@ -58,7 +58,7 @@ def _show(postmortem: Postmortem, events: int) -> None:
         f"syncline {one_line(last.syncline)}, torch {one_line(last.torch)}\n"
     )
     pending = ["was exchanging"] if any(report.pending for report in reports) else []
-    table = _table("rank", "host", "step", "failed", *pending)
+    table = screen.table("rank", "host", "step", "failed", *pending, words=(1, 3, 4))
     for report in reports:
         step = "" if report.step is None else str(report.step)
         cells = (str(report.rank), one_line(report.host), step, one_line(report.error))
@@ -86,14 +86,6 @@ def _show(postmortem: Postmortem, events: int) -> None:
     elif not postmortem.accused:
         first = f" Look first at {_ranks(postmortem.missing)}." if postmortem.missing else ""
         say(f"No failure report names a suspect: each rank's own error is all that is known.{first}")
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for column in columns:
-        number = column in ("rank", "process", "step")
-        table.add_column(column, justify="right" if number else "left", overflow="fold")
-    return table
 
 
 def _pending(report: FailureReport) -> str:

@@ -103,6 +103,8 @@ def table(*columns: str, words: Collection[int] = ()) -> Table:
     """
     grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for index, column in enumerate(columns):
-        text = index == 0 or index in words
-        grid.add_column(column, justify="left" if text else "right", no_wrap=not text)
+        if index == 0 or index in words:
+            grid.add_column(column, overflow="fold")
+        else:
+            grid.add_column(column, justify="right", no_wrap=True)
     return grid

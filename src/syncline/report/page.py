@@ -25,7 +25,8 @@ from syncline.report.sections import all_sections
 from syncline.report.summary import Fact
 
 _MOST_MODELS = 6
-_UNITS = r"(?:m?s|µs|[kMG]?B|[kMG]?bit/s|hosts?|ranks?)\b"
+_BEFORE_UNIT = re.compile(r"(?<=[0-9]) (?=(?:m?s|µs|[kMG]?B|[kMG]?bit/s|hosts?|ranks?)\b)")
+"""The space between a number and its unit, at which no line may break."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,11 @@ def render(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"keep_units": _keep_units, "percent": _percent, "digits": _digits}
+    environment.filters |= {
+        "keep_units": lambda text: _BEFORE_UNIT.sub("\u00a0", text),
+        "percent": _percent,
+        "digits": lambda value: f"{value:.6g}" if isinstance(value, float) else value,
+    }
     now = datetime.datetime.now().astimezone().isoformat(timespec="minutes", sep=" ")
     text = environment.get_template("page.html.j2").render(
         page=page,
@@ -90,18 +95,8 @@ def render(page: Page) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _keep_units(text: str) -> str:
-    """Keep a number and its unit on one line."""
-    return re.sub(rf"(?<=[0-9]) (?={_UNITS})", "\u00a0", text)
-
-
 def _percent(value: float, end: float = 100.0) -> str:
     return f"{100 * max(0.0, value) / end:.3f}%"
-
-
-def _digits(value: str | float) -> str | float:
-    """Six digits are enough in an attribute."""
-    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 def _hash(text: str) -> str:
