@@ -564,7 +564,10 @@ def other_profile() -> Profile:
 @pytest.mark.parametrize(
     ("known", "says"),
     [
-        ({"profile": other_profile(), "plans": {"p": PLAN}}, "p is for another model than the profile: parameter"),
+        (
+            {"profile": other_profile(), "plans": {"p": PLAN}},
+            "p has 1.69 MB of gradients, but the profile has 43.2 MB: are these files of two different models?",
+        ),
         (
             {"network": assumed_network(2, 1, 10**9), "plans": {"p": PLAN}},
             "p is for 4 hosts with 4 ranks, but the network has 2 hosts with 2 ranks",
@@ -575,7 +578,7 @@ def other_profile() -> Profile:
         ({"runs": (a_run(9, 4),)}, "rank 9 of 4"),
         (
             {"runs": (_without(a_run(), network=None, plan=None),), "network": assumed_network(2, 1, 10**9)},
-            "Net ran on 4 hosts with 4 ranks, but the network has 2 hosts",
+            "Net of rank 0 is for 4 hosts with 4 ranks, but the network has 2 hosts",
         ),
         (
             {"runs": (_without(a_run(), profile=None, plan=None),), "profile": other_profile()},
@@ -656,7 +659,7 @@ def test_a_demo_is_read_with_and_without_what_tuning_found(folder: Path) -> None
         (["predicted.json"], "was written by syncline predict --json: pass the profile and the network"),
         (["empty"], "empty: has no rank-*.json: name the folder that syncline run wrote"),
         (["profile.json", "again.json"], "profile.json and again.json are both a profile"),
-        (["plan.json", "gpt.json"], "the plan is for another model than the profile"),
+        (["plan.json", "gpt.json"], "the plan has 1.69 MB of gradients, but the profile has"),
         (["profile.json", "--trace", "trace.json"], "--trace needs a run"),
         (["profile.json", "--output", "nowhere/page.html"], "there is no folder nowhere"),
         (["profile.json", "--output", "run"], "run is a folder: name a file to write to"),

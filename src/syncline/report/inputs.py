@@ -61,9 +61,7 @@ class Inputs:
 
     def __post_init__(self) -> None:
         _check_runs(self.runs)
-        for model in self.models:
-            _check_model(self, model)
-        _check_benches(self)
+        _check_together(self)
         if self.demo is not None:
             for method in ("nosync", "ddp", "tune", "tune-bf16"):
                 if all(row.method != method for row in self.demo.rows):
@@ -103,15 +101,6 @@ class ModelData:
     records: tuple[tuple[int, ModelRecord], ...] = ()
     """Ranks and what each recorded."""
     forecast: Forecast | None = None
-
-    @property
-    def gradient_bytes(self) -> int | None:
-        if self.profile is not None:
-            return self.profile.gradient_bytes
-        if self.records:
-            return self.records[0][1].gradient_bytes
-        plan = next(iter(self.plans.values()), None)
-        return None if plan is None else sum(gradient.bytes for gradient in plan.gradients)
 
 
 def _model_of_files(inputs: Inputs) -> ModelData:
@@ -164,48 +153,32 @@ def _check_runs(runs: tuple[RunRecord, ...]) -> None:
         seen.add(run.rank)
 
 
-def _check_model(inputs: Inputs, model: ModelData) -> None:
-    """Check what was combined here; what a record or a result contains belongs together."""
-    profile, network = model.profile, model.network
-    for name, plan in model.plans.items():
-        passed = plan is inputs.plans.get(name)
-        if profile is not None and (passed or profile is inputs.profile) and _parameters(plan) != _parameters(profile):
-            raise UsageError(f"{name} is for another model than the profile: parameters differ")
-        if network is not None and (passed or network is inputs.network):
-            _check_hosts(f"{name} is for", plan.where.host_of_rank, network)
-    for rank, record in model.records:
-        if profile is not None and profile is inputs.profile:
-            theirs, ours = record.gradient_bytes, profile.gradient_bytes
-            if not theirs / 2 <= ours <= theirs:  # parameters that are never used have no gradient in a profile
-                raise _different_models(f"{record.name} of rank {rank}", theirs, ours)
-        if network is not None and network is inputs.network:
-            _check_hosts(f"{record.name} ran on", record.host_of_rank, network)
-
-
-def _parameters(source: Plan | Profile) -> set[tuple[object, ...]]:
-    return {(gradient.name, gradient.shape, gradient.dtype) for gradient in source.gradients}
-
-
-def _check_hosts(what: str, host_of_rank: tuple[int, ...], network: Network) -> None:
-    if host_of_rank and host_of_rank != network.host_of_rank:
-        theirs, ours = (
-            f"{count_text(len(set(hosts)), 'host')} with {count_text(len(hosts), 'rank')}"
-            for hosts in (host_of_rank, network.host_of_rank)
-        )
-        theirs += " in another order" if theirs == ours else ""
-        raise UsageError(f"{what} {theirs}, but the network has {ours}: are these files of two different clusters?")
-
-
-def _check_benches(inputs: Inputs) -> None:
-    profile = inputs.profile or next((bench.profile for bench in inputs.benches if bench.profile is not None), None)
-    sizes = [bench.model.gradient_bytes for bench in inputs.benches]
-    sizes += [profile.gradient_bytes] if profile is not None and sizes else []
-    if other := [size for size in sizes if size != sizes[0]]:
-        raise _different_models(inputs.file("bench") or "the model of the bench", sizes[0], other[0])
-
-
-def _different_models(what: str, ours: int, theirs: int) -> UsageError:
-    return UsageError(
-        f"{what} has {size_text(ours)} of gradients, but another file has {size_text(theirs)}: are these files of two "
-        "different models?"
-    )
+def _check_together(inputs: Inputs) -> None:
+    """Check that what was passed separately is of one model on one cluster."""
+    sizes = {"the profile": inputs.profile.gradient_bytes} if inputs.profile is not None else {}
+    sizes |= {name: sum(gradient.bytes for gradient in plan.gradients) for name, plan in inputs.plans.items()}
+    sizes |= {f"bench {number}": bench.model.gradient_bytes for number, bench in enumerate(inputs.benches, 1)}
+    records = inputs.models[0].records if len(inputs.models) == 1 else ()
+    recorded = {f"{record.name} of rank {rank}": record for rank, record in records}
+    if inputs.profile is not None:
+        sizes |= {name: record.gradient_bytes for name, record in recorded.items()}
+    for name, size in sizes.items():
+        other, known = next(iter(sizes.items()))
+        most = 2 * known if name in recorded else known  # a profile has no parameters that are never used
+        if not known <= size <= most:
+            texts = f"{name} has {size_text(size)} of gradients, but {other} has {size_text(known)}"
+            raise UsageError(f"{texts}: are these files of two different models?")
+    networks = [inputs.network, *(bench.network for bench in inputs.benches)]
+    expected = next((network.host_of_rank for network in networks if network is not None), None)
+    hosts = {name: plan.where.host_of_rank for name, plan in inputs.plans.items()}
+    if inputs.network is not None:
+        hosts |= {name: record.host_of_rank for name, record in recorded.items() if record.host_of_rank}
+    for name, host_of_rank in hosts.items():
+        if expected is not None and host_of_rank != expected:
+            ours, theirs = (
+                f"{count_text(len(set(place)), 'host')} with {count_text(len(place), 'rank')}"
+                for place in (host_of_rank, expected)
+            )
+            order = " in another order" if ours == theirs else ""
+            texts = f"{name} is for {ours}{order}, but the network has {theirs}"
+            raise UsageError(f"{texts}: are these files of two different clusters?")

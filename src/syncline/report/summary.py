@@ -30,7 +30,10 @@ def about(inputs: Inputs, models: Sequence[ModelData]) -> str:
         parameters = [record.parameters for _, record in first.records]
         parameters += [bench.model.parameters for bench in inputs.benches]
         parts += [f"{number:,} parameters" for number in parameters[:1]]
-        parts += [f"{size_text(first.gradient_bytes)} of gradients"] if first.gradient_bytes else []
+        sizes = [first.profile.gradient_bytes] if first.profile is not None else []
+        sizes += [record.gradient_bytes for _, record in first.records]
+        sizes += [sum(gradient.bytes for gradient in plan.gradients) for plan in first.plans.values()]
+        parts += [f"{size_text(nbytes)} of gradients" for nbytes in sizes[:1]]
     return " · ".join(filter(None, [*parts, _cluster(inputs, first)]))
 
 
