@@ -76,7 +76,7 @@ def test_a_step_without_losses_is_reported_as_such(tmp_path: Path) -> None:
     made_up.network(mbit=100_000.0, startup_s=1e-6).save(tmp_path / "network.json")
     answer = run("--profile", tmp_path / "profile.json", "--network", tmp_path / "network.json", "--hosts", "4")
     assert "hardly anything is lost: leave it alone." in words(answer)
-    assert "What you can change" not in answer.stdout
+    assert "A step with one thing changed" not in answer.stdout
 
 
 def test_rows_are_every_plan_rate_and_number_of_hosts_and_read_back(files: tuple[str, ...], tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_emulated_hosts_are_measured_shown_and_written(tmp_path: Path) -> None:
     assert answer.exit_code == 0, answer.output
     network = Network.load(path)
     assert network.ranks == 2
-    for word in ("A tiny all-reduce among 2 ranks takes", "algbw", "busbw", "start-up", "all_to_all"):
+    for word in ("A tiny all-reduce among 2 ranks takes", "algbw", "busbw", "start-up", "all-to-all"):
         assert word in " ".join(answer.stdout.split())
     assert all(len(line) <= 80 for line in answer.stdout.splitlines())
     if why_not_shaped() is None:

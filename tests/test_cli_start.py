@@ -17,8 +17,7 @@ import typer
 import syncline
 from syncline.bench import demo as bench_demo
 from syncline.bench import run as bench_run
-from syncline.cli import app
-from syncline.cli.commands import choices
+from syncline.cli import app, commands
 from syncline.exchange import EXCHANGES
 from syncline.models.target import AUTOCAST
 from syncline.models.zoo import MODELS
@@ -76,13 +75,13 @@ def test_work_imports_torch() -> None:
 
 
 def test_help_shows_the_current_names_and_defaults() -> None:
-    assert tuple(MODELS) == choices.MODELS
-    assert tuple(AUTOCAST) == choices.AUTOCAST
-    assert tuple(ALLOWED) == choices.ALLOWED
-    assert tuple(EXCHANGES) == choices.EXCHANGES
-    assert (choices.BENCH_PROBE_S, choices.BENCH_PROBE_LEVELS_S) == (bench_run.PROBE_S, bench_run.PROBE_LEVELS_S)
-    assert choices.DEMO_TUNE_S == bench_demo.TUNE_S
-    assert choices.RUN_PROBE_S == follow.PROBE_S
+    assert tuple(MODELS) == commands.MODELS
+    assert tuple(AUTOCAST) == commands.AUTOCAST
+    assert tuple(ALLOWED) == commands.ALLOWED
+    assert tuple(EXCHANGES) == commands.EXCHANGES
+    assert (commands.BENCH_PROBE_S, commands.BENCH_PROBE_LEVELS_S) == (bench_run.PROBE_S, bench_run.PROBE_LEVELS_S)
+    assert commands.DEMO_TUNE_S == bench_demo.TUNE_S
+    assert commands.RUN_PROBE_S == follow.PROBE_S
 
 
 def test_modules_of_commands_are_not_hidden_by_their_options() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from syncline.cli.commands import cluster as cli
+from syncline.cli.app import cluster_app
 from syncline.cluster import ClusterSpec, run_command, why_not_shaped
 from syncline.cluster.command import commands_of
 
@@ -40,7 +40,7 @@ both_ways = pytest.mark.parametrize("shaped", [pytest.param(True, marks=needs_na
 
 
 def syncline_cluster_run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, ["run", *arguments])
+    return CliRunner().invoke(cluster_app, ["run", *arguments])
 
 
 @needs_namespaces

@@ -27,8 +27,9 @@ import syncline
 from background import Beside, beside
 from ddp_helpers import Mlp, batch, on_ranks, seeded
 from syncline.cli import app
-from syncline.cli.commands import common
-from syncline.cli.commands import run as cli_run
+from syncline.cli.app import RUN_SETTINGS
+from syncline.cli.app import command as command_of
+from syncline.cli.commands import Run
 from syncline.cluster import Rank
 from syncline.testing import check_laws
 
@@ -160,7 +161,7 @@ def check_syncline(words: list[str]) -> None:
     words = list(words)
     if words[0] == "run":
         own = typer.Typer()
-        own.command(context_settings=cli_run.SETTINGS)(common.command(cli_run.Run, print))
+        own.command(context_settings=RUN_SETTINGS)(command_of(Run, print))
         command, words = typer.main.get_command(own), words[1:]
     while hasattr(command, "commands"):
         command = command.commands[words.pop(0)]

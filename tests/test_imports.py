@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
         *("predict", "records", "report", "run", "tuning"),
     },
     "run": {"_version", "ddp", "errors", "health", "records", "tuning"},
-    "report": {"_version", "cluster", "errors", "exchange", "files", "predict", "records", "units"},
+    "report": {"_version", "errors", "exchange", "files", "predict", "records", "units"},
     "doctor": {"_version", "cluster", "ddp", "dist", "errors", "files", "health", "measure", "records", "units"},
     "bench": {
         *("_version", "errors", "memory_meter"),
@@ -144,8 +144,7 @@ def test_what_predicts_and_plans_needs_no_process_group(package: str) -> None:
         name = waiting.pop()
         reached.add(name)
         waiting += ALLOWED[name] - reached
-    rates = {"cluster"} if package == "report" else set()  # whose rates it formats
-    assert reached <= {*WITHOUT_PROCESS_GROUP, *BASE, *rates}
+    assert reached <= {*WITHOUT_PROCESS_GROUP, *BASE}
     for path in (SOURCE / package).rglob("*.py"):
         for module in imported(path.read_text()):
             assert not f"{module}.".startswith("torch.distributed."), f"{path.name} imports {module}"

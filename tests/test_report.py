@@ -31,10 +31,11 @@ from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Gradient, Profile, load_profile
 from syncline.records.run_record import BucketSpan, Loss, ModelRecord, Pace, PhaseSpan, RunRecord, StepSpan
-from syncline.report import axes, formatting, sentences
+from syncline.report import charts, sentences
 from syncline.report.inputs import Inputs
 from syncline.report.page import build_page, render, write_report
 from syncline.report.read_inputs import read_inputs
+from syncline.units import duration_text, milliseconds_text
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 PROFILE = load_profile("cnn-cpu")
@@ -320,7 +321,8 @@ def test_bench_rows_are_the_results_own_with_what_was_predicted() -> None:
     foreseen = [mark.value("predicted-ms") for mark in seen.of("bench", "data-predicted-ms")]
     assert foreseen == near([row.predicted_ms or 0 for row in BENCH.rows])
     assert "Plain DDP takes 135 ms per step, 77% of it exposed communication" in seen.text
-    assert "syncline bench --hosts 4 --per-host 1 --rate 200mbit --model cnn --batch 16" in seen.text
+    command = "syncline bench --hosts 4 --rate 200mbit --model cnn"
+    assert command in page_of(Inputs(benches=(msgspec.structs.replace(BENCH, command=command),))).text
 
 
 def test_alternatives_remedies_and_scaling_are_the_plans_and_the_predictors_own() -> None:
@@ -380,7 +382,7 @@ def test_what_was_asked_of_predict_is_what_is_drawn() -> None:
     assert series == ["bf16, 1 Gbit/s", "plain DDP, 1 Gbit/s", "bf16, 10 Gbit/s", "plain DDP, 10 Gbit/s"]
     assert "8 hosts, 1 Gbit/s links" in seen.text
     one = predict(PROFILE, NETWORK.with_hosts(8).with_rate(10**9), Schedule.parse(PROFILE, "bf16", "gloo"))
-    assert f"of {formatting.step_time(one.iteration_s)} per step" in seen.text
+    assert f"of {milliseconds_text(one.iteration_s)} per step" in seen.text
 
 
 # Names stay text.
@@ -516,8 +518,8 @@ def test_odd_ones_have_a_page_too(name: str, tmp_path: Path) -> None:
     seen = Seen(path.read_text())
     assert seen.text
     says = {
-        "5,000 gradients": "Each bar stands for up to 4 buckets.",
-        "one rank": "One rank exchanges nothing",
+        "5,000 gradients": "460 more buckets not shown.",
+        "one rank": "one rank exchanges nothing",
         "300 hosts": "300 hosts",
         "a run without models": "The script built no DistributedDataParallel model",
         "a run without steps": "Net took 0 steps, too few to say how long they take.",
@@ -539,11 +541,11 @@ def test_a_page_of_one_record_says_whose_it_is() -> None:
 @settings(max_examples=40, deadline=None)
 def test_axes_hold_everything_that_is_drawn_on_them(values: list[float]) -> None:
     drawn = [
-        axes.linear("", values, str),
-        axes.logarithmic("", values, str),
-        axes.linear("", [*values, -values[0]], str),
-        axes.time("", values),
-        axes.counts("", [1 + int(value) for value in values]),
+        charts.linear_axis("", values, str),
+        charts.log_axis("", values, str),
+        charts.linear_axis("", [*values, -values[0]], str),
+        charts.linear_axis("", values, duration_text),
+        charts.count_axis("", [1 + int(value) for value in values]),
     ]
     for axis in drawn:
         assert axis.low < axis.high and 1 <= len(axis.ticks) <= 24
@@ -562,7 +564,10 @@ def other_profile() -> Profile:
 @pytest.mark.parametrize(
     ("known", "says"),
     [
-        ({"profile": other_profile(), "plans": {"p": PLAN}}, "p is for another model than the profile: parameter"),
+        (
+            {"profile": other_profile(), "plans": {"p": PLAN}},
+            "p has 1.69 MB of gradients, but the profile has 43.2 MB: are these files of two different models?",
+        ),
         (
             {"network": assumed_network(2, 1, 10**9), "plans": {"p": PLAN}},
             "p is for 4 hosts with 4 ranks, but the network has 2 hosts with 2 ranks",
@@ -573,7 +578,7 @@ def other_profile() -> Profile:
         ({"runs": (a_run(9, 4),)}, "rank 9 of 4"),
         (
             {"runs": (_without(a_run(), network=None, plan=None),), "network": assumed_network(2, 1, 10**9)},
-            "Net ran on 4 hosts with 4 ranks, but the network has 2 hosts",
+            "Net of rank 0 is for 4 hosts with 4 ranks, but the network has 2 hosts",
         ),
         (
             {"runs": (_without(a_run(), profile=None, plan=None),), "profile": other_profile()},
@@ -654,7 +659,7 @@ def test_a_demo_is_read_with_and_without_what_tuning_found(folder: Path) -> None
         (["predicted.json"], "was written by syncline predict --json: pass the profile and the network"),
         (["empty"], "empty: has no rank-*.json: name the folder that syncline run wrote"),
         (["profile.json", "again.json"], "profile.json and again.json are both a profile"),
-        (["plan.json", "gpt.json"], "the plan is for another model than the profile"),
+        (["plan.json", "gpt.json"], "the plan has 1.69 MB of gradients, but the profile has"),
         (["profile.json", "--trace", "trace.json"], "--trace needs a run"),
         (["profile.json", "--output", "nowhere/page.html"], "there is no folder nowhere"),
         (["profile.json", "--output", "run"], "run is a folder: name a file to write to"),

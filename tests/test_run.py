@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from syncline.cli.commands import run as run_cli
+from syncline.cli.app import run_script
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
 from syncline.measure.assumed_network import assumed_links
 from syncline.records.network import Network
@@ -44,7 +44,7 @@ def as_a_script(rank: Rank, arguments: list[str]) -> dict[str, Any]:
     sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - messages are not tested here
     ended: dict[str, Any] = {}
     try:
-        run_cli.main(arguments)
+        run_script(arguments)
     except SystemExit as exit_:
         ended["status"] = exit_.code
     except BaseException as error:  # noqa: BLE001 - raised by the script
@@ -193,14 +193,14 @@ def test_wrong_use_is_refused_before_the_script_starts(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        run_cli.main(arguments)
+        run_script(arguments)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
 
 
 def test_help_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        run_cli.main(["--help"])
+        run_script(["--help"])
     assert exit_.value.code == 0
     assert "--observe-only" in (text := capsys.readouterr().out)
     assert len(text.splitlines()) <= 50

@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from syncline.errors import UsageError
 
 
-def size_text(nbytes: float) -> str:
-    """Format bytes in decimal units, to three digits: `1.5 MB`."""
+def size_text(nbytes: float | None) -> str:
+    """Format bytes in decimal units, to three digits: `1.5 MB`; None as a dash."""
+    if nbytes is None:
+        return "–"
     return _scaled_text(nbytes, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))) or f"{nbytes:.0f} B"
 
 
@@ -26,9 +28,16 @@ def duration_text(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 or not seconds else f"{seconds * 1e6:.3g} µs"
 
 
-def milliseconds_text(seconds: float) -> str:
-    """Format the time of a step, to tenths of a millisecond: `61.4 ms`."""
-    return f"{seconds * 1e3:.1f} ms"
+def milliseconds_text(seconds: float, unit: str = " ms") -> str:
+    """Format the time of a step: `61.4 ms`, `135 ms`."""
+    return f"{seconds * 1e3:.{0 if seconds >= 0.1 else 1}f}{unit}"
+
+
+def speedup_text(ratio: float, same: float = 0.0) -> str:
+    """Format a ratio of times: `1.50× faster`. A difference of up to `same` counts as none."""
+    if same and abs(ratio - 1) <= same:
+        return "at the same speed"
+    return f"{1 / ratio:.2f}× faster" if 0 < ratio < 1 else f"{ratio:.2f}× slower"
 
 
 def count_text(number: int, noun: str) -> str:

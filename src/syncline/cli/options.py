@@ -12,9 +12,10 @@ import torch.distributed as dist
 import typer
 
 from syncline import startup
-from syncline.cli.commands.common import ClusterOptions
+from syncline.cli.commands import ClusterOptions
 from syncline.cluster import ClusterSpec, RankFailedError, parse_per_host, parse_rate
 from syncline.errors import ClusterError, SynclineError, UsageError, first_line
+from syncline.records.profile import Profile, load_profile
 
 _JOINING = timedelta(minutes=10)
 """Timeout for all ranks to join the process group."""
@@ -36,15 +37,15 @@ def cluster_spec(cluster: ClusterOptions) -> ClusterSpec:
     )
 
 
-def scales(text: str) -> tuple[float, float]:
-    """Parse `"10,0.05"` as two factors: for a profile's times and for its sizes."""
+def scaled_profile(name: str, scale: str) -> Profile:
+    """Load a profile and multiply its times and sizes by the factors in `scale`, as in `"10,0.05"`."""
     try:
-        time_scale, size_scale = (float(part) for part in text.split(","))
+        time_scale, size_scale = (float(part) for part in scale.split(","))
         if not (0 < time_scale < 1e6 and 0 < size_scale <= 1000):
             raise ValueError
     except ValueError:
-        raise UsageError(f"--scale {text!r}: write two positive numbers, for times and sizes, like 10,0.05") from None
-    return time_scale, size_scale
+        raise UsageError(f"--scale {scale!r}: write two positive numbers, for times and sizes, like 10,0.05") from None
+    return load_profile(name).scaled(time=time_scale, bytes=size_scale)
 
 
 def split(text: str) -> list[str]:
@@ -52,14 +53,14 @@ def split(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
-def check_bucket_mb(bucket_mb: float | None) -> None:
-    if bucket_mb is not None and not 0 < bucket_mb < 1e6:
-        raise UsageError(f"--bucket-mb {bucket_mb:g}: must be greater than 0 and less than 1e6")
+def check_positive(option: str, value: float | None) -> None:
+    if value is not None and not 0 < value < 1e6:
+        raise UsageError(f"{option} {value:g}: must be greater than 0 and less than 1e6")
 
 
-def check_timeout(seconds: float) -> None:
-    if not 0 < seconds < 1e9:
-        raise UsageError(f"--timeout {seconds:g}: must be greater than 0 and less than 1e9")
+def check_seconds(option: str, seconds: float) -> None:
+    if not 1 <= seconds <= 3600:
+        raise UsageError(f"{option} {seconds:g}: must be 1 to 3600 seconds")
 
 
 def under_torchrun() -> bool:

@@ -2,58 +2,54 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from pathlib import Path
 
-from syncline.cli import options, screen
-from syncline.cli.commands.report import Report
+from syncline.cli import commands, screen
+from syncline.cli.screen import say
 from syncline.errors import UsageError
-from syncline.files import write_json, write_text
+from syncline.files import write_text
 from syncline.report.inputs import Inputs
 from syncline.report.page import build_page, render
 from syncline.report.read_inputs import read_inputs
+from syncline.report.trace import write_trace
 
 
-def report(args: Report) -> None:
-    with options.one_line_errors("syncline report"):
-        for path in (args.output, args.trace, args.json):
-            screen.check_writable(path)
-        inputs = read_inputs(args.files)
-        if args.trace is not None and not inputs.runs:
-            raise UsageError("--trace needs a run: add the folder that syncline run wrote")
-        write_page(args.output, inputs, args.json)
-        if args.trace is not None:
-            from syncline.report.trace import write_trace
-
-            write_trace(args.trace, inputs.runs)
-            screen.out.print(f"Trace, for https://ui.perfetto.dev: {args.trace}", soft_wrap=True)
+def main(args: commands.Report) -> None:
+    screen.check_writable(args.output, args.trace, args.json)
+    inputs = read_inputs(args.files)
+    if args.trace is not None and not inputs.runs:
+        raise UsageError("--trace needs a run: add the folder that syncline run wrote")
+    write_page(args.output, inputs, args.json)
+    if args.trace is not None:
+        write_trace(args.trace, inputs.runs)
+        say(f"Trace, for https://ui.perfetto.dev: {args.trace}", soft_wrap=True)
 
 
 def write_page(path: Path, inputs: Inputs, json: Path | None = None, *, short: bool = False) -> None:
     """Write a report and print its path; print its text too, unless `short`."""
     page = build_page(inputs)
     write_text(path, render(page))
-    if json is not None:
-        contents = {
-            "schema": 1,
-            "verdict": page.verdict,
-            "more": list(page.more),
-            "warning": page.warning,
-            "facts": [{"name": fact.name, "value": fact.value, "note": fact.note} for fact in page.facts],
-            "sections": {section.name: section.title for section in page.sections},
-        }
-        write_json(json, contents)
+    contents = {
+        "schema": 1,
+        "verdict": page.verdict,
+        "more": list(page.more),
+        "warning": page.warning,
+        "facts": [dataclasses.asdict(fact) for fact in page.facts],
+        "sections": {section.name: section.title for section in page.sections},
+    }
+    screen.save(json, contents)
     if not short:
         if page.about:
-            screen.out.print(page.about)
+            say(page.about)
         if page.warning:
-            screen.out.print(page.warning, style="yellow")
-        screen.out.print()
+            say(page.warning, style="yellow")
+        say()
         for sentence in (page.verdict, *page.more):
-            screen.out.print(sentence)
-            screen.out.print()
-    screen.out.print(f"Report: {path}", soft_wrap=True)
+            say(f"{sentence}\n")
+    say(f"Report: {path}", soft_wrap=True)
 
 
 def typed() -> str:

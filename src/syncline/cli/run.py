@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import shlex
@@ -10,8 +11,7 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from syncline.cli import options, screen
-from syncline.cli.commands.run import FOLDER, Run
+from syncline.cli import commands, options, screen
 from syncline.errors import SynclineError, UsageError, first_line
 from syncline.exchange import EXCHANGES, Exchange
 from syncline.records.network import Network
@@ -19,30 +19,28 @@ from syncline.records.plan import Plan
 from syncline.records.run_record import FINISHED, RUNNING, RunRecord
 from syncline.run.runner import PAGE, Job, Runner
 from syncline.run.script import check_script
-from syncline.tuning.settings import PROBE_S, TuneSettings
+from syncline.tuning.settings import TuneSettings
 
 _WAIT_S = 5.0
 """How long rank 0 waits for the records of its host's other ranks after the script has ended."""
 
 
 @options.one_line_errors("syncline run")
-def prepare(args: Run) -> Callable[[], NoReturn]:
+def prepare(args: commands.Run) -> Callable[[], NoReturn]:
     """Check the options and return the function that runs the script."""
     if args.exchange is not None and args.plan is not None:
         raise UsageError("--exchange and --plan exclude each other: a plan names the exchanges of its buckets")
     if (args.exchange is not None or args.plan is not None) and (args.allow or args.observe_only):
         raise UsageError("--allow and --observe-only are for tuning, which --exchange and --plan replace")
-    if not 1 <= args.probe <= 3600:
-        raise UsageError(f"--probe {args.probe:g}: must be 1 to 3600 seconds")
-    if args.timeout is not None and not args.timeout > 0:
-        raise UsageError(f"--timeout {args.timeout:g}: must be greater than 0")
+    options.check_seconds("--probe", args.probe)
+    options.check_positive("--timeout", args.timeout)
     if args.nproc_per_node is not None and "RANK" in os.environ:
         raise UsageError("--nproc-per-node starts ranks, but torchrun has already started this one: omit it")
     check_script(args.script, module=args.module)
-    if args.out.exists() and not args.out.is_dir():
-        raise UsageError(f"--out {args.out}: is a file; name a folder")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UsageError(f"--out {args.out}: is a file; name a folder") from None
     except OSError as error:
         raise UsageError(f"--out {args.out}: cannot be created: {error.strerror}; name another folder") from error
     screen.check_writable(args.out / PAGE)
@@ -67,27 +65,20 @@ def prepare(args: Run) -> Callable[[], NoReturn]:
     return functools.partial(_run, Job(args.script, tuple(arguments), args.module, settings, args.out, command))
 
 
-def _changed_options(args: Run) -> list[str]:
+def _changed_options(args: commands.Run) -> list[str]:
     """Return the options that do not have their default values, as they would be typed."""
     words = []
-    for name in ("allow", "exchange", "plan", "network"):
-        if value := getattr(args, name):
-            words += [f"--{name}", str(value)]
-    if args.probe != PROBE_S:
-        words += ["--probe", f"{args.probe:g}"]
-    if args.timeout is not None:
-        words += ["--timeout", f"{args.timeout:g}"]
-    if args.out != FOLDER:
-        words += ["--out", str(args.out)]
-    return words + ["--observe-only"] * args.observe_only + ["--quiet"] * args.quiet
+    for field in dataclasses.fields(args):
+        value = getattr(args, field.name)
+        if value != field.default and field.name not in ("script", "arguments", "module", "nproc_per_node"):
+            words += [f"--{field.name.replace('_', '-')}", *([] if value is True else [f"{value}"])]
+    return words
 
 
 def _exchange(name: str | None) -> Exchange | None:
-    if name is None:
-        return None
-    if name not in EXCHANGES:
+    if name is not None and name not in EXCHANGES:
         raise UsageError(f"--exchange {name}: unknown exchange; known: {', '.join(EXCHANGES)}")
-    return EXCHANGES[name]()
+    return None if name is None else EXCHANGES[name]()
 
 
 def _start_ranks(ranks: int, arguments: list[str]) -> NoReturn:

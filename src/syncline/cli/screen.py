@@ -1,13 +1,15 @@
-"""Output of the commands: tables on standard output, progress on standard error."""
+"""Output of the commands: tables on standard output, progress on standard error, results in files."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,10 +17,14 @@ from rich.table import Table
 
 from syncline.cluster import ClusterSpec, unshaped_notice, why_not_shaped
 from syncline.errors import UsageError
+from syncline.files import write_json
+from syncline.report.charts import Bars
+from syncline.report.charts import Table as Numbers
 
 # Without markup, because names and paths may contain brackets.
 out = Console(highlight=False, markup=False)
 err = Console(stderr=True, highlight=False, markup=False)
+say = out.print
 
 
 @contextlib.contextmanager
@@ -48,36 +54,57 @@ def links(spec: ClusterSpec, emulated: bool) -> str:
     return spec.describe() if emulated else f"{spec.world_size} ranks on the loopback interface, links not shaped"
 
 
-def check_writable(path: Path | None) -> None:
-    """Raise `UsageError` if the file cannot be written; call it before a long run."""
-    if path is None:
-        return
-    if str(path) == "-":
-        raise UsageError("- is not a file name: write to a file, or to /dev/stdout")
-    try:
-        if path.is_dir():
-            raise UsageError(f"{path} is a folder: name a file to write to")
-        if not path.parent.is_dir():
-            raise UsageError(f"{path}: there is no folder {path.parent}: create it first")
-        if path.exists():
-            allowed = os.access(path, os.W_OK)
-        else:
-            allowed = True
-            with tempfile.TemporaryFile(dir=path.parent):  # permission bits alone do not show whether this works
-                pass
-    except OSError:  # a folder on the path is not readable
-        allowed = False
-    if not allowed:
-        raise UsageError(f"{path}: this user may not write there: choose another file")
+def check_writable(*paths: Path | None) -> None:
+    """Raise `UsageError` if one of the files cannot be written; call it before a long run."""
+    for path in filter(None, paths):
+        if str(path) == "-":
+            raise UsageError("- is not a file name: write to a file, or to /dev/stdout")
+        try:
+            if path.is_dir():
+                raise UsageError(f"{path} is a folder: name a file to write to")
+            if not path.parent.is_dir():
+                raise UsageError(f"{path}: there is no folder {path.parent}: create it first")
+            if not path.exists():
+                tempfile.TemporaryFile(dir=path.parent).close()  # permission bits alone do not show whether this works
+            elif not os.access(path, os.W_OK):
+                raise PermissionError
+        except OSError:  # also if a folder on the path is not readable
+            raise UsageError(f"{path}: this user may not write there: choose another file") from None
 
 
-def table(*columns: str, words: str = "") -> Table:
-    """Make a table whose first column, and the one called `words`, hold text, and the others numbers.
+def save(path: Path | None, result: msgspec.Struct | dict[str, Any]) -> None:
+    """Write a result as JSON, if the user named a file for it."""
+    if path is not None:
+        write_json(path, result)
+
+
+def show(chart: Bars | Numbers, most: int = 9) -> None:
+    """Print the numbers of a chart of the report, up to `most` rows of them."""
+    if isinstance(chart, Bars):
+        grid = table("", *chart.columns)
+        rows = [(row.name, *row.cells) for row in chart.rows]
+    else:
+        grid = table(*chart.columns, words=chart.text_columns)
+        rows = [tuple(map(str, row)) for row in chart.rows]
+    for row in rows[:most]:
+        grid.add_row(*row)
+    say(f"{chart.caption}:")
+    say(grid)
+    if len(rows) > most:
+        say(f"and {len(rows) - most} more", style="dim")
+    if chart.note:
+        say(chart.note, style="dim")
+
+
+def table(*columns: str, words: Collection[int] = ()) -> Table:
+    """Make a table whose first column, and those in `words`, hold text, and the others numbers.
 
     If a row is too wide, text is wrapped and numbers are not.
     """
     grid = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for index, column in enumerate(columns):
-        text = index == 0 or (column and column == words)
-        grid.add_column(column, justify="left" if text else "right", no_wrap=not text)
+        if index == 0 or index in words:
+            grid.add_column(column, overflow="fold")
+        else:
+            grid.add_column(column, justify="right", no_wrap=True)
     return grid

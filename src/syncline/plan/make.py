@@ -133,7 +133,7 @@ def _reason(result: SearchResult) -> str:
     saved = _largest_saving(plain.losses, best.losses)
     return (
         f"{buckets}{lanes} through {names}, instead of DDP's {before}: "
-        f"predicted {plain.iteration_s * 1e3:.1f} → {milliseconds_text(best.iteration_s)} per step"
+        f"predicted {milliseconds_text(plain.iteration_s)} → {milliseconds_text(best.iteration_s)} per step"
         f"{f', mostly less lost to {saved}' if saved else ''}."
     )
 

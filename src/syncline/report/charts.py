@@ -1,4 +1,4 @@
-"""The kinds of chart on a page, as data: bars (timelines are bars too), lines and tables.
+"""What a page consists of, as data: sections with charts, which are bars (timelines are bars too), lines and tables.
 
 Sections build them, and the macros in `charts.html.j2` draw them. Whatever can be pointed at carries a tooltip with its
 numbers, and the same numbers as `data-` attributes.
@@ -7,12 +7,11 @@ numbers, and the same numbers as `data-` attributes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from syncline.report import axes, formatting
-from syncline.report.axes import Axis
+from syncline.units import duration_text, size_text
 
 KINDS = {
     "compute": "computation",
@@ -29,6 +28,8 @@ KINDS = {
     "predicted": "predicted",
 }
 """What a bar's colour means, the same on every chart."""
+_SMALLEST = 1e-300
+"""Anything smaller is drawn as 0: there are no round numbers below it."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class Bars:
     """Rows of bars on one scale that starts at 0."""
 
     caption: str
-    rows: tuple[Row, ...]
-    columns: tuple[str, ...] = ()
+    rows: Sequence[Row]
+    columns: Sequence[str] = ()
     """Names of the cells; narrow screens show only the first two."""
     source: str = ""
     """`measured`, `predicted` or what else the badge says."""
@@ -94,16 +95,9 @@ class Bars:
     """Or `bytes`."""
     compact: bool = False
     """True for a timeline: no space between rows."""
-    legend: tuple[str, ...] | None = None
-    """Kinds to explain; None for those that are drawn."""
     common_end: float = 0.0
     """End of the scale where several charts share one."""
     template: ClassVar[str] = "bars"
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        drawn = {bar.kind for row in self.rows for bar in row.bars}
-        return tuple(kind for kind in KINDS if kind in drawn)
 
     @property
     def end(self) -> float:
@@ -114,13 +108,69 @@ class Bars:
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        text = formatting.axis_size if self.unit == "bytes" else axes.time_text(self.end)
-        return [(tick, text(tick)) for tick in axes.round_numbers(self.end, 4)]
+        text = size_text if self.unit == "bytes" else duration_text
+        return [(tick, text(tick)) for tick in _round_numbers(self.end, 4)]
 
     @property
     def legend_entries(self) -> list[tuple[str, str]]:
         """CSS class and text."""
-        return [(f"k-{kind}", KINDS[kind]) for kind in (self.kinds if self.legend is None else self.legend)]
+        drawn = {bar.kind for row in self.rows for bar in row.bars}
+        return [(f"k-{kind}", text) for kind, text in KINDS.items() if kind in drawn]
+
+
+@dataclass(frozen=True)
+class Axis:
+    name: str
+    low: float
+    high: float
+    ticks: tuple[tuple[float, str], ...]
+    log: bool = False
+
+    def percent(self, value: float) -> float:
+        """Return 0 for the start of the axis, 100 for its end."""
+        low, high = self.low, self.high
+        if self.log:
+            low, high, value = math.log(low), math.log(high), math.log(max(value, self.low * 1e-3))
+        return 100 * (value - low) / (high - low) if high > low else 0.0
+
+
+def linear_axis(name: str, values: Iterable[float], text: Callable[[float], str], *, margin: float = 1.04) -> Axis:
+    """Start at 0, or at the smallest value if that is negative, and end a little above the largest."""
+    finite = [0.0, *(value for value in values if math.isfinite(value))]
+    low, high = min(finite) * margin, max(finite) * margin
+    if high - low <= _SMALLEST:
+        high = low + 1.0
+    ticks = sorted({*_round_numbers(high), *(-tick for tick in _round_numbers(-low))})
+    return Axis(name, low, high, tuple((tick, text(tick)) for tick in ticks))
+
+
+def log_axis(name: str, values: Iterable[float], text: Callable[[float], str]) -> Axis:
+    """Label powers of ten; where there are fewer than three, also 2 and 5 times those."""
+    positive = [value for value in values if math.isfinite(value) and value > _SMALLEST] or [1.0, 10.0]
+    low, high = min(positive) / 1.3, max(positive) * 1.3
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [10.0**power for power in powers if low <= 10.0**power <= high]
+    if len(ticks) < 3:
+        ticks = [times * 10.0**power for power in powers for times in (1, 2, 5) if low <= times * 10.0**power <= high]
+    if len(ticks) < 2:
+        ticks = sorted({min(positive), max(positive)})
+    return Axis(name, low, high, tuple((tick, text(tick)) for tick in ticks[:: 1 + len(ticks) // 8]), log=True)
+
+
+def count_axis(name: str, values: Iterable[int]) -> Axis:
+    """Label every value, on a logarithmic scale."""
+    known = sorted(set(values))
+    return Axis(name, known[0] / 1.15, known[-1] * 1.15, tuple((float(v), f"{v:,}") for v in known), log=True)
+
+
+def _round_numbers(largest: float, wanted: int = 5) -> tuple[float, ...]:
+    """Return about `wanted` round numbers from 0 up to `largest`."""
+    if not (math.isfinite(largest) and largest > _SMALLEST):
+        return (0.0,)
+    rough = largest / wanted
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(power * times for times in (1, 2, 2.5, 5, 10) if power * times >= rough * 0.999)
+    return tuple(step * index for index in range(int(largest / step * (1 + 1e-9)) + 1))
 
 
 @dataclass(frozen=True)
@@ -159,7 +209,7 @@ class Lines:
 
     @property
     def legend_entries(self) -> list[tuple[str, str]]:
-        return [(f"h{one.color}{' dashed' if one.dashed else ''}", one.name) for one in self.series]
+        return [(f"h{series.color}{' dashed' if series.dashed else ''}", series.name) for series in self.series]
 
     def path(self, points: Sequence[tuple[float, float]]) -> str:
         return "M" + " L".join(f"{self.x.percent(x):.2f} {100 - self.y.percent(y):.2f}" for x, y in points)
@@ -180,7 +230,7 @@ class HeatCell:
 @dataclass(frozen=True)
 class Table:
     caption: str
-    columns: tuple[str, ...]
+    columns: Sequence[str]
     rows: Sequence[Sequence[str | HeatCell]]
     source: str = ""
     note: str = ""
@@ -202,3 +252,17 @@ class Table:
 
 
 Chart = Bars | Lines | Table
+
+
+@dataclass(frozen=True)
+class Section:
+    name: str
+    """Also its address on the page: `#timeline`."""
+    title: str
+    lead: str = ""
+    charts: Sequence[Chart | Sequence[Lines]] = ()
+    """Line charts in a sequence of their own are drawn small and side by side."""
+    points: Sequence[str] = ()
+    """Sentences, as a list."""
+    commands: Sequence[tuple[str, str]] = ()
+    """What commands do, and the commands."""

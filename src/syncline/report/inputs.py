@@ -1,7 +1,8 @@
-"""Everything a page is made from, and checks that it belongs together."""
+"""Everything a page is made from, checked to belong together, and the commands that make it again."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -11,8 +12,8 @@ from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 from syncline.records.run_record import ModelRecord, RunRecord
-from syncline.report import formatting
 from syncline.report.forecast import Forecast
+from syncline.units import count_text, size_text
 
 _PLAN_NAMES = {
     "plan": "the plan, lossless",
@@ -21,6 +22,14 @@ _PLAN_NAMES = {
     "tune-bf16": "the plan, 16 bits allowed",
 }
 """What the plan of a bench's or demo's method is called on the page."""
+
+PREDICT = "Predict again", "syncline predict --profile {profile} --network {network}"
+PLAN = "Plan again", "syncline plan --profile {profile} --network {network}"
+PROBE = "Probe again, on the cluster", "torchrun … -m syncline probe --output {network}"
+PROFILE = "Profile again", "syncline profile MODEL --output {profile}"
+
+Commands = tuple[tuple[str, str], ...]
+"""What a command does, and the command."""
 
 
 @dataclass(frozen=True)
@@ -51,17 +60,12 @@ class Inputs:
     """The command that makes the page again, if there is one."""
 
     def __post_init__(self) -> None:
-        _check_runs(self)
-        for model in self.models:
-            _check_model(self, model)
-        for result in self.benches:
-            _check_bench(self, result)
+        _check_runs(self.runs)
+        _check_together(self)
         if self.demo is not None:
-            methods = [row.method for row in self.demo.rows]
             for method in ("nosync", "ddp", "tune", "tune-bf16"):
-                if method not in methods:
-                    name = self.file("demo") or "the demo"
-                    raise UsageError(f"{name}: rows: {method} is missing; run the demo again")
+                if all(row.method != method for row in self.demo.rows):
+                    raise UsageError(f"{self.file('demo') or 'demo'}: rows: {method} is missing; run the demo again")
 
     @property
     def models(self) -> tuple[ModelData, ...]:
@@ -71,6 +75,19 @@ class Inputs:
     def file(self, kind: str) -> str | None:
         """Return the first file of a kind, if any."""
         return next(iter(self.files.get(kind, ())), None)
+
+    def again(self, purpose: str = "", command: str = "") -> Commands:
+        """Return a command with the names of the files that were read, or else the one that makes the whole page."""
+        files = {kind: shlex.quote(paths[0]) for kind, paths in self.files.items() if paths}
+        try:
+            filled = command.format_map(files)
+        except KeyError:  # a file was not read
+            filled = ""
+        recorded = [(purpose, filled), ("Make this page again", self.command)]
+        recorded += [("Run again", run.command) for run in self.runs]
+        recorded += [("Train again", self.demo.command)] if self.demo is not None else []
+        recorded += [("Measure again", bench.command) for bench in self.benches]
+        return tuple(entry for entry in recorded if entry[1])[:1]
 
 
 @dataclass(frozen=True)
@@ -85,46 +102,31 @@ class ModelData:
     """Ranks and what each recorded."""
     forecast: Forecast | None = None
 
-    @property
-    def bucket_caps(self) -> tuple[int, ...]:
-        """Sizes in bytes at which the script's DDP closes its buckets, if known."""
-        return self.records[0][1].caps if self.records else ()
-
-    @property
-    def gradient_bytes(self) -> int | None:
-        if self.profile is not None:
-            return self.profile.gradient_bytes
-        if self.records:
-            return self.records[0][1].gradient_bytes
-        plan = next(iter(self.plans.values()), None)
-        return None if plan is None else sum(gradient.bytes for gradient in plan.gradients)
-
 
 def _model_of_files(inputs: Inputs) -> ModelData:
     profile, network, plans = inputs.profile, inputs.network, dict(inputs.plans)
     for result in inputs.benches:
         profile, network = profile or result.profile, network or result.network
         plans = plans or {_PLAN_NAMES[name]: plan for name, plan in result.plans.items() if name in _PLAN_NAMES}
-    names = [result.model.name for result in inputs.benches]
+    names = [known.model for known in (profile, *plans.values()) if known is not None]
+    names += [result.model.name for result in inputs.benches]
     if inputs.demo is not None:
         tunings = inputs.demo.tunings
         network = network or inputs.demo.network
         profile = profile or next((tuning.profile for tuning in reversed(tunings.values())), None)
         plans = plans or {_PLAN_NAMES.get(name, name): tuning.plan for name, tuning in tunings.items()}
         names = ["a CNN on real digits"]
-    else:
-        names = [known.model for known in (profile, *plans.values()) if known is not None] + names
     return ModelData(next(filter(None, names), ""), profile, network, plans)
 
 
 def _models_of_runs(inputs: Inputs) -> Iterator[ModelData]:
     """Match the ranks' models by name and by the order in which the script builds them."""
-    found: dict[tuple[int, str], list[tuple[int, ModelRecord]]] = {}
+    records_of: dict[tuple[int, str], list[tuple[int, ModelRecord]]] = {}
     for run in sorted(inputs.runs, key=lambda run: run.rank):
         for position, model in enumerate(run.models):
-            found.setdefault((position, model.name), []).append((run.rank, model))
-    only = len(found) == 1  # files that were passed beside a run describe its only model
-    for (_, name), records in found.items():
+            records_of.setdefault((position, model.name), []).append((run.rank, model))
+    only = len(records_of) == 1  # files that were passed beside a run describe its only model
+    for (_, name), records in records_of.items():
         models = [model for _, model in records]
         profile = next((model.profile for model in models if model.profile is not None), None)
         network = next((model.network for model in models if model.network is not None), None)
@@ -138,67 +140,45 @@ def _models_of_runs(inputs: Inputs) -> Iterator[ModelData]:
         )
 
 
-def _check_runs(inputs: Inputs) -> None:
-    for index, run in enumerate(inputs.runs):
+def _check_runs(runs: tuple[RunRecord, ...]) -> None:
+    seen: set[int] = set()
+    for run in runs:
         if not 0 <= run.rank < run.ranks:
             raise UsageError(f"a run's record claims to be of rank {run.rank} of {run.ranks}: there is no such rank")
-        if run.ranks != inputs.runs[0].ranks:
-            ranks = f"{inputs.runs[0].ranks} ranks and {run.ranks}"
+        if run.ranks != runs[0].ranks:
+            ranks = f"{runs[0].ranks} ranks and {run.ranks}"
             raise UsageError(f"these records are of two runs, with {ranks}: pass one run, or remove old records")
-        if any(other.rank == run.rank for other in inputs.runs[:index]):
+        if run.rank in seen:
             raise UsageError(f"two records are of rank {run.rank}: pass the records of one run")
+        seen.add(run.rank)
 
 
-def _check_model(inputs: Inputs, model: ModelData) -> None:
-    """Check what was combined here; what a record or a result contains belongs together."""
-    profile, network = model.profile, model.network
-    for name, plan in model.plans.items():
-        passed = plan is inputs.plans.get(name)
-        if profile is not None and (passed or profile is inputs.profile):
-            _check_plan(name, plan, profile)
-        if network is not None and (passed or network is inputs.network):
-            _check_hosts(f"{name} is for", plan.where.host_of_rank, network)
-    for rank, record in model.records:
-        # Parameters that are never used have no gradient in a profile, but count in the model.
-        least, most = record.gradient_bytes / 2, record.gradient_bytes
-        if profile is not None and profile is inputs.profile and not least <= profile.gradient_bytes <= most:
-            ours, theirs = formatting.size(profile.gradient_bytes), formatting.size(most)
-            raise UsageError(
-                f"{record.name} of rank {rank} has {theirs} of gradients, but the profile has {ours}: are these files "
-                "of two different models?"
+def _check_together(inputs: Inputs) -> None:
+    """Check that what was passed separately is of one model on one cluster."""
+    sizes = {"the profile": inputs.profile.gradient_bytes} if inputs.profile is not None else {}
+    sizes |= {name: sum(gradient.bytes for gradient in plan.gradients) for name, plan in inputs.plans.items()}
+    sizes |= {f"bench {number}": bench.model.gradient_bytes for number, bench in enumerate(inputs.benches, 1)}
+    records = inputs.models[0].records if len(inputs.models) == 1 else ()
+    recorded = {f"{record.name} of rank {rank}": record for rank, record in records}
+    if inputs.profile is not None:
+        sizes |= {name: record.gradient_bytes for name, record in recorded.items()}
+    for name, size in sizes.items():
+        other, known = next(iter(sizes.items()))
+        most = 2 * known if name in recorded else known  # a profile has no parameters that are never used
+        if not known <= size <= most:
+            texts = f"{name} has {size_text(size)} of gradients, but {other} has {size_text(known)}"
+            raise UsageError(f"{texts}: are these files of two different models?")
+    networks = [inputs.network, *(bench.network for bench in inputs.benches)]
+    expected = next((network.host_of_rank for network in networks if network is not None), None)
+    hosts = {name: plan.where.host_of_rank for name, plan in inputs.plans.items()}
+    if inputs.network is not None:
+        hosts |= {name: record.host_of_rank for name, record in recorded.items() if record.host_of_rank}
+    for name, host_of_rank in hosts.items():
+        if expected is not None and host_of_rank != expected:
+            ours, theirs = (
+                f"{count_text(len(set(place)), 'host')} with {count_text(len(place), 'rank')}"
+                for place in (host_of_rank, expected)
             )
-        if network is not None and network is inputs.network:
-            _check_hosts(f"{record.name} ran on", record.host_of_rank, network)
-
-
-def _check_hosts(what: str, host_of_rank: tuple[int, ...], network: Network) -> None:
-    if host_of_rank and host_of_rank != network.host_of_rank:
-        theirs, ours = (
-            f"{formatting.count(len(set(hosts)), 'host')} with {formatting.count(len(hosts), 'rank')}"
-            for hosts in (host_of_rank, network.host_of_rank)
-        )
-        theirs += " in another order" if theirs == ours else ""
-        raise UsageError(f"{what} {theirs}, but the network has {ours}: are these files of two different clusters?")
-
-
-def _check_plan(name: str, plan: Plan, profile: Profile) -> None:
-    planned, profiled = (
-        {gradient.name: (gradient.shape, gradient.dtype) for gradient in source.gradients} for source in (plan, profile)
-    )
-    for parameter in [*planned, *profiled]:
-        if planned.get(parameter) != profiled.get(parameter):
-            problem = "has different shapes or types in the two"
-            if parameter not in planned or parameter not in profiled:
-                problem = f"is not in the {'plan' if parameter not in planned else 'profile'}"
-            raise UsageError(f"{name} is for another model than the profile: parameter {parameter} {problem}")
-
-
-def _check_bench(inputs: Inputs, result: BenchResult) -> None:
-    profile = inputs.profile or next((bench.profile for bench in inputs.benches if bench.profile is not None), None)
-    sizes = [bench.model.gradient_bytes for bench in inputs.benches] + ([profile.gradient_bytes] if profile else [])
-    other = next((size for size in sizes if size != result.model.gradient_bytes), None)
-    if other is not None:
-        raise UsageError(
-            f"{inputs.file('bench') or 'the bench'}: its model has {formatting.size(result.model.gradient_bytes)} of "
-            f"gradients, but another file's has {formatting.size(other)}: are these files of two different models?"
-        )
+            order = " in another order" if ours == theirs else ""
+            texts = f"{name} is for {ours}{order}, but the network has {theirs}"
+            raise UsageError(f"{texts}: are these files of two different clusters?")

@@ -8,6 +8,8 @@ import datetime
 import hashlib
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 
 import jinja2
@@ -16,13 +18,27 @@ from markupsafe import Markup
 from syncline._version import __version__
 from syncline.files import write_text
 from syncline.report import summary
+from syncline.report.charts import Section
 from syncline.report.forecast import forecast_for
 from syncline.report.inputs import Inputs
-from syncline.report.layout import Page
 from syncline.report.sections import all_sections
+from syncline.report.summary import Fact
 
 _MOST_MODELS = 6
-_UNITS = r"(?:m?s|µs|[kMG]?B|[kMG]?bit/s|hosts?|ranks?)\b"
+_BEFORE_UNIT = re.compile(r"(?<=[0-9]) (?=(?:m?s|µs|[kMG]?B|[kMG]?bit/s|hosts?|ranks?)\b)")
+"""The space between a number and its unit, at which no line may break."""
+
+
+@dataclass(frozen=True)
+class Page:
+    about: str
+    """The model and the cluster."""
+    verdict: str
+    more: Sequence[str]
+    """Further sentences below the verdict."""
+    facts: Sequence[Fact]
+    sections: Sequence[Section]
+    warning: str
 
 
 def write_report(path: str | os.PathLike[str], inputs: Inputs) -> None:
@@ -39,24 +55,21 @@ def build_page(inputs: Inputs) -> Page:
     models = [
         dataclasses.replace(model, forecast=forecast_for(inputs, model)) for model in inputs.models[:_MOST_MODELS]
     ]
-    about = summary.about(inputs, models)
-    now = datetime.datetime.now().astimezone().isoformat(timespec="minutes", sep=" ")
     verdict, *more = summary.verdict_sentences(inputs, models)
     return Page(
-        title=about or "Syncline",
-        about=about,
+        about=summary.about(inputs, models),
         verdict=verdict,
         more=more,
         facts=list(summary.facts(inputs, models))[:4],
         sections=list(all_sections(inputs, models)),
-        made_by=f"syncline {__version__}, {now}",
         warning=summary.warning(inputs, models),
     )
 
 
 def render(page: Page) -> str:
     """Return the page as HTML."""
-    style, script = _read("page.css"), _read("page.js")
+    folder = resources.files("syncline") / "report"
+    style, script = ((folder / name).read_text("utf-8") for name in ("page.css", "page.js"))
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("syncline", "report"),
         autoescape=True,
@@ -64,9 +77,15 @@ def render(page: Page) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"keep_units": _keep_units, "percent": _percent, "digits": _digits}
+    environment.filters |= {
+        "keep_units": lambda text: _BEFORE_UNIT.sub("\u00a0", text),
+        "percent": _percent,
+        "digits": lambda value: f"{value:.6g}" if isinstance(value, float) else value,
+    }
+    now = datetime.datetime.now().astimezone().isoformat(timespec="minutes", sep=" ")
     text = environment.get_template("page.html.j2").render(
         page=page,
+        made_by=f"syncline {__version__}, {now}",
         style=Markup(style),  # noqa: S704 - our own file
         script=Markup(script),  # noqa: S704
         policy=f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; img-src data:; "
@@ -76,22 +95,8 @@ def render(page: Page) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _keep_units(text: str) -> str:
-    """Keep a number and its unit on one line."""
-    return re.sub(rf"(?<=[0-9]) (?={_UNITS})", "\u00a0", text)
-
-
 def _percent(value: float, end: float = 100.0) -> str:
     return f"{100 * max(0.0, value) / end:.3f}%"
-
-
-def _digits(value: str | float) -> str | float:
-    """Six digits are enough in an attribute."""
-    return f"{value:.6g}" if isinstance(value, float) else value
-
-
-def _read(name: str) -> str:
-    return (resources.files("syncline") / "report" / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

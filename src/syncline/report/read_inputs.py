@@ -28,10 +28,6 @@ _KINDS: tuple[tuple[str, str, type[msgspec.Struct]], ...] = (
     ("cluster", "bench", BenchResult),
 )
 """A key that identifies each kind of file; the first that is found decides."""
-_NOT_SHOWN = {
-    "culprit": "was written by syncline predict --json: pass the profile and the network to predict again",
-    "budget_bytes": "was written by syncline plan --memory-budget, which a report does not show",
-}
 
 
 def read_inputs(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
@@ -49,21 +45,16 @@ def read_inputs(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
         found.setdefault(kind, []).append((path, content))
 
     def only(kind: str) -> Any:
-        entries = found.get(kind, [])
-        if len(entries) > 1:
-            raise UsageError(
-                f"{entries[0][0]} and {entries[1][0]} are both a {kind}: a page shows one, so make a page for each"
-            )
-        return entries[0][1] if entries else None
+        (path, content), *others = found.get(kind, [(None, None)])
+        if others:
+            raise UsageError(f"{path} and {others[0][0]} are both a {kind}: a page shows one, so make a page for each")
+        return content
 
-    plans = found.get("plan", [])
-    names = [path.stem for path, _ in plans]
-    if len(set(names)) < len(names):
-        names = [str(path) for path, _ in plans]
+    plans = {str(path): plan for path, plan in found.get("plan", [])}
     return Inputs(
         profile=only("profile"),
         network=only("network"),
-        plans=dict(zip(["the plan"] if len(plans) == 1 else names, (plan for _, plan in plans), strict=True)),
+        plans={"the plan" if len(plans) == 1 else path: plan for path, plan in plans.items()},
         benches=tuple(result for _, result in found.get("bench", [])),
         demo=only("demo"),
         runs=tuple(run for _, run in found.get("run", [])),
@@ -78,10 +69,8 @@ def _expand(paths: Sequence[str | os.PathLike[str]]) -> Iterator[Path]:
         files = sorted(path.glob("rank-*.json")) if path.is_dir() else [path]
         if not files:
             raise UsageError(f"{path}: has no rank-*.json: name the folder that syncline run wrote, or files")
-        for file in files:
-            if file.resolve() not in seen:
-                seen.add(file.resolve())
-                yield file
+        yield from (file for file in files if file.resolve() not in seen)
+        seen.update(file.resolve() for file in files)
 
 
 def _read(path: Path) -> tuple[str, Any]:
@@ -91,12 +80,11 @@ def _read(path: Path) -> tuple[str, Any]:
         Profile.load(path)  # raises an error that says what is wrong with the file
         raise
     keys = tree if isinstance(tree, dict) else {}
-    for key, reason in _NOT_SHOWN.items():
-        if key in keys:
-            raise FileError(f"{path}: {reason}")
     for key, kind, type in _KINDS:
         if key in keys:
             return kind, read_json(path, type)
+    if "culprit" in keys:
+        raise FileError(f"{path}: was written by syncline predict --json: pass the profile and the network instead")
     raise FileError(
         f"{path}: is none of Syncline's files: pass what profile, probe, plan, bench, demo (--json) or run wrote"
     )

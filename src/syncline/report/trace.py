@@ -1,13 +1,8 @@
 """Run records as a trace of what every rank did when, for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 The file is Chrome's trace event format, as JSON. Each model of each rank is a process. Its rows are its computation and
-its lanes with their buckets; inside a bucket are the collectives of its exchange, if they were recorded. Arrows lead
-from the moment of backward in which a bucket was ready to where it was sent. Ranks are aligned by their wall clocks, so
-those of different hosts are only as well aligned as their clocks.
-
-A row may hold slices inside slices and slices one after the other, but viewers drop those that only overlap. So if two
-buckets of a lane, or two collectives of a bucket, run at the same time, the later one goes to a row of its own. Times
-are whole microseconds: rounded the same way, what lies inside a slice stays inside it.
+its lanes with their buckets; inside a bucket are the collectives of its exchange, if they were recorded. Ranks are
+aligned by their wall clocks, so those of different hosts are only as well aligned as their clocks.
 """
 
 from __future__ import annotations
@@ -23,10 +18,9 @@ from syncline.files import FileError, write_text
 from syncline.records.run_record import BucketSpan, ModelRecord, RunRecord, StepSpan
 
 Event = dict[str, Any]
-
-_SLICE, _ARROW, _ARROWHEAD, _INNER, _COUNTER = range(5)
-"""The order of events at the same time. An arrow binds to the slice that was opened last, so enclosing slices come
-first; events of one kind keep the order in which they were added."""
+_Row = tuple[int, bool, int]
+"""The lane (-1 for computation), whether it holds collectives that overlap with others of their bucket, and a number
+that counts the rows which overlapping slices need: viewers drop slices that overlap without one inside the other."""
 
 
 def write_trace(path: str | os.PathLike[str], records: Sequence[RunRecord]) -> None:
@@ -45,27 +39,32 @@ def write_trace(path: str | os.PathLike[str], records: Sequence[RunRecord]) -> N
 def trace_of(records: Sequence[RunRecord]) -> dict[str, Any]:
     """Return the trace of a run, given one record per rank in any order."""
     records = sorted(records, key=lambda record: record.rank)
-    clock = _Clock(records)
+    # Wall clocks count from 1970, too coarse to subtract two of them: only their difference is added.
+    offsets_s = [record.clock_s - records[0].clock_s for record in records]
+    starts_s = [
+        offset_s + start_s
+        for record, offset_s in zip(records, offsets_s, strict=True)
+        for model in record.models
+        for span in model.spans
+        for start_s in (span.start_s, *(bucket.start_s for bucket in span.buckets))
+    ]
+    zero_s = min(starts_s, default=0.0)
     names: list[Event] = []
-    timed: list[tuple[int, int, Event]] = []
-    arrow_ids = itertools.count(1)
+    slices: list[Event] = []
     first_id = 1
-    for position, (record, model) in enumerate((rank, model) for rank in records for model in rank.models):
-        process = _Process(clock, record, arrow_ids)
-        for step in sorted(model.spans, key=lambda step: step.start_s):
-            process.add_step(step)
-        # Viewers identify threads by number alone, so no two threads of a trace may share one.
-        threads = {row: first_id + index for index, row in enumerate(sorted(process.rows))}
-        names += _names(first_id, position, _title(record, model), threads)
-        timed += process.events(first_id, threads)
-        first_id += 1 + len(threads)
-    timed.sort(key=lambda entry: entry[:2])
+    for record, offset_s in zip(records, offsets_s, strict=True):
+        for model in record.models:
+            process = _Process(offset_s - zero_s)
+            for step in sorted(model.spans, key=lambda step: step.start_s):
+                process.add_step(step)
+            # Viewers identify threads by number alone, so no two threads of a trace may share one.
+            threads = {row: first_id + index for index, row in enumerate(sorted(process.free_from))}
+            names += _names(first_id, _title(record, model), threads)
+            slices += ({**event, "pid": first_id, "tid": threads[row]} for row, event in process.slices)
+            first_id += 1 + len(threads)
+    slices.sort(key=lambda event: event["ts"])
     about = {name: getattr(records[0], name) for name in ("command", "date", "syncline", "torch")} if records else {}
-    return {
-        "traceEvents": [*names, *(event for *_, event in timed)],
-        "displayTimeUnit": "ms",
-        "otherData": about,
-    }
+    return {"traceEvents": [*names, *slices], "displayTimeUnit": "ms", "otherData": about}
 
 
 def _title(record: RunRecord, model: ModelRecord) -> str:
@@ -75,127 +74,71 @@ def _title(record: RunRecord, model: ModelRecord) -> str:
     return f"rank {record.rank}{host}: {model.name}"
 
 
-class _Clock:
-    """Converts every rank's seconds to microseconds since the first step of the run."""
-
-    def __init__(self, records: Sequence[RunRecord]) -> None:
-        # Wall clocks count from 1970, too coarse to subtract two of them: only their difference is added.
-        self._base_s = records[0].clock_s if records else 0.0
-        starts_s = [
-            start_s + (record.clock_s - self._base_s)
-            for record in records
-            for model in record.models
-            for span in model.spans
-            for start_s in (span.start_s, *(bucket.start_s for bucket in span.buckets))
-        ]
-        self._zero_s = min(starts_s, default=0.0)
-
-    def us(self, record: RunRecord, seconds: float) -> int:
-        return max(0, round((seconds + (record.clock_s - self._base_s) - self._zero_s) * 1e6))
-
-
-@dataclass(frozen=True, order=True)
-class _Row:
-    """A row of a process; rows are shown in their sort order."""
-
-    lane: int
-    """-1 for computation."""
-    inner: bool
-    """True for collectives that overlap with others of their bucket, which are in the bucket's own row."""
-    copy: int
-    """Counts the rows that overlapping slices need."""
-
-    @property
-    def name(self) -> str:
-        name = "computation" if self.lane < 0 else f"lane {self.lane}"
-        if self.inner:
-            return f"{name}, collectives ({self.copy + 2})"
-        return f"{name} ({self.copy + 1})" if self.copy else name
-
-
 @dataclass
 class _Process:
-    """One model of one rank."""
+    """One model of one rank. Times are whole microseconds, so that what lies inside a slice stays inside it."""
 
-    clock: _Clock
-    record: RunRecord
-    arrow_ids: Iterator[int]
-    rows: dict[_Row, int] = field(default_factory=lambda: {_Row(-1, False, 0): 0})
-    """When each row is free again."""
-    _events: list[tuple[int, int, _Row, Event]] = field(default_factory=list)
-    """Time, order, row and event."""
-    _in_flight: list[tuple[int, int]] = field(default_factory=list)
-    """Times at which the number of bytes in flight changes, and by how much."""
+    offset_s: float
+    """Added to the rank's times, it gives the time since the first step of the run."""
+    free_from: dict[_Row, int] = field(default_factory=lambda: {(-1, False, 0): 0})
+    slices: list[tuple[_Row, Event]] = field(default_factory=list)
 
     def add_step(self, step: StepSpan) -> None:
-        start, backward, backward_end, end = map(
-            self._us, (step.start_s, step.backward_s, step.backward_end_s, step.end_s)
-        )
+        times_s = (step.start_s, step.backward_s, step.backward_end_s, step.end_s)
+        start, backward, backward_end, end = map(self._us, times_s)
         row = self._free_row(-1, False, start, end)
         args = {"step": step.step, "way": step.way}
-        self._slice(row, f"step {step.step}", "computation", start, end, args)
-        self._slice(row, "forward", "computation", start, backward, args)
-        self._slice(row, "backward", "computation", backward, backward_end, args)
+        self._add(row, f"step {step.step}", "computation", start, end, args)
+        self._add(row, "forward", "computation", start, backward, args)
+        self._add(row, "backward", "computation", backward, backward_end, args)
         if end > backward_end:
-            self._slice(row, "waiting for gradients", "computation", backward_end, end, args)
+            self._add(row, "waiting for gradients", "computation", backward_end, end, args)
         for bucket in sorted(step.buckets, key=lambda bucket: (bucket.start_s, bucket.end_s)):
-            bucket_row, sent = self._add_bucket(bucket, args)
-            # Clocks may put the moment slightly before or after backward, but the arrow must start inside it.
-            ready = min(max(self._us(bucket.ready_s), backward), max(backward, backward_end - 1))
-            if ready <= sent:
-                arrow = {"name": "ready", "cat": "bucket", "id": next(self.arrow_ids)}
-                self._events.append((ready, _ARROW, row, {"ph": "s", "ts": ready, **arrow}))
-                self._events.append((sent, _ARROWHEAD, bucket_row, {"ph": "f", "bp": "e", "ts": sent, **arrow}))
+            self._add_bucket(bucket, args)
 
-    def _add_bucket(self, bucket: BucketSpan, args: Event) -> tuple[_Row, int]:
+    def _add_bucket(self, bucket: BucketSpan, args: Event) -> None:
         start, end = self._us(bucket.start_s), self._us(bucket.end_s)
         row = self._free_row(bucket.lane, False, start, end)
         waited_us = max(0, start - self._us(bucket.ready_s))
         args = {"bytes": bucket.bytes, "exchange": bucket.exchange, **args, "waited_us": waited_us}
-        self._slice(row, f"bucket {bucket.bucket}", "bucket", start, end, args)
-        self._in_flight += [(start, bucket.bytes), (end, -bucket.bytes)]
+        self._add(row, f"bucket {bucket.bucket}", "bucket", start, end, args)
         free = start
         for phase in sorted(bucket.phases, key=lambda phase: (phase.start_s, phase.end_s)):
             began, ended = (min(max(self._us(seconds), start), end) for seconds in (phase.start_s, phase.end_s))
             if began >= free:
-                inner_row, free = row, ended
+                phase_row, free = row, ended
             else:
-                inner_row = self._free_row(bucket.lane, True, began, ended)
+                phase_row = self._free_row(bucket.lane, True, began, ended)
             name = f"{phase.name} ({phase.level})" if phase.level else phase.name
             details = {"level": phase.level, "sent_bytes": phase.sent_bytes, "bucket": bucket.bucket}
-            self._slice(inner_row, name, "collective", began, ended, details, order=_INNER)
-        return row, start
+            self._add(phase_row, name, "collective", began, ended, details)
 
     def _us(self, seconds: float) -> int:
-        return self.clock.us(self.record, seconds)
+        return max(0, round((seconds + self.offset_s) * 1e6))
 
     def _free_row(self, lane: int, inner: bool, start: int, end: int) -> _Row:
         """Return the first row of a lane that is free at `start`, and occupy it until `end`."""
-        rows = (_Row(lane, inner, copy) for copy in itertools.count())
-        row = next(row for row in rows if self.rows.get(row, 0) <= start)
-        self.rows[row] = max(end, start)
+        rows = ((lane, inner, copy) for copy in itertools.count())
+        row = next(row for row in rows if self.free_from.get(row, 0) <= start)
+        self.free_from[row] = max(end, start)
         return row
 
-    def _slice(self, row: _Row, name: str, kind: str, start: int, end: int, args: Event, order: int = _SLICE) -> None:
+    def _add(self, row: _Row, name: str, kind: str, start: int, end: int, args: Event) -> None:
         event = {"ph": "X", "name": name, "cat": kind, "ts": start, "dur": max(0, end - start), "args": args}
-        self._events.append((start, order, row, event))
-
-    def events(self, process_id: int, threads: dict[_Row, int]) -> Iterator[tuple[int, int, Event]]:
-        """Yield the time, the order and the event itself."""
-        for at, order, row, event in self._events:
-            yield at, order, {**event, "pid": process_id, "tid": threads[row]}
-        in_flight = 0
-        for at, changes in itertools.groupby(sorted(self._in_flight), key=lambda change: change[0]):
-            in_flight += sum(change for _, change in changes)
-            counter = {"ph": "C", "name": "in flight", "ts": at, "args": {"bytes": in_flight}}
-            yield at, _COUNTER, {**counter, "pid": process_id, "tid": process_id}
+        self.slices.append((row, event))
 
 
-def _names(process_id: int, position: int, title: str, threads: dict[_Row, int]) -> Iterator[Event]:
+def _names(process_id: int, title: str, threads: dict[_Row, int]) -> Iterator[Event]:
     """Yield the names of a process and of its threads, and the order in which they are shown."""
-    entries = [("process", process_id, title, position)]
-    entries += [("thread", thread, row.name, thread - process_id) for row, thread in threads.items()]
-    for kind, thread, name, index in entries:
-        event = {"ph": "M", "pid": process_id, "tid": thread, "ts": 0}
+    entries = [("process", process_id, title)]
+    for (lane, inner, copy), thread in threads.items():
+        name = "computation" if lane < 0 else f"lane {lane}"
+        if inner:
+            name += f", collectives ({copy + 2})"
+        elif copy:
+            name += f" ({copy + 1})"
+        entries.append(("thread", thread, name))
+    for kind, number, name in entries:
+        event = {"ph": "M", "pid": process_id, "tid": number, "ts": 0}
         yield {**event, "name": f"{kind}_name", "args": {"name": name}}
-        yield {**event, "name": f"{kind}_sort_index", "args": {"sort_index": index}}
+        yield {**event, "name": f"{kind}_sort_index", "args": {"sort_index": number}}

@@ -6,6 +6,6 @@ from syncline import startup
 
 if __name__ == "__main__":
     startup.begin()
-    from syncline.cli.commands.run import main
+    from syncline.cli.app import run_script
 
-    main(sys.argv[1:])
+    run_script(sys.argv[1:])

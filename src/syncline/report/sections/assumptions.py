@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from syncline.report import commands, formatting, sentences
-from syncline.report.charts import Table
+from syncline.report import sentences
+from syncline.report.charts import Section, Table
 from syncline.report.inputs import Inputs, ModelData
-from syncline.report.layout import Section
 from syncline.report.summary import all_networks
+from syncline.units import count_text
 
 _MOST_FILES = 40
 
@@ -30,10 +30,8 @@ def _assumptions(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[str]:
             "Clusters with more hosts than were measured have the same kind of hosts and links, behind a switch that "
             "carries all of their traffic."
         )
-    for network in networks:
-        if not network.measured:
-            yield f"Links were not measured: {network.how}."
-            break
+    for network in [network for network in networks if not network.measured][:1]:
+        yield f"Links were not measured: {network.how}."
     if any(network.one_machine for network in networks):
         yield "Hosts were emulated on one machine: without latency or loss, and with shared processors."
     if any(not plan.lossless for model in models for plan in model.plans.values()):
@@ -51,31 +49,26 @@ def _assumptions(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[str]:
     yield "docs/assumptions.md in Syncline’s source lists all assumptions, and what breaks its guarantees."
 
 
-def sources_section(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[Section]:
+def sources_section(inputs: Inputs) -> Iterator[Section]:
+    about = _descriptions(inputs)
     rows = [
         (kind, path, description)
         for kind, paths in inputs.files.items()
-        for path, description in zip(paths, _descriptions(inputs, kind), strict=True)
+        for path, description in zip(paths, about[kind], strict=True)
     ]
-    reproduce = commands.for_everything(inputs)
+    reproduce = inputs.again()
     if rows or reproduce:
         tables = [Table("Files that were read", ("", "file", "content"), rows[:_MOST_FILES])] if rows else []
         yield Section("sources", "Sources", "", tables, commands=reproduce)
 
 
-def _descriptions(inputs: Inputs, kind: str) -> Iterator[str]:
-    """Describe the files of one kind."""
-    if kind == "profile" and (profile := inputs.profile) is not None:
-        yield f"{profile.model} on {profile.where}: {profile.how}; {formatting.count(profile.steps, 'step')}"
-    elif kind == "network" and (network := inputs.network) is not None:
-        yield ", ".join(filter(None, [network.where, network.how, network.date]))
-    elif kind == "demo" and (demo := inputs.demo) is not None:
-        yield f"{formatting.count(demo.steps, 'step')}, {sentences.bench_cluster(demo.cluster)}"
-    elif kind == "plan":
-        yield from (f"{plan.model}: {plan.how}" for plan in inputs.plans.values())
-    elif kind == "bench":
-        for bench in inputs.benches:
-            yield f"{bench.model.name}, {formatting.count(bench.rounds, 'round')}, {bench.date}"
-    elif kind == "run":
-        for run in inputs.runs:
-            yield f"rank {run.rank} of {run.ranks}, {run.state}, {run.seconds:.0f} s, {run.date}"
+def _descriptions(inputs: Inputs) -> dict[str, list[str]]:
+    """Describe the files of each kind."""
+    return {
+        "profile": [f"{p.model} on {p.where}: {p.how}; {count_text(p.steps, 'step')}" for p in [inputs.profile] if p],
+        "network": [", ".join(filter(None, [n.where, n.how, n.date])) for n in [inputs.network] if n],
+        "demo": [f"{count_text(d.steps, 'step')}, {sentences.bench_cluster(d.cluster)}" for d in [inputs.demo] if d],
+        "plan": [f"{plan.model}: {plan.how}" for plan in inputs.plans.values()],
+        "bench": [f"{b.model.name}, {count_text(b.rounds, 'round')}, {b.date}" for b in inputs.benches],
+        "run": [f"rank {r.rank} of {r.ranks}, {r.state}, {r.seconds:.0f} s, {r.date}" for r in inputs.runs],
+    }

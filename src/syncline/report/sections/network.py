@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 
 from syncline.records.link_costs import Collective
 from syncline.records.network import Network
-from syncline.report import axes, commands, formatting, sentences
-from syncline.report.charts import Chart, HeatCell, Lines, Point, Series, Table
-from syncline.report.formatting import duration, rate, size
-from syncline.report.inputs import Inputs, ModelData
-from syncline.report.layout import Section
-from syncline.report.summary import LINK_NAMES, all_networks
+from syncline.report import sentences
+from syncline.report.charts import Chart, HeatCell, Lines, Point, Section, Series, Table, log_axis
+from syncline.report.inputs import PROBE, Inputs, ModelData
+from syncline.report.summary import all_networks
+from syncline.units import count_text, duration_text, rate_text, size_text
 
 _MOST_HOSTS, _MOST_FITS, _STRONGEST_HEAT = 16, 12, 8
+_LINKS = {"host": "hosts’ links", "rack": "links between racks", "local": "links inside hosts"}
 _RANKS = {"world": "all ranks", "hosts": "one rank of each host", "local": "the ranks of a host"}
 
 
@@ -32,9 +32,10 @@ def network_sections(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[Se
             lead += " In the small charts, points are measurements with their quartiles, and lines are fits."
             charts.append([_fit(collective) for collective in fitted[:_MOST_FITS]])
         if network.collectives:
-            charts.append(_collectives(network))
+            charts.append(collectives(network))
         name = "links" if number == 1 else f"links-{number}"
-        yield Section(name, "Network links", lead, charts, commands=commands.for_network(inputs))
+        reproduce = inputs.again(*PROBE)
+        yield Section(name, "Network links", lead, charts, commands=reproduce)
 
 
 def _source(network: Network) -> str:
@@ -42,88 +43,85 @@ def _source(network: Network) -> str:
 
 
 def _links(network: Network) -> Table:
-    return Table(
-        "Payload that links carry, in each direction",
-        ("", "rate", "between", "nominal", "burst"),
-        [
-            (
-                LINK_NAMES.get(link.name, link.name),
-                rate(link.bytes_per_s * 8),
-                f"{rate(link.low_bytes_per_s * 8)} and {rate(link.high_bytes_per_s * 8)}",
-                "–" if link.nominal_bps is None else rate(link.nominal_bps),
-                size(link.burst_bytes) if link.burst_bytes else "–",
-            )
-            for link in network.links
-        ],
-        _source(network),
-    )
+    rows = []
+    for link in network.links:
+        rate, low, high = (
+            rate_text(8 * value) for value in (link.bytes_per_s, link.low_bytes_per_s, link.high_bytes_per_s)
+        )
+        nominal = "–" if link.nominal_bps is None else rate_text(link.nominal_bps)
+        burst = size_text(link.burst_bytes or None)
+        rows.append((_LINKS.get(link.name, link.name), rate, f"{low} and {high}", nominal, burst))
+    columns = ("", "rate", "between", "nominal", "burst")
+    return Table("Payload that links carry, in each direction", columns, rows, _source(network))
 
 
 def _matrix(network: Network) -> Table:
     rates = network.matrix_bytes_per_s
-    shown = min(network.hosts, _MOST_HOSTS)
-    fastest = max((value for row in rates for value in row), default=0.0)
+    shown = range(min(network.hosts, _MOST_HOSTS))
+    fastest = max((value for row in rates for value in row), default=0.0) or 1.0
     rows: list[list[str | HeatCell]] = []
-    for source in range(shown):
+    for source in shown:
         rows.append([f"host {source}"])
-        for target in range(shown):
-            value, text = rates[source][target], rate(rates[source][target] * 8)
-            heat = round(_STRONGEST_HEAT * value / fastest) if fastest else 0
+        for target in shown:
+            value, text = rates[source][target], rate_text(rates[source][target] * 8)
+            heat = round(_STRONGEST_HEAT * value / fastest)
             cell = HeatCell(text, f"from host {source} to host {target}: {text}", heat, value)
             rows[-1].append("" if source == target else cell)
+    note = "The stronger the colour, the faster."
     return Table(
         "From host to host, while every host sends to one other",
-        ("from ↓ to →", *(f"host {target}" for target in range(shown))),
+        ("from ↓ to →", *(f"host {target}" for target in shown)),
         rows,
         "measured",
-        note=f"The first {shown} of {network.hosts} hosts."
-        if network.hosts > shown
-        else "The stronger the colour, the faster.",
+        note if network.hosts <= _MOST_HOSTS else f"The first {_MOST_HOSTS} of {network.hosts} hosts. {note}",
     )
+
+
+def _name_and_ranks(collective: Collective) -> tuple[str, str]:
+    ranks = f"{_RANKS.get(collective.level, collective.level)} ({collective.ranks})"
+    return collective.kind.replace("_", "-"), ranks
 
 
 def _fit(collective: Collective) -> Lines:
     points = sorted(collective.points, key=lambda point: point.bytes)
-    name = collective.kind.replace("_", "-")
-    measured = [
-        Point(
-            float(point.bytes),
-            point.median_s,
-            f"{name} of {size(point.bytes)}: {duration(point.median_s)}, quartiles {duration(point.low_s)} to "
-            f"{duration(point.high_s)}, fitted {duration(point.fitted_s)}; "
-            f"{formatting.count(point.repeats, 'repeat')}",
-            (point.low_s, point.high_s),
+    name, ranks = _name_and_ranks(collective)
+    measured = []
+    for point in points:
+        median, low, high, fitted = map(duration_text, (point.median_s, point.low_s, point.high_s, point.fitted_s))
+        tooltip = (
+            f"{name} of {size_text(point.bytes)}: {median}, quartiles {low} to {high}, fitted {fitted}; "
+            f"{count_text(point.repeats, 'repeat')}"
         )
-        for point in points
-    ]
+        measured.append(Point(float(point.bytes), point.median_s, tooltip, (point.low_s, point.high_s)))
     times = [value for point in points for value in (point.low_s, point.high_s, point.fitted_s)]
+    fit = [(float(point.bytes), point.fitted_s) for point in points]
     return Lines(
-        f"{name}, {_RANKS.get(collective.level, collective.level)} ({collective.ranks})",
-        axes.logarithmic("bytes", [float(point.bytes) for point in points], formatting.axis_size),
-        axes.logarithmic("time", times, duration),
-        [
-            Series("fitted", [(float(point.bytes), point.fitted_s) for point in points], color=7),
-            Series("measured", points=measured),
-        ],
+        f"{name}, {ranks}",
+        log_axis("bytes", [float(point.bytes) for point in points], size_text),
+        log_axis("time", times, duration_text),
+        [Series("fitted", fit, color=7), Series("measured", points=measured)],
         "measured",
     )
 
 
-def _collectives(network: Network) -> Table:
+def collectives(network: Network) -> Table:
+    rows = []
+    for entry in network.collectives:
+        startup, low, high = map(duration_text, (entry.startup_s, entry.startup_low_s, entry.startup_high_s))
+        per_mb, of_link, error = "–", "–", "–"
+        if entry.points:
+            large = entry.points[-1]
+            alone_s = max(network.busy_s(entry.kind, large.bytes // 4, 4, entry.level).values(), default=0.0)
+            per_mb = duration_text(large.fitted_s / large.sent_bytes * 1e6)
+            of_link = f"{min(1.0, alone_s / large.fitted_s) if large.fitted_s else 1.0:.0%}"
+            error = f"{entry.residual:.0%}"
+        rows.append((*_name_and_ranks(entry), startup, f"{low}–{high}", per_mb, of_link, error))
     return Table(
         "Collectives, from the fits",
-        ("collective", "among", "start-up", "between", "fit’s error"),
-        [
-            (
-                collective.kind.replace("_", "-"),
-                f"{_RANKS.get(collective.level, collective.level)} ({collective.ranks})",
-                duration(collective.startup_s),
-                f"{duration(collective.startup_low_s)} and {duration(collective.startup_high_s)}",
-                f"{collective.residual:.0%}" if collective.points else "–",
-            )
-            for collective in network.collectives
-        ],
+        ("collective", "among", "start-up", "90 %", "per MB", "of link", "error"),
+        rows,
         _source(network),
-        note="Start-up is the time of a collective without any bytes, with its 90 % interval. The fit’s error is the "
-        "root mean square of its relative errors.",
+        note="Start-up: time without any bytes, with its 90 % interval. Per MB: time for each MB that the busiest rank "
+        "sends. Of link: share of the link’s rate that the largest size reached. Error: root mean square of the fit’s "
+        "relative errors.",
     )

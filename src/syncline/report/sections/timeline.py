@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from syncline.predict import Prediction
 from syncline.records.run_record import StepSpan
-from syncline.report import commands, formatting
-from syncline.report.charts import KINDS, Bar, Bars, Row
+from syncline.report.charts import Bar, Bars, Row, Section
 from syncline.report.forecast import Forecast, slowest_forward_and_update_s
-from syncline.report.formatting import step_time
-from syncline.report.inputs import Inputs, ModelData
-from syncline.report.layout import Section
-
-_MOST_BARS = 160
-"""Bars on one lane; where there are more buckets, a bar stands for several."""
+from syncline.report.inputs import PREDICT, Inputs, ModelData
+from syncline.report.sentences import capitalized
+from syncline.units import milliseconds_text, size_text
 
 
 def timeline_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
@@ -26,24 +21,19 @@ def timeline_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
         charts += [_predicted(forecast, name, prediction) for name, prediction in forecast.predictions.items()]
     if charts:
         end_s = max(chart.end for chart in charts)
-        drawn = {kind for chart in charts for kind in chart.kinds}
-        kinds = tuple(kind for kind in KINDS if kind in drawn)
-        charts = [dataclasses.replace(chart, common_end=end_s, legend=()) for chart in charts]
-        charts[-1] = dataclasses.replace(charts[-1], legend=kinds)
         yield Section(
             "timeline",
             "When gradients are sent",
             "The first row is what the rank computes; below it are the buckets on their lanes. What is sent before "
             "backward ends is hidden behind it; what is sent later makes the step longer.",
-            charts,
-            commands=commands.for_step(inputs, model),
+            [dataclasses.replace(chart, common_end=end_s) for chart in charts],
+            commands=inputs.again(*PREDICT),
         )
 
 
 @dataclass(frozen=True)
 class _Bucket:
-    name: str
-    """`bucket 3`, or `buckets 3–5`."""
+    number: str
     nbytes: int
     exchange: str
     start_s: float
@@ -72,13 +62,13 @@ def _measured(way: str, rank: int, span: StepSpan) -> Bars:
     for bucket in sorted(span.buckets, key=lambda bucket: (bucket.lane, bucket.start_s)):
         lanes.setdefault(f"lane {bucket.lane}", []).append(
             _Bucket(
-                f"bucket {bucket.bucket}",
+                str(bucket.bucket),
                 bucket.bytes,
                 bucket.exchange,
                 max(0.0, bucket.start_s - zero_s),
                 max(0.0, bucket.end_s - zero_s),
                 tuple((part.start_s - zero_s, part.end_s - zero_s) for part in bucket.phases if not part.level),
-                f"ready at {step_time(max(0.0, bucket.ready_s - zero_s))}, ",
+                f"ready at {milliseconds_text(max(0.0, bucket.ready_s - zero_s))}, ",
             )
         )
     activities = [
@@ -86,7 +76,7 @@ def _measured(way: str, rank: int, span: StepSpan) -> Bars:
         ("compute", backward_s, backward_end_s, "backward"),
         ("exposed", backward_end_s, end_s, "waiting for gradients"),
     ]
-    caption = f"{formatting.capitalized(way)}, step {span.step} of rank {rank}: {step_time(end_s)}"
+    caption = f"{capitalized(way)}, step {span.step} of rank {rank}: {milliseconds_text(end_s)}"
     return _timeline(caption, "measured", f"rank {rank}", activities, lanes, backward_end_s)
 
 
@@ -109,26 +99,23 @@ def _predicted(forecast: Forecast, name: str, prediction: Prediction) -> Bars:
         ("compute", total_s - update_s, total_s, "optimizer step"),
     ]
     sizes = schedule.bucket_bytes(profile)
+    phases: dict[tuple[int, int], list[tuple[str, float, float]]] = {}
+    for span in prediction.timeline.spans:
+        times = (span.what, backward_s + span.start_s, backward_s + span.end_s)
+        phases.setdefault((span.lane, int(span.bucket)), []).append(times)
     lanes: dict[str, list[_Bucket]] = {}
-    for lane in range(schedule.lanes):
-        buckets = lanes.setdefault(f"lane {lane}" if schedule.lanes > 1 else "sending", [])
-        phases: dict[int, list[tuple[str, float, float]]] = {}
-        for span in prediction.timeline.spans:
-            if span.lane == lane:
-                times = (span.what, backward_s + span.start_s, backward_s + span.end_s)
-                phases.setdefault(int(span.bucket), []).append(times)
-        for index, parts in sorted(phases.items()):
-            buckets.append(
-                _Bucket(
-                    f"bucket {index}",
-                    sizes[index],
-                    schedule.exchange_of(index)[0],
-                    min(start_s for _, start_s, _ in parts),
-                    max(end_s for _, _, end_s in parts),
-                    tuple((start_s, end_s) for what, start_s, end_s in parts if what == "work"),
-                )
+    for (lane, index), parts in sorted(phases.items()):
+        lanes.setdefault(f"lane {lane}" if schedule.lanes > 1 else "sending", []).append(
+            _Bucket(
+                str(index),
+                sizes[index],
+                schedule.exchange_of(index)[0],
+                min(start_s for _, start_s, _ in parts),
+                max(end_s for _, _, end_s in parts),
+                tuple((start_s, end_s) for what, start_s, end_s in parts if what == "work"),
             )
-    caption = f"{formatting.capitalized(name)}: {step_time(total_s)} per step"
+        )
+    caption = f"{capitalized(name)}: {milliseconds_text(total_s)} per step"
     return _timeline(caption, forecast.source, "computing", activities, lanes, backward_end_s)
 
 
@@ -142,66 +129,40 @@ def _timeline(
 ) -> Bars:
     total_s = max([end_s for _, _, end_s, _ in activities])
     computing = tuple(
-        Bar(
-            kind,
-            start_s,
-            end_s,
-            f"{what}: {step_time(end_s - start_s)}, from {step_time(start_s)} to {step_time(end_s)}",
-            {"start_s": start_s, "end_s": end_s},
-            what,
-        )
+        Bar(kind, start_s, end_s, f"{what}, {_from_to(start_s, end_s)}", {"start_s": start_s, "end_s": end_s}, what)
         for kind, start_s, end_s, what in activities
         if end_s - start_s > 1e-3 * total_s
     )
     rows = [Row(name, computing)]
-    rows += [Row(lane, tuple(_bucket_bars(_merged(buckets), backward_end_s))) for lane, buckets in lanes.items()]
-    most = max(map(len, lanes.values()), default=0)
-    note = "" if most <= _MOST_BARS else f"Each bar stands for up to {math.ceil(most / _MOST_BARS)} buckets."
-    return Bars(caption, tuple(rows), source=source, limit=(backward_end_s, "backward ends"), note=note, compact=True)
+    rows += [Row(lane, tuple(_bucket_bars(buckets, backward_end_s))) for lane, buckets in lanes.items()]
+    return Bars(caption, rows, source=source, limit=(backward_end_s, "backward ends"), compact=True)
 
 
-def _merged(buckets: Sequence[_Bucket]) -> Iterator[_Bucket]:
-    size = math.ceil(len(buckets) / _MOST_BARS)
-    for index in range(0, len(buckets), size or 1):
-        group = buckets[index : index + size]
-        numbers = [bucket.name.split()[1] for bucket in group]
-        yield (
-            group[0]
-            if size == 1
-            else _Bucket(
-                f"buckets {numbers[0]}–{numbers[-1]}",
-                sum(bucket.nbytes for bucket in group),
-                ", ".join(dict.fromkeys(bucket.exchange for bucket in group)),
-                min(bucket.start_s for bucket in group),
-                max(bucket.end_s for bucket in group),
-            )
-        )
-
-
-def _bucket_bars(buckets: Iterator[_Bucket], backward_end_s: float) -> Iterator[Bar]:
+def _bucket_bars(buckets: Sequence[_Bucket], backward_end_s: float) -> Iterator[Bar]:
     """Put buckets that overlap on lines of their own; a bar changes colour where backward ends."""
     free_from: list[float] = []
     for bucket in buckets:
-        start_s, end_s = bucket.start_s, bucket.end_s
+        number, start_s, end_s = bucket.number, bucket.start_s, bucket.end_s
         line = next((i for i, free_s in enumerate(free_from) if free_s <= start_s + 1e-9), len(free_from))
         free_from[line : line + 1] = [end_s]
-        number = bucket.name.split()[1]
-        tooltip = (
-            f"{bucket.name}: {formatting.size(bucket.nbytes)} through {bucket.exchange}, {bucket.ready}"
-            f"from {step_time(start_s)} to {step_time(end_s)}: {step_time(end_s - start_s)}"
-        )
+        through = f"{size_text(bucket.nbytes)} through {bucket.exchange}"
+        tooltip = f"bucket {number}: {through}, {bucket.ready}{_from_to(start_s, end_s)}"
         data: dict[str, str | float] = {"bucket": number, "bytes": bucket.nbytes, "start_s": start_s, "end_s": end_s}
         split_s = min(max(start_s, backward_end_s), end_s)
-        parts = [("hidden", start_s, split_s), ("exposed", split_s, end_s)]
-        longest = max(parts, key=lambda part: part[2] - part[1])
-        for part in parts:
-            kind, part_start_s, part_end_s = part
-            if part_end_s - part_start_s > 1e-9 or part is longest:
-                label = number if part is longest else ""
-                yield Bar(kind, part_start_s, part_end_s, tooltip, data, label, line)
+        hidden = Bar("hidden", start_s, split_s, tooltip, data, line=line)
+        exposed = Bar("exposed", split_s, end_s, tooltip, data, line=line)
+        longer, shorter = (hidden, exposed) if split_s - start_s >= end_s - split_s else (exposed, hidden)
+        yield dataclasses.replace(longer, label=number)
+        if shorter.end - shorter.start > 1e-9:
+            yield shorter
         for own_start_s, own_end_s in bucket.own:
             own_s = own_end_s - own_start_s
             if own_s > 1e-9:
-                tooltip = f"{bucket.name}: {step_time(own_s)} of the exchange’s own work"
+                tooltip = f"bucket {number}: {milliseconds_text(own_s)} of the exchange’s own work"
                 data = {"bucket": number, "own_s": own_s}
                 yield Bar("own", own_start_s, own_end_s, tooltip, data, line=line, inner=True)
+
+
+def _from_to(start_s: float, end_s: float) -> str:
+    took, start, end = map(milliseconds_text, (end_s - start_s, start_s, end_s))
+    return f"from {start} to {end}: {took}"
