@@ -1,13 +1,12 @@
-"""The layout of a flat bucket: which parameter's gradient is stored where."""
+"""The layout of a flat bucket, and the memory that its exchange works in."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-
-from syncline.exchange.workspace import Workspace
 
 
 @dataclass(frozen=True)
@@ -22,25 +21,15 @@ class Slot:
     numel: int
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return this parameter's part of a flat tensor, in its logical shape.
-
-        Args:
-            flat: A tensor with one element per element of the bucket.
-
-        Returns:
-            A view that shares memory with `flat`.
-        """
+        """Return a view of this parameter's part of a flat bucket, in its logical shape."""
         return flat[self.offset : self.offset + self.numel].as_strided(
             self.shape, self.stride, flat.storage_offset() + self.offset
         )
 
 
 def stride_in_bucket(parameter: Tensor) -> tuple[int, ...]:
-    """Return the stride that DDP gives a parameter's gradient in a bucket.
-
-    It is the parameter's own stride if its memory has no gaps and no overlaps, and that of a contiguous tensor
-    otherwise.
-    """
+    """Return the stride that DDP gives a parameter's gradient in a bucket: the parameter's own if its memory has no
+    gaps and no overlaps, and that of a contiguous tensor otherwise."""
     return parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
 
 
@@ -53,6 +42,49 @@ def is_dense(tensor: Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+class Workspace:
+    """Buffers shared by buckets that run one after the other on a lane, as large as the largest bucket needs.
+
+    With DDP, every bucket has its own buffers and two copies of its residual. `Layerwise` has many small buckets and
+    little memory: they share a workspace, and each stores one copy of its residual between steps. A bucket may leave
+    anything in a buffer, except that a buffer that must hold zeros at the start must be left with zeros.
+    """
+
+    def __init__(self, device: torch.device, *, rest_on_host: bool = False) -> None:
+        self.device = device
+        self._rest = {"on host": rest_on_host}
+        self._buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self._prefix = ""
+
+    def take(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return a buffer of this kind. Its address changes only when a call asks for more elements than any before."""
+        key, numel = (self._prefix + kind, dtype), math.prod(shape)
+        if key not in self._buffers or self._buffers[key].numel() < numel:
+            self._buffers[key] = torch.zeros(numel, dtype=dtype, device=self.device)
+        return self._buffers[key][:numel].view(shape)
+
+    def part(self, name: str) -> Workspace:
+        """Return a view of the workspace with its own buffers, for one of several chunks that run concurrently."""
+        inner = Workspace(self.device)
+        inner._buffers, inner._rest, inner._prefix = self._buffers, self._rest, f"{self._prefix}{name}/"
+        return inner
+
+    def rest_on(self, where: str) -> None:
+        """Choose where residuals that are created from now on are stored, in all parts: `device` or `host`."""
+        self._rest["on host"] = where == "host"
+
+    def at_rest(self, numel: int) -> Tensor:
+        """Return zeros, as storage for a residual between steps."""
+        if self._rest["on host"]:
+            return torch.zeros(numel, pin_memory=self.device.type == "cuda")
+        return torch.zeros(numel, device=self.device)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the buffers occupy, residuals excluded."""
+        return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
 
 @dataclass(frozen=True)
@@ -71,6 +103,16 @@ class Layout:
     workspace: Workspace | None = field(default=None, compare=False)
     """Memory shared with buckets that never run at the same time; None if this bucket has its own buffers."""
 
+    @classmethod
+    def flat(cls, numel: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Layout:
+        """Return the layout of a bucket that holds one vector, for tests and benchmarks."""
+        return cls((Slot("flat", (numel,), (1,), 0, numel),), dtype, torch.device(device))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in the bucket."""
+        return sum(slot.numel for slot in self.slots)
+
     def buffer(self, kind: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return memory for `run` to work in.
 
@@ -87,19 +129,9 @@ class Layout:
             return self.workspace.take(kind, shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements in the bucket."""
-        return sum(slot.numel for slot in self.slots)
-
     def piece(self, start: int, numel: int) -> Layout:
-        """Return the layout of a part of the bucket, in memory order.
-
-        Args:
-            start: The first element of the part.
-            numel: The number of elements of the part. Elements beyond the end of the bucket are padding: a slot
-                whose name is empty.
-        """
+        """Return the layout of `numel` elements from `start`, in memory order. Elements beyond the end of the bucket
+        are padding: a slot whose name is empty."""
         slots = []
         for slot in self.slots:
             first, end = max(start, slot.offset), min(start + numel, slot.offset + slot.numel)
@@ -109,9 +141,3 @@ class Layout:
             slots.append(Slot("", (padding,), (1,), numel - padding, padding))
         workspace = None if self.workspace is None else self.workspace.part(str(start))
         return Layout(tuple(slots), self.dtype, self.device, workspace)
-
-    @classmethod
-    def flat(cls, numel: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Layout:
-        """Return the layout of a bucket that holds one vector, for tests and benchmarks."""
-        slot = Slot(name="flat", shape=(numel,), stride=(1,), offset=0, numel=numel)
-        return cls((slot,), dtype, torch.device(device))

@@ -88,13 +88,9 @@ class Phase:
 
     @classmethod
     def of(cls, kind: str, elements: int, itemsize: int, topology: Topology) -> Phase:
-        """Describe a collective among the groups of `topology.whole`.
+        """Describe a collective of a kind in `wire.KINDS`, among the groups of `topology.whole`.
 
-        Args:
-            kind: `all_reduce`, `all_to_all`, `all_gather`, `reduce` or `broadcast`.
-            elements: The number of elements, for gathers those of all ranks together.
-            itemsize: Bytes per element.
-            topology: The groups and the backend.
+        The number of elements is for gathers that of all ranks together.
 
         Example:
             >>> Phase.of("all_reduce", 1000, 4, Topology.flat(4)).sent_bytes
@@ -121,8 +117,7 @@ class Cost:
 
     phases: tuple[Phase, ...]
     chunks: int = 1
-    """Number of chunks that pass through the phases in a pipeline. Each chunk has the same number of phases;
-    `phases` lists those of the first chunk, then those of the second, and so on."""
+    """Chunks that pass through the phases in a pipeline. `phases` lists the same number for each chunk in turn."""
 
     @property
     def parts(self) -> tuple[tuple[Phase, ...], ...]:

@@ -10,13 +10,14 @@ so on. A level therefore serves both shapes of a hierarchical exchange: leaders 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from syncline.errors import UsageError
-from syncline.exchange.base import Level
+from syncline.exchange.topology import Level
 
 Unit = int | tuple["Unit", ...]
 """A rank, or a group of units."""
@@ -38,24 +39,19 @@ class Tree:
     @classmethod
     def of_hosts(cls, host_of_rank: Sequence[int], rack_of_host: Sequence[int] = ()) -> Tree:
         """Return the tree of ranks in hosts and, if there are several racks, hosts in racks."""
-        members: dict[int, list[int]] = {}
+        hosts: dict[int, tuple[int, ...]] = {}
         for rank, host in enumerate(host_of_rank):
-            members.setdefault(host, []).append(rank)
-        hosts = {host: tuple(ranks) for host, ranks in members.items()}
+            hosts[host] = (*hosts.get(host, ()), rank)
         if len(set(rack_of_host)) < 2:
             return cls(tuple(hosts.values()), ("local", "hosts"), ("host",))
-        racks: dict[int, list[Unit]] = {}
+        racks: dict[int, tuple[Unit, ...]] = {}
         for host, ranks in hosts.items():
-            racks.setdefault(rack_of_host[host], []).append(ranks)
-        return cls(tuple(map(tuple, racks.values())), ("local", "hosts", "racks"), ("host", "rack"))
+            racks[rack_of_host[host]] = (*racks.get(rack_of_host[host], ()), ranks)
+        return cls(tuple(racks.values()), ("local", "hosts", "racks"), ("host", "rack"))
 
     @classmethod
     def given(cls, levels: Any, ranks: int) -> Tree:
-        """Return the tree that a user described.
-
-        Args:
-            levels: Group sizes from the inside out, like (4, 2), or nested lists of ranks, like [[0, 1], [2, 3]].
-            ranks: The number of ranks.
+        """Return the tree that a user described, by sizes like (4, 2) or nested lists of ranks like [[0, 1], [2, 3]].
 
         Raises:
             UsageError: The levels do not contain each rank once, or not at the same depth.
@@ -65,9 +61,9 @@ class Tree:
         root = _from_sizes(sizes, ranks) if len(sizes) == len(units) else units
         if sorted(_ranks(root)) != list(range(ranks)):
             raise _wrong(levels, f"it must name each of the ranks 0 to {ranks - 1} once")
-        depth = _depth(root)
-        if depth is None:
+        if len(depths := _depths(root)) > 1:
             raise _wrong(levels, "every rank must be nested equally deep")
+        (depth,) = depths
         names = tuple(f"level{number + 1}" for number in range(depth))
         return cls(root, names, ("group",) * (depth - 1))
 
@@ -111,10 +107,8 @@ class Tree:
 
 
 def _groups(unit: tuple[Unit, ...], height: int, equal: Sequence[bool]) -> list[tuple[int, ...]]:
-    """Return the groups of a unit: for each part of a bucket, the ranks of its children that hold this part.
-
-    Groups are sorted by rank, as process groups are: the first rank leads, and the i-th holds the i-th part.
-    """
+    """Return the groups of a unit: for each part of a bucket, the ranks of its children that hold this part, sorted as
+    in process groups: the first rank leads, and the i-th holds the i-th part."""
     members = [_representatives(child, height - 1, equal) for child in unit]
     return [tuple(sorted(group)) for group in zip(*members, strict=True)]
 
@@ -125,8 +119,7 @@ def _representatives(unit: Unit, height: int, equal: Sequence[bool]) -> list[int
     if isinstance(unit, int):
         return [unit]
     groups = _groups(unit, height, equal)
-    parts = range(len(unit) if equal[height] else 1)
-    return [group[part] for part in parts for group in groups]
+    return [group[part] for part in range(len(unit) if equal[height] else 1) for group in groups]
 
 
 def _at(root: tuple[Unit, ...], depth: int) -> list[tuple[Unit, ...]]:
@@ -140,22 +133,18 @@ def _at(root: tuple[Unit, ...], depth: int) -> list[tuple[Unit, ...]]:
 def frozen(levels: Any) -> tuple[Unit, ...]:
     """Return nested lists as nested tuples, or raise `UsageError` if they contain anything but integers."""
 
-    def freeze(entries: Any, depth: int) -> tuple[Unit, ...]:
+    def freeze(entry: Any, depth: int) -> Any:
+        if isinstance(entry, int) and not isinstance(entry, bool):
+            return entry
+        if not isinstance(entry, list | tuple) or not entry:
+            raise _wrong(levels, f"{_short(entry)} is neither a number nor a list of numbers")
         if depth > _DEEPEST:
             raise _wrong(levels, f"there may be up to {_DEEPEST} levels")
-        units: list[Unit] = []
-        for entry in entries:
-            if isinstance(entry, list | tuple) and entry:
-                units.append(freeze(entry, depth + 1))
-            elif isinstance(entry, int) and not isinstance(entry, bool):
-                units.append(entry)
-            else:
-                raise _wrong(levels, f"{_short(entry)} is neither a number nor a list of numbers")
-        return tuple(units)
+        return tuple(freeze(child, depth + 1) for child in entry)
 
     if not isinstance(levels, list | tuple) or not levels:
         raise _wrong(levels, "write sizes, like (4, 2), or nested lists of ranks, like [[0, 1], [2, 3]]")
-    return freeze(levels, 1)
+    return tuple(freeze(level, 2) for level in levels)
 
 
 def _from_sizes(sizes: Sequence[int], ranks: int) -> tuple[Unit, ...]:
@@ -163,39 +152,28 @@ def _from_sizes(sizes: Sequence[int], ranks: int) -> tuple[Unit, ...]:
         raise _wrong(sizes, "sizes must be at least 1; to list ranks, nest the lists: [[0, 1], [2, 3]]")
     if len(sizes) > _DEEPEST:
         raise _wrong(sizes, f"there may be up to {_DEEPEST} levels")
-    total = math.prod(sizes)
-    if total != ranks:
-        raise _wrong(sizes, f"its sizes multiply to {total} ranks, and there are {ranks}")
-    units: list[Unit] = list(range(ranks))
-    for size in sizes:
-        units = [tuple(units[start : start + size]) for start in range(0, len(units), size)]
-    (root,) = units
-    assert isinstance(root, tuple)  # noqa: S101 - it was just made
-    return root
+    if math.prod(sizes) != ranks:
+        raise _wrong(sizes, f"its sizes multiply to {math.prod(sizes)} ranks, and there are {ranks}")
+    units: tuple[Unit, ...] = tuple(range(ranks))
+    for size in sizes[:-1]:
+        units = tuple(units[start : start + size] for start in range(0, len(units), size))
+    return units
 
 
 def _ranks(unit: Unit) -> list[int]:
     return [unit] if isinstance(unit, int) else [rank for child in unit for rank in _ranks(child)]
 
 
-def _depth(unit: Unit) -> int | None:
-    """Return the depth of all ranks, or None if they differ."""
-    if isinstance(unit, int):
-        return 0
-    depths = {_depth(child) for child in unit}
-    (depth,) = depths if len(depths) == 1 else (None,)
-    return None if depth is None else depth + 1
+def _depths(unit: Unit) -> set[int]:
+    """Return the depths at which ranks are nested."""
+    return {0} if isinstance(unit, int) else {1 + depth for child in unit for depth in _depths(child)}
 
 
-def _spans(ranks: tuple[Unit, ...]) -> str:
+def _spans(ranks: Sequence[Unit]) -> str:
     """Format ranks as spans, such as `0–3, 7`."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        assert isinstance(rank, int)  # noqa: S101 - the innermost level holds ranks
-        if spans and rank == spans[-1][-1] + 1:
-            spans[-1].append(rank)
-        else:
-            spans.append([rank])
+    numbers = [rank for rank in ranks if isinstance(rank, int)]
+    runs = itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0])
+    spans = [[rank for _, rank in run] for _, run in runs]
     return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
 
 
