@@ -32,7 +32,7 @@ gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 
 _c10d: Any = dist.distributed_c10d
 _group_name = getattr(_c10d, "_process_group_name", None)
-"""torch's private function that names new groups; None if this version of torch has no such function."""
+"""torch's private function that names new groups. Without it, replacing it has no effect."""
 
 
 @dataclass
@@ -105,12 +105,27 @@ class LaneGroups:
         """Collective over the parent's ranks: create the groups of a lane and open their connections.
 
         Connections are opened now because a group would otherwise open them in its first collective, which can hang
-        past its timeout if another rank has died in the meantime.
+        past its timeout if another rank has died in the meantime. Connecting over a broken link may take minutes,
+        whatever the timeout, and cannot be interrupted: with gloo, this raises instead and leaves a thread behind.
         """
+        late = threading.Event()
+
+        def attempt() -> LaneGroups:
+            groups = cls._create(parent, timeout, topology)
+            if late.is_set():
+                groups.destroy()
+            return groups
+
         if backend_of(parent) == "nccl":
-            return cls._create(parent, timeout, topology)
+            return attempt()
         limit_s = timeout.total_seconds() + max(2.0, 0.25 * timeout.total_seconds())
-        return _create_within(limit_s, lambda: cls._create(parent, timeout, topology))
+        try:
+            return within(limit_s, attempt)
+        except TooLateError as error:
+            late.set()
+            _c10d._process_group_name = _group_name  # the attempt may have replaced it
+            # `health.suspects.is_collective` recognises this error by the word "connection".
+            raise RuntimeError(f"no connection to all other ranks within {limit_s:.0f} s") from error
 
     @classmethod
     def _create(cls, parent: dist.ProcessGroup, timeout: timedelta, topology: Topology | None) -> LaneGroups:
@@ -135,10 +150,8 @@ class LaneGroups:
         return groups
 
     def cut(self) -> None:
-        """Shut down the connections, so that pending collectives fail: gloo has no other way to cancel them.
-
-        Only for the end of a program, when the connections are closed anyway.
-        """
+        """Shut down the connections at the end of a program, so that pending collectives fail: gloo has no other way
+        to cancel them."""
         for descriptor, _ in self.sockets & _sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 connection.getpeername()  # raises for gloo's listening socket, which must stay open
@@ -176,27 +189,6 @@ def close_lanes(lanes: Sequence[Lane], lane_groups: Sequence[LaneGroups]) -> Non
     if not any(lane.stuck for lane in lanes):
         for groups in lane_groups:
             groups.destroy()
-
-
-def _create_within(limit_s: float, create: Callable[[], LaneGroups]) -> LaneGroups:
-    """Create groups, or raise after `limit_s` seconds: connecting over a broken link may take minutes, whatever the
-    timeout, and cannot be interrupted."""
-    late = threading.Event()
-
-    def attempt() -> LaneGroups:
-        groups = create()
-        if late.is_set():
-            groups.destroy()
-        return groups
-
-    try:
-        return within(limit_s, attempt)
-    except TooLateError as error:
-        late.set()
-        if _group_name is not None:
-            _c10d._process_group_name = _group_name  # the attempt may have replaced it
-        # `health.suspects.is_collective` recognises this error by the word "connection".
-        raise RuntimeError(f"no connection to all other ranks within {limit_s:.0f} s") from error
 
 
 def _sockets() -> set[tuple[int, str]]:
@@ -247,9 +239,6 @@ def _fresh_group_name(parent: dist.ProcessGroup, which: str) -> Iterator[None]:
     a destroyed group is reused, along with the outdated addresses in the store, and connecting to these hangs; and
     ranks that are in different numbers of groups wait for each other under different names.
     """
-    if _group_name is None:
-        yield
-        return
     token = gather_bytes(parent, secrets.token_hex(16).encode())[0].decode()
     _c10d._process_group_name = lambda ranks, use_hashed_name: f"{token} {which}"
     try:
@@ -282,12 +271,11 @@ def gather_bytes(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
     lengths = torch.zeros(size, dtype=length.dtype, device=device)
     gather_into(lengths, length, group=group)
     longest = max(int(lengths.max()), 1)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)].to(device)
+    padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
     gathered = torch.zeros(size * longest, dtype=torch.uint8, device=device)
     gather_into(gathered, padded, group=group)
-    rows = gathered.view(size, longest).cpu()
-    return [bytes(row[:count].tolist()) for row, count in zip(rows, lengths.tolist(), strict=True)]
+    rows = gathered.view(size, longest).cpu().numpy()
+    return [row[:count].tobytes() for row, count in zip(rows, lengths.tolist(), strict=True)]
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:

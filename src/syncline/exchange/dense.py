@@ -1,24 +1,17 @@
 """Dense: send every element of every gradient, in its own type or in 16 bits.
 
-On the wire:
+On the wire, for P ranks and a bucket of S bytes:
 
 - `wire="fp32"` is one all-reduce in the gradients' own type. The result equals plain DDP's, bit for bit, on the same
-  buckets.
-- `wire="bf16"` and `wire="fp16"`: each rank sends the i-th part of its bucket to rank i in 16 bits (all-to-all); rank i
-  sums the parts in fp32; the sums are sent to all ranks in 16 bits (all-gather).
+  buckets. Each rank sends 2(P−1)/P·S bytes.
+- `wire="bf16"` and `wire="fp16"` send half of that: each rank sends the i-th part of its bucket to rank i (all-to-all);
+  rank i sums the parts in fp32; the sums are sent to all ranks (all-gather). This rounds each value twice. A 16-bit
+  ring would round at every hop.
 - fp16 parts are scaled by a power of two, which is sent with each part. Without it, gradients multiplied by a
   GradScaler would overflow or underflow.
 
-Cost, for P ranks and a bucket of S bytes:
-
-- fp32: 2(P−1)/P·S bytes per rank. A 16-bit wire sends half of that.
-- A 16-bit wire rounds each value twice. A 16-bit ring would round at every hop.
-
-When a 16-bit wire loses:
-
-- The link is faster than two additional passes over memory.
-- Buckets are so small that start-ups dominate: it issues two collectives instead of one.
-- The training must give the same bits as plain DDP.
+When a 16-bit wire loses: the link is faster than two additional passes over memory; buckets are so small that start-ups
+dominate, of which it has two instead of one; or the training must give the same bits as plain DDP.
 
 Paper: none. The all-reduce is plain DDP's; ADR 0005 explains the 16-bit wire.
 """
@@ -95,7 +88,7 @@ class Dense:
         The reduce-scatter is an all-to-all and a local sum: gloo would emulate its own with an all-reduce, which sends
         twice the bytes.
         """
-        return _Plain(layout, ranks) if self.lossless else _Packed(layout, ranks, _WIRE[self.wire])
+        return Halves(layout, ranks) if self.lossless else _Packed(layout, ranks, _WIRE[self.wire])
 
     def halves_cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> tuple[Phase, Phase]:
         """Return the two phases of `halves`."""
@@ -123,27 +116,7 @@ def part_of(numel: int, ranks: int) -> int:
 
 
 class Halves(State):
-    """A reduce-scatter and the all-gather that completes it, on one rank, with their buffers."""
-
-    def scatter(self, flat: Tensor, comm: Comm) -> Work:
-        """Send each rank its part of `flat`."""
-        raise NotImplementedError
-
-    def shard(self) -> Tensor:
-        """Return this rank's part of the sum, after `scatter` has ended. An incomplete part is padded with zeros."""
-        raise NotImplementedError
-
-    def gather(self, shard: Tensor, flat: Tensor, comm: Comm) -> Work:
-        """Collect all ranks' shards, for `flat`."""
-        raise NotImplementedError
-
-    def finish(self, flat: Tensor) -> None:
-        """Write the sum to `flat`, after `gather` has ended."""
-        raise NotImplementedError
-
-
-class _Plain(Halves):
-    """Gradients in their own type."""
+    """A reduce-scatter and the all-gather that completes it, on one rank, with gradients in their own type."""
 
     def __init__(self, layout: Layout, ranks: int) -> None:
         part = part_of(layout.numel, ranks)
@@ -153,18 +126,22 @@ class _Plain(Halves):
         self._padded = layout.buffer("padded", ranks * part) if ranks * part != layout.numel else None
 
     def scatter(self, flat: Tensor, comm: Comm) -> Work:
+        """Send each rank its part of `flat`."""
         if self._padded is not None:
             self._padded[: self._numel].copy_(flat)
             self._padded[self._numel :].zero_()
         return comm.all_to_all(self._received.view(-1), flat if self._padded is None else self._padded)
 
     def shard(self) -> Tensor:
+        """Return this rank's part of the sum, after `scatter` has ended. An incomplete part is padded with zeros."""
         return torch.sum(self._received, 0, out=self._sum)  # torch sums 16-bit types in fp32 and rounds once
 
     def gather(self, shard: Tensor, flat: Tensor, comm: Comm) -> Work:
+        """Collect all ranks' shards, for `flat`."""
         return comm.all_gather(flat if self._padded is None else self._padded, shard)
 
     def finish(self, flat: Tensor) -> None:
+        """Write the sum to `flat`, after `gather` has ended."""
         if self._padded is not None:
             flat.copy_(self._padded[: self._numel])
 
@@ -172,7 +149,7 @@ class _Plain(Halves):
 class _Packed(Halves):
     """Gradients in 16 bits, one packed part per rank, summed in fp32."""
 
-    def __init__(self, layout: Layout, ranks: int, wire: torch.dtype) -> None:
+    def __init__(self, layout: Layout, ranks: int, wire: torch.dtype) -> None:  # without the buffers of `Halves`
         self._scaled = wire == torch.float16
         self._payload = part_of(layout.numel, ranks)
         width = self._payload + (1 if self._scaled else 0)

@@ -20,12 +20,9 @@ Cost, for S bytes on m hosts of q ranks, P = m·q:
   hosts of 4 ranks, 1.17× for 4 hosts of 2), and up to q times that otherwise.
 - A bucket takes the time of its slowest level, plus the time that one chunk spends at the other levels.
 
-When it loses:
-
-- There is one rank per host, or one host. It then runs flat.
-- Memory inside a host is slower than the host's link.
-- Buckets are so small that two start-ups per level take longer than those of a ring. `shape="auto"` compares the
-  predicted times, and runs flat if that is faster.
+When it loses: there is one rank per host, or one host (it then runs flat); memory inside a host is slower than the
+host's link; or buckets are so small that two start-ups per level take longer than those of a ring. `shape="auto"`
+compares the predicted times, and runs flat if that is faster.
 
 Paper: HERO, hierarchical all-reduce as a hook of DistributedDataParallel, CloudCom 2025.
 """

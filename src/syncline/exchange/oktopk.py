@@ -9,24 +9,18 @@ On the wire, for P ranks and a bucket of n elements, of which k = density · n a
 4. A rank's residual keeps entries that it did not send, entries that the owner did not select, and rounding errors of
    the values that it sent. So what was applied plus the residuals equals what came in.
 
-Cost:
+Cost: an entry takes 4 bytes, or 6 with fp32 values. A rank sends 2(P−1) slots of about 4k/P bytes per step, which is
+2k(P−1)/P words of 4 bytes and never more than 2.5k (the paper's bound is 6k). The residual takes two fp32 copies of the
+gradients.
 
-- An entry takes 4 bytes, or 6 with fp32 values.
-- A rank sends 2(P−1) slots of about 4k/P bytes per step. That is 2k(P−1)/P words of 4 bytes, and never more than 2.5k,
-  in every step. The paper's bound is 6k.
-- The residual takes two fp32 copies of the gradients.
+When it loses: the link is fast enough for dense gradients; buckets are small (with k < 8P, a bucket is sent dense); or
+the model needs all gradients in every step. This exchange is lossy: a model trains differently and may train worse.
+`warmup` and `momentum` help; `docs/results.md` has measurements.
 
-When it loses:
-
-- The link is fast enough for dense gradients.
-- Buckets are small: with k < 8P, a bucket is sent dense.
-- The model needs all gradients in every step. This exchange is lossy: a model trains differently and may train worse.
-  `warmup` and `momentum` help; `docs/results.md` has measurements.
-
-Paper: Ok-Topk, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022. The paper selects with a
-threshold that it tracks over steps, sends a variable number of entries, and rebalances regions at intervals. Here slots
-have a fixed size and hold the largest entries of the current step, so shapes and bytes do not depend on data and
-nothing waits for the device. Regions consist of small cells, so they need no rebalancing. See ADR 0015.
+Paper: Ok-Topk, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022. It selects with a threshold
+that it tracks over steps, and sends a variable number of entries. Here slots have a fixed size and hold the largest
+entries of the current step, so shapes and bytes do not depend on data. Regions consist of small cells, so they need no
+rebalancing. See ADR 0015.
 """
 
 from __future__ import annotations
