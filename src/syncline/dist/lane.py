@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,41 +26,6 @@ from torch import Tensor
 
 from syncline.exchange import Exchange, Work
 from syncline.memory_meter import followed
-
-
-@dataclass
-class Job:
-    """The exchange of one bucket on a lane."""
-
-    bucket: int
-    lane: int
-    flat: Tensor | None
-    """The bucket. None once the future holds it, so that a stored job does not keep DDP's memory alive."""
-    run: Callable[[], Work | None]
-    waits: bool = True
-    """Whether `run` waits for collectives."""
-    on_done: Callable[[Job], None] = lambda job: None
-    """Called once, before the future completes, with or without an error."""
-    error: BaseException | None = None
-    marks: Marks = field(default_factory=lambda: Marks())
-    exchange: Exchange | None = None
-    """The exchange of the bucket, for statistics."""
-    phases: Phases | None = None
-    """The collectives of the bucket, if it is traced."""
-    future: Any = None
-    """Completed when the job ends."""
-    elements: int = field(init=False)
-    itemsize: int = field(init=False)
-    ending: threading.Lock = field(default_factory=threading.Lock, repr=False)
-    """Acquired once, by the thread that ends the job."""
-
-    def __post_init__(self) -> None:
-        assert self.flat is not None  # noqa: S101 - it is about to be exchanged
-        self.elements, self.itemsize = self.flat.numel(), self.flat.element_size()
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * self.itemsize
 
 
 class Marks:
@@ -98,9 +63,8 @@ class CudaMarks(Marks):
 
     def mark(self, what: str) -> None:
         if what not in self._events:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events[what] = event
+            self._events[what] = torch.cuda.Event(enable_timing=True)
+            self._events[what].record()
 
     def seconds(self) -> dict[str, float] | None:
         if "end" not in self._events or not self._events["end"].query():
@@ -132,8 +96,7 @@ class Phases:
     def ended(self, seconds: Mapping[str, float]) -> Iterator[tuple[str, str, int, float, float]]:
         """Yield name, level, sent bytes, start and end of each collective that has an end in the bucket's `seconds`."""
         for number, (name, level, sent_bytes) in enumerate(self._issued):
-            end_s = seconds.get(f"end {number}")
-            if end_s is not None:
+            if (end_s := seconds.get(f"end {number}")) is not None:
                 yield name, level, sent_bytes, seconds[f"start {number}"], end_s
 
 
@@ -154,6 +117,71 @@ class _TracedWork:
 
     def get_future(self) -> Any:
         return self._work.get_future()
+
+
+@dataclass
+class Job:
+    """The exchange of one bucket on a lane."""
+
+    bucket: int
+    lane: int
+    flat: Tensor | None
+    """The bucket. None once the future holds it, so that a stored job does not keep DDP's memory alive."""
+    run: Callable[[], Work | None]
+    waits: bool = True
+    """Whether `run` waits for collectives."""
+    on_done: Callable[[Job], None] = lambda job: None
+    """Called once, before the future completes, with or without an error."""
+    error: BaseException | None = None
+    marks: Marks = field(default_factory=Marks)
+    exchange: Exchange | None = None
+    """The exchange of the bucket, for statistics."""
+    phases: Phases | None = None
+    """The collectives of the bucket, if it is traced."""
+    future: Any = None
+    """Completed when the job ends."""
+    elements: int = field(init=False)
+    itemsize: int = field(init=False)
+    ending: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Acquired once, by the thread that ends the job."""
+
+    def __post_init__(self) -> None:
+        assert self.flat is not None  # noqa: S101 - it is about to be exchanged
+        self.elements, self.itemsize = self.flat.numel(), self.flat.element_size()
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
+
+
+@dataclass(frozen=True)
+class Span:
+    """The times of one step's exchange, in seconds on this host's monotonic clock."""
+
+    first_ready_s: float
+    """When the gradients of the first bucket were ready."""
+    last_ready_s: float
+    """When the gradients of the last bucket were ready."""
+    end_s: float
+    """When the last bucket ended."""
+
+    @property
+    def exchange_s(self) -> float:
+        return self.end_s - self.first_ready_s
+
+    @property
+    def exposed_s(self) -> float:
+        """Communication time after the last bucket was ready, when there is no backward computation left to hide it."""
+        return self.end_s - self.last_ready_s
+
+
+def span_of(jobs: Sequence[Job]) -> Span | None:
+    """Return the span of these buckets, or None if there are none or one has not ended yet."""
+    ended = [seconds for job in jobs if (seconds := job.marks.seconds()) is not None]
+    if not ended or len(ended) < len(jobs):
+        return None
+    ready_s = [seconds["ready"] for seconds in ended]
+    return Span(min(ready_s), max(ready_s), max(seconds["end"] for seconds in ended))
 
 
 class Lane:

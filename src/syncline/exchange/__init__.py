@@ -12,8 +12,7 @@ from syncline.exchange.dense import Dense
 from syncline.exchange.hierarchical import Hierarchical, Way
 from syncline.exchange.layout import Layout, Slot, is_dense, stride_in_bucket
 from syncline.exchange.oktopk import OkTopk
-from syncline.exchange.topology import WORLD, Cost, Level, Phase, Topology
-from syncline.exchange.tree import Tree
+from syncline.exchange.topology import WORLD, Cost, Level, Phase, Topology, Tree
 
 EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "dense": Dense,

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from syncline.exchange.layout import Layout
-from syncline.exchange.topology import Cost, Topology
-from syncline.exchange.tree import Tree
+from syncline.exchange.topology import Cost, Topology, Tree
 
 
 class Work(Protocol):

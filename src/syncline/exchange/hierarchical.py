@@ -44,8 +44,7 @@ from syncline.errors import UsageError
 from syncline.exchange.base import Comm, Exchange, Rounding, State, Work
 from syncline.exchange.dense import Dense, Halves, part_of
 from syncline.exchange.layout import Layout
-from syncline.exchange.topology import Cost, Level, Phase, Topology
-from syncline.exchange.tree import Tree, frozen
+from syncline.exchange.topology import Cost, Level, Phase, Topology, Tree, frozen
 
 SHAPES = ("auto", "leader", "sharded")
 _CHUNKS = (1, 2, 4, 8, 16, 32)
