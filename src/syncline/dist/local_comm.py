@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
@@ -22,23 +22,16 @@ from syncline.exchange.wire import sent_bytes
 T = TypeVar("T")
 
 
-@dataclass
-class _Collective:
-    """One collective of a group."""
-
-    call: tuple[object, ...]
-    """Its kind and shape, which must be the same on all ranks."""
-    inputs: dict[int, Tensor] = field(default_factory=dict)
-    """The inputs of the members that have issued it."""
-
-
 class _Group:
     """The ranks of one group, and their collectives."""
 
     def __init__(self, ranks: Sequence[int], deadline_s: float, lock: threading.RLock) -> None:
         self.ranks, self.deadline_s = tuple(ranks), deadline_s
         self.changed = threading.Condition(lock)
-        self.collectives: list[_Collective] = []
+        self.calls: list[tuple[object, ...]] = []
+        """Kind and shape of each collective, which must be the same on all ranks."""
+        self.inputs: list[dict[int, Tensor]] = []
+        """The inputs of the members that have issued each collective."""
         self.finished: set[int] = set()
         """Members that will issue nothing more."""
         self.mismatch: str | None = None
@@ -46,31 +39,30 @@ class _Group:
     def issue(self, index: int, member: int, call: tuple[object, ...], tensor: Tensor) -> None:
         """Add a member's input to the collective of this index."""
         with self.changed:
-            if index == len(self.collectives):
-                self.collectives.append(_Collective(call))
-            collective = self.collectives[index]
-            if collective.call != call:
-                self.mismatch = f"collective {index}: rank {self.ranks[member]} issued {call}, others {collective.call}"
-            collective.inputs[member] = tensor.detach().clone()
-            if self.mismatch or len(collective.inputs) == len(self.ranks):
+            if index == len(self.calls):
+                self.calls.append(call)
+                self.inputs.append({})
+            if self.calls[index] != call:
+                others = self.calls[index]
+                self.mismatch = f"collective {index}: rank {self.ranks[member]} issued {call}, others {others}"
+            self.inputs[index][member] = tensor.detach().clone()
+            if self.mismatch or len(self.inputs[index]) == len(self.ranks):
                 self.changed.notify_all()
 
     def wait(self, index: int) -> list[Tensor]:
         """Wait until all members have issued the collective of this index, and return their inputs."""
-        collective, members = self.collectives[index], range(len(self.ranks))
+        inputs, members = self.inputs[index], range(len(self.ranks))
 
         def decided() -> bool:
-            issued = collective.inputs.keys()
-            return bool(self.mismatch or self.finished - issued or len(issued) == len(members))
+            return bool(self.mismatch or self.finished - inputs.keys() or len(inputs) == len(members))
 
         with self.changed:
             self.changed.wait_for(decided, self.deadline_s)
-            missing = [self.ranks[member] for member in members if member not in collective.inputs]
+            missing = [self.ranks[member] for member in members if member not in inputs]
             if self.mismatch or missing:
-                raise MismatchError(
-                    self.mismatch or f"collective {index} {collective.call}: ranks {missing} did not take part"
-                )
-            return [collective.inputs[member] for member in members]
+                absent = f"collective {index} {self.calls[index]}: ranks {missing} did not take part"
+                raise MismatchError(self.mismatch or absent)
+            return [inputs[member] for member in members]
 
     def leave(self, member: int) -> None:
         """Record that a member will issue nothing more."""

@@ -101,45 +101,27 @@ class State:
         return 0
 
     def tensors(self, layout: Layout) -> dict[str, dict[str, Tensor]]:
-        """Return what a checkpoint must contain.
-
-        Args:
-            layout: The layout that the state was prepared with.
-
-        Returns:
-            Tensors in their parameter's logical shape, by parameter name and then by kind, such as `residual`.
-        """
+        """Return what a checkpoint must contain, given the layout that the state was prepared with: tensors in their
+        parameter's logical shape, by parameter name and then by kind, such as `residual`."""
         return {}
 
     def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replace the state by the result of `tensors`, without communication.
-
-        Args:
-            layout: The layout that this state was prepared with. The tensors may come from a different one.
-            tensors: Tensors by parameter name and kind. Parameters of this bucket that are missing start with zeros.
-        """
+        """Replace the state by a result of `tensors`, without communication. The tensors may come from a different
+        layout. Parameters of this bucket that are missing start with zeros."""
 
     def average(self, share: float) -> bool:
         """Return whether `run` multiplies the bucket by `share` (1/world_size) itself, in a pass that it makes anyway.
-
-        If the result is False, the engine multiplies the bucket before `run`.
-        """
+        Otherwise the engine does it before `run`."""
         return False
 
     def begin(self, step: int, scale: Tensor | None = None) -> None:
-        """Begin a step.
-
-        Args:
-            step: The number of steps before this one.
-            scale: The loss scale of a GradScaler, a 0-dim tensor by which this step's gradients are multiplied. The
-                residual must have the same scale during the step; `tensors` returns it unscaled.
-        """
+        """Begin a step, after `step` others. `scale` is the loss scale of a GradScaler, a 0-dim tensor by which this
+        step's gradients are multiplied. The residual must have the same scale during the step; `tensors` returns it
+        unscaled."""
 
     def finite(self, flat: Tensor) -> Tensor:
-        """Return whether the sum that `run` left in `flat` is finite, as a 0-dim tensor.
-
-        Override it if `run` computes this anyway.
-        """
+        """Return whether the sum that `run` left in `flat` is finite, as a 0-dim tensor. Override it if `run` computes
+        this anyway."""
         return torch.isfinite(flat).all()
 
     @property

@@ -25,7 +25,6 @@ rebalancing. See ADR 0015.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, ClassVar
@@ -59,16 +58,17 @@ class Sparse:
     collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
 
     def __post_init__(self) -> None:
-        name, density = type(self).__name__, _plain(self.density)
-        object.__setattr__(self, "density", density)
-        number = isinstance(density, int | float) and not isinstance(density, bool)
-        if not (number and math.isfinite(density) and _LOWEST_DENSITY <= density <= 1):
+        name = type(self).__name__
+        density: Any = self.density
+        is_number = isinstance(density, Real) and not isinstance(density, bool)
+        if not (is_number and _LOWEST_DENSITY <= density <= 1):
             raise UsageError(
                 f"{name}(density={density!r}): density must be a fraction of the gradients from {_LOWEST_DENSITY:g} "
                 "to 1, such as 0.01 for 1 %"
             )
         if not isinstance(self.values, str) or self.values not in VALUES:
             raise UsageError(f"{name}(values={self.values!r}): values is one of {', '.join(VALUES)}")
+        object.__setattr__(self, "density", float(density))  # a NumPy number cannot be written as JSON
 
     def slots(self, numel: int, dtype: torch.dtype, ranks: int) -> Slots | None:
         """Return the slots for a bucket of this size.
@@ -135,12 +135,15 @@ class OkTopk(Sparse):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("momentum", "warmup"):
-            object.__setattr__(self, name, _plain(getattr(self, name)))
-        if isinstance(self.warmup, bool) or not isinstance(self.warmup, int) or self.warmup < 0:
-            raise UsageError(f"OkTopk(warmup={self.warmup!r}): warmup must be a number of steps, at least 0")
-        if not (isinstance(self.momentum, int | float) and 0 <= self.momentum < 1):
-            raise UsageError(f"OkTopk(momentum={self.momentum!r}): momentum must be at least 0 and less than 1")
+        warmup: Any = self.warmup
+        momentum: Any = self.momentum
+        if isinstance(warmup, bool) or not isinstance(warmup, Integral) or int(warmup) < 0:
+            raise UsageError(f"OkTopk(warmup={warmup!r}): warmup must be a number of steps, at least 0")
+        is_number = isinstance(momentum, Real)
+        if not (is_number and 0 <= momentum < 1):
+            raise UsageError(f"OkTopk(momentum={momentum!r}): momentum must be at least 0 and less than 1")
+        object.__setattr__(self, "warmup", int(warmup))
+        object.__setattr__(self, "momentum", float(momentum))
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
         if not isinstance(state, SparseState):
@@ -191,10 +194,3 @@ class SparseState(Residual):
     def finite(self, flat: Tensor) -> Tensor:
         known, self.result_is_finite = self.result_is_finite, None
         return super().finite(flat) if known is None else known
-
-
-def _plain(value: Any) -> Any:
-    """Convert NumPy numbers to Python's, so that settings can be written as JSON; return other values unchanged."""
-    if type(value) in (bool, int, float) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)

@@ -72,8 +72,6 @@ class Residual(State):
             for kind in ("residual", *(("velocity",) if self._momentum else ())):
                 self._workspace.take(kind, (2, self._numel), torch.float32)
 
-    # --- during a step ------------------------------------------------------------------------------------------
-
     def average(self, share: float) -> bool:
         if self._dtype == torch.float64:  # kernels multiply in fp32
             return False
@@ -135,8 +133,6 @@ class Residual(State):
         if self.ratio is not None:
             self._scale = torch.where(applied, self._step_scale, self._scale)
         self._changed = False
-
-    # --- between steps ------------------------------------------------------------------------------------------
 
     @property
     def rests_bytes(self) -> int:

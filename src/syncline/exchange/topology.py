@@ -107,9 +107,8 @@ class Phase:
 
     @classmethod
     def of(cls, kind: str, elements: int, itemsize: int, topology: Topology) -> Phase:
-        """Describe a collective of a kind in `wire.KINDS`, among the groups of `topology.whole`.
-
-        The number of elements is for gathers that of all ranks together.
+        """Describe a collective of a kind in `wire.KINDS`, among the groups of `topology.whole`. The number of elements
+        is for gathers that of all ranks together.
 
         Example:
             >>> Phase.of("all_reduce", 1000, 4, Topology.flat(4)).sent_bytes

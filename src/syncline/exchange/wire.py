@@ -13,15 +13,8 @@ KINDS = ("all_reduce", "all_to_all", "all_gather", "reduce", "broadcast")
 
 
 def sent_bytes(kind: str, elements: int, itemsize: int, ranks: int, backend: str = "gloo") -> int:
-    """Return the bytes that the busiest rank sends in one collective.
-
-    Args:
-        kind: The collective, one of `KINDS`.
-        elements: The number of elements, for gathers those of all ranks together.
-        itemsize: Bytes per element.
-        ranks: The number of ranks in the group.
-        backend: `gloo` or `nccl`.
-    """
+    """Return the bytes that the busiest rank sends in one collective of a kind in `KINDS`. The number of elements is
+    for gathers that of all ranks together."""
     return _messages_sent(kind, ranks, backend) * message_bytes(kind, elements, itemsize, ranks, backend)
 
 
@@ -55,11 +48,8 @@ def hops(kind: str, ranks: int, backend: str = "gloo") -> int:
 
 
 def uplink_bytes(kind: str, elements: int, itemsize: int, unit_of_rank: Sequence[int], backend: str = "gloo") -> int:
-    """Return the bytes that one collective sends over the busiest uplink, in its busier direction.
-
-    Takes the arguments of `sent_bytes`, and the unit (host or rack) of each rank. Every unit has one uplink. The root
-    of the collective is rank 0.
-    """
+    """Return the bytes that one collective sends over the busiest uplink, in its busier direction. Every unit (host or
+    rack) has one uplink. The root of the collective is rank 0."""
     messages = max(sum(count for _, count in uplink) for uplink in uplinks(kind, [unit_of_rank], backend))
     return messages * message_bytes(kind, elements, itemsize, len(unit_of_rank), backend)
 
@@ -67,13 +57,8 @@ def uplink_bytes(kind: str, elements: int, itemsize: int, unit_of_rank: Sequence
 def uplinks(kind: str, groups: Sequence[Sequence[int]], backend: str = "gloo") -> set[tuple[tuple[int, int], ...]]:
     """Return the messages on the uplinks of all units, while groups of ranks run the same collective concurrently.
 
-    Args:
-        kind: The collective, one of `KINDS`.
-        groups: For each group, the units of its ranks.
-        backend: `gloo` or `nccl`.
-
-    Returns:
-        For each uplink and direction, pairs of a group size and a number of messages. Equal ones appear once.
+    `groups` has, for each group, the units of its ranks. The result has, for each uplink and direction, pairs of a
+    group size and a number of messages; equal ones appear once.
     """
     passed: dict[tuple[str, int], Counter[int]] = {}
     for units in groups:

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from syncline.kernels.replay import Launch, Replay
+from syncline.kernels.replay import Replay
 from syncline.kernels.slots import KEY_SHIFT, KEYS, SLACK, Buffers, Slots, own_buffers
 
 _SHIFT = tl.constexpr(KEY_SHIFT)
@@ -483,7 +483,7 @@ class CudaKernels:
         self._packed = torch.zeros(0, device=device, dtype=torch.int16)
         self._programs = max(1, _programs(device) // slots.regions)
         # Triton's interpreter runs on the CPU, without CUDA graphs.
-        self._replay: Callable[[], Launch] = Replay if device.type == "cuda" else lambda: _launch
+        self._replay: Callable[[], Callable[..., None]] = Replay if device.type == "cuda" else lambda: _launch
         self._to_pack, self._to_select, self._to_release = (self._replay() for _ in range(3))
         self._to_total, self._to_spread = self._replay(), self._replay()
 

@@ -16,19 +16,12 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 _THREAD_LOCAL = 1
 """Capture mode in which other threads may use the device while this one records."""
-
-
-class Launch(Protocol):
-    """Runs a sequence of kernels, given everything that it depends on."""
-
-    def __call__(self, kernels: Callable[[], None], *arguments: Tensor | float | None) -> None: ...
 
 
 class Replay:
