@@ -1,13 +1,9 @@
 """A lane exchanges buckets in the order in which they are submitted, which is the same on all ranks.
 
-On gloo a lane has a worker thread for exchanges that wait for results. The thread issues a bucket's collectives, waits
-where the exchange needs a result, and continues with the next bucket if the exchange returned its last collective
-instead of waiting for it. Handing a bucket to this thread takes milliseconds on busy cores. So the thread that runs
-backward issues an exchange that never waits, unless an earlier bucket is still queued.
-
-On CUDA a lane is a stream: the thread that runs backward enqueues everything, and nothing waits on the host.
-
-A lane records when each bucket was ready, started and ended, and the collectives of buckets that are traced.
+On gloo a lane has a worker thread for exchanges that wait for results. The thread continues with the next bucket if the
+exchange returned its last collective instead of waiting for it. Handing a bucket to this thread takes milliseconds on
+busy cores. So the thread that runs backward issues an exchange that never waits, unless an earlier bucket is still
+queued. On CUDA a lane is a stream: the thread that runs backward enqueues everything, and nothing waits on the host.
 """
 
 from __future__ import annotations
@@ -156,23 +152,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Span:
-    """The times of one step's exchange, in seconds on this host's monotonic clock."""
+    """The duration of one step's exchange."""
 
-    first_ready_s: float
-    """When the gradients of the first bucket were ready."""
-    last_ready_s: float
-    """When the gradients of the last bucket were ready."""
-    end_s: float
-    """When the last bucket ended."""
-
-    @property
-    def exchange_s(self) -> float:
-        return self.end_s - self.first_ready_s
-
-    @property
-    def exposed_s(self) -> float:
-        """Communication time after the last bucket was ready, when there is no backward computation left to hide it."""
-        return self.end_s - self.last_ready_s
+    exchange_s: float
+    """Seconds from when the first bucket was ready until the last one ended."""
+    exposed_s: float
+    """Seconds of it after the last bucket was ready, when there is no backward computation left to hide it."""
 
 
 def span_of(jobs: Sequence[Job]) -> Span | None:
@@ -180,8 +165,8 @@ def span_of(jobs: Sequence[Job]) -> Span | None:
     ended = [seconds for job in jobs if (seconds := job.marks.seconds()) is not None]
     if not ended or len(ended) < len(jobs):
         return None
-    ready_s = [seconds["ready"] for seconds in ended]
-    return Span(min(ready_s), max(ready_s), max(seconds["end"] for seconds in ended))
+    ready_s, end_s = [seconds["ready"] for seconds in ended], max(seconds["end"] for seconds in ended)
+    return Span(end_s - min(ready_s), end_s - max(ready_s))
 
 
 class Lane:
