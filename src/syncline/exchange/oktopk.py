@@ -189,7 +189,8 @@ class SparseState(Residual):
         self.reserve()
 
     def describe(self) -> str:
-        return f"sparse, {self._slots.regions} slots of {self._slots.entries} entries"
+        regions = self._slots.regions
+        return f"sparse, {regions} slot{'' if regions == 1 else 's'} of {self._slots.entries} entries"
 
     def finite(self, flat: Tensor) -> Tensor:
         known, self.result_is_finite = self.result_is_finite, None

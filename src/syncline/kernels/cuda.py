@@ -19,7 +19,6 @@ share long argument lists, which no type checker compares.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -482,10 +481,9 @@ class CudaKernels:
         self._broken = torch.zeros((), device=device, dtype=torch.int32)
         self._packed = torch.zeros(0, device=device, dtype=torch.int16)
         self._programs = max(1, _programs(device) // slots.regions)
-        # Triton's interpreter runs on the CPU, without CUDA graphs.
-        self._replay: Callable[[], Callable[..., None]] = Replay if device.type == "cuda" else lambda: _launch
-        self._to_pack, self._to_select, self._to_release = (self._replay() for _ in range(3))
-        self._to_total, self._to_spread = self._replay(), self._replay()
+        self._replays = device.type == "cuda"  # Triton's interpreter runs on the CPU, without CUDA graphs
+        self._to_pack, self._to_select, self._to_release = (Replay(self._replays) for _ in range(3))
+        self._to_total, self._to_spread = (Replay(self._replays) for _ in range(2))
 
     def pack(self, flat: Tensor, share: float, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
         layout, block, mine = self._slots, _block(self._slots), self._mine
@@ -566,14 +564,10 @@ class CudaKernels:
         """Allocate memory for the starts of each cell's entries in `rows` received slots."""
         if self._starts.numel() < rows * self._slots.cells:
             self._starts = self._starts.new_zeros(rows * self._slots.cells)
-            self._to_total, self._to_spread = self._replay(), self._replay()
+            self._to_total, self._to_spread = (Replay(self._replays) for _ in range(2))
 
     def _find_starts(self, words: Tensor, rows: int) -> None:
         _offsets[(rows,)](words, self._starts, self._broken, self._slots.words, self._slots.cells, BLOCK=1024)
-
-
-def _launch(kernels: Callable[[], None], *arguments: Tensor | float | None) -> None:
-    kernels()
 
 
 def _block(slots: Slots) -> int:
