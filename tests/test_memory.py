@@ -22,7 +22,7 @@ from syncline.cli import plan as cli_plan
 from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, Layout
-from syncline.exchange.layout import Workspace
+from syncline.exchange.workspace import Workspace
 from syncline.layerwise.activations import Managed, find_blocks
 from syncline.layerwise.measure_blocks import measure_activations
 from syncline.memory_meter import metered

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from syncline.ddp.reduction import Reduction
 from syncline.ddp.regrouping import Regrouping
-from syncline.dist.lane import span_of
+from syncline.dist.span import span_of
 from syncline.errors import ExchangeError, UsageError, tell
 from syncline.exchange import Layout, Slot, stride_in_bucket
 from syncline.runtime import bucket_runner

@@ -13,7 +13,7 @@ import torch
 
 from syncline.ddp.engine import Engine
 from syncline.dist.events import Listener
-from syncline.dist.lane import span_of
+from syncline.dist.span import span_of
 from syncline.errors import first_line, tell
 from syncline.exchange import wire
 from syncline.runtime.bucket_runner import Step

@@ -7,7 +7,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from syncline.dist.lane import Job, Span
+from syncline.dist.lane import Job
+from syncline.dist.span import Span
 
 if TYPE_CHECKING:
     from syncline.dist.comm import LaneGroups

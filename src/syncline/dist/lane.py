@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,25 +148,6 @@ class Job:
     @property
     def bytes(self) -> int:
         return self.elements * self.itemsize
-
-
-@dataclass(frozen=True)
-class Span:
-    """The duration of one step's exchange."""
-
-    exchange_s: float
-    """Seconds from when the first bucket was ready until the last one ended."""
-    exposed_s: float
-    """Seconds of it after the last bucket was ready, when there is no backward computation left to hide it."""
-
-
-def span_of(jobs: Sequence[Job]) -> Span | None:
-    """Return the span of these buckets, or None if there are none or one has not ended yet."""
-    ended = [seconds for job in jobs if (seconds := job.marks.seconds()) is not None]
-    if not ended or len(ended) < len(jobs):
-        return None
-    ready_s, end_s = [seconds["ready"] for seconds in ended], max(seconds["end"] for seconds in ended)
-    return Span(end_s - min(ready_s), end_s - max(ready_s))
 
 
 class Lane:

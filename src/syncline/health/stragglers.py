@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 
-from syncline.dist.lane import Span
+from syncline.dist.span import Span
 from syncline.errors import tell
 from syncline.health.suspects import Progress
 

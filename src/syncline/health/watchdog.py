@@ -20,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.dist.comm import LaneGroups, backend_of, group_timeout
 from syncline.dist.events import Listener
-from syncline.dist.lane import Job, Lane, Span
+from syncline.dist.lane import Job, Lane
+from syncline.dist.span import Span
 from syncline.errors import first_line, tell
 from syncline.health.failure import Event, FailureReport, Pending, explain_failure
 from syncline.health.heartbeat import log, shared_heartbeat

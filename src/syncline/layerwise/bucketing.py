@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from syncline.errors import UsageError
 from syncline.exchange import Layout, Slot
-from syncline.exchange.layout import Workspace
+from syncline.exchange.workspace import Workspace
 from syncline.runtime.bucket_runner import Residuals
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from syncline.dist.agreement import agree
 from syncline.dist.comm import gather_bytes
 from syncline.errors import ExchangeError, UsageError, tell
-from syncline.exchange.layout import Workspace
+from syncline.exchange.workspace import Workspace
 from syncline.health.meeting import meeting
 from syncline.layerwise.backward_pass import Flight, LayerBucket, Pass, counts
 from syncline.layerwise.bucketing import BucketPieces, divide, join_residuals, layout_of, split_residuals

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import UsageError
-from syncline.exchange.layout import Workspace
+from syncline.exchange.workspace import Workspace
 from syncline.layerwise.bucketing import Piece
 
 Results = Sequence[tuple[nn.Parameter, Tensor]]

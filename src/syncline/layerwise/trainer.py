@@ -3,7 +3,7 @@
 After LaySA (IEEE Access 2021). DDP keeps all gradients until the end of the backward pass, and a sparse hook stores two
 copies of the residual. `Layerwise` exchanges the gradients of a layer while the backward pass continues, steps the
 layer, and frees them. It stores one copy of the residual, on the device or in host memory, and all layers share the
-buffers of the exchange (`exchange/layout.py`).
+buffers of the exchange (`exchange/workspace.py`).
 
 By default gradients are exchanged, and the result is that of DDP with the same exchange. With `mirror=True`, each rank
 computes its own update, learning rate times velocity, and the mean update is applied. The residual is then in units of

@@ -28,7 +28,8 @@ from torch import Tensor
 from syncline.dist.agreement import agree
 from syncline.dist.comm import close_lanes, open_lanes
 from syncline.dist.events import Events
-from syncline.dist.lane import Job, Phases, span_of
+from syncline.dist.lane import Job, Phases
+from syncline.dist.span import span_of
 from syncline.errors import ExchangeError, SynclineError, first_line
 from syncline.exchange import WORLD, Climbing, Exchange, Layout, State, Work
 from syncline.health.watchdog import Watchdog
