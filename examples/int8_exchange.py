@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from syncline.exchange.base import Comm, Cost, Layout, Phase, Rounding, State, Topology, Work
+from syncline.exchange import Comm, Cost, Layout, Phase, Rounding, State, Topology, Work
 
 BLOCK = 256
 """Values that share a scale, which is sent after them as one more byte."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from hypothesis import strategies as st
 
 import made_up
 from syncline.exchange import EXCHANGES, AllgatherTopk, Dense, Exchange, Hierarchical, OkTopk, made_of, settings
-from syncline.exchange.base import from_settings
 from syncline.files import FileError
 from syncline.records.plan import MAX_LANES, Alternative, Plan, PlannedBucket, PlannedGradient, Where
 from syncline.records.profile import ITEM_BYTES
@@ -426,6 +424,7 @@ def test_settings_that_are_left_out_are_the_usual_ones() -> None:
         ({}, "no exchange is of type None; known: Dense, Hierarchical, OkTopk, AllgatherTopk"),
         ({"type": ["Dense"]}, "no exchange is of type"),
         ({"type": "dense"}, "no exchange is of type 'dense'"),
+        ({"type": "Dense", "wire": ["bf16"]}, "^Dense: "),
         ({"type": "OkTopk", "k": 3}, "OkTopk has no setting 'k'; it has: density, momentum, values, warmup"),
         ({"type": "OkTopk", "warmup": 1.5}, r"OkTopk\(warmup=1.5\): warmup must be a number of steps"),
         ({"type": "Hierarchical", "across": {"type": "Hierarchical"}}, "use one Hierarchical, with as many levels"),
@@ -436,28 +435,3 @@ def test_settings_that_are_left_out_are_the_usual_ones() -> None:
 def test_invalid_settings_are_refused_with_a_reason(described: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         made_of(described)
-
-
-@dataclass(frozen=True)
-class Mine:
-    inner: Any
-    size: int = 3
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ValueError(f"Mine(size={self.size}): too small")
-
-
-def test_custom_exchanges_are_made_from_the_given_types() -> None:
-    types = {"Mine": Mine, "Dense": Dense}
-    described = {"type": "Mine", "inner": {"type": "Dense", "wire": "bf16"}, "size": 5}
-    assert from_settings(described, types) == Mine(Dense(wire="bf16"), 5)
-    for changes, expected in (
-        ({"size": 0}, r"^Mine\(size=0\): too small$"),
-        ({"size": "5"}, "^Mine: "),
-        ({"inner": {"type": "OkTopk"}}, "^no exchange is of type 'OkTopk'; known: Mine, Dense$"),
-    ):
-        with pytest.raises(ValueError, match=expected):
-            from_settings({**described, **changes}, types)
-    with pytest.raises(ValueError, match=r"^Mine: .*inner"):
-        from_settings({"type": "Mine"}, types)

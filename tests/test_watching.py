@@ -28,7 +28,7 @@ from survivors import wait_for
 from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
 from syncline.cluster.ports import reserved_port
 from syncline.dist import agreement
-from syncline.dist.lane import HostMarks, Job
+from syncline.dist.lane import Job, Marks
 from syncline.doctor import examine_reports
 from syncline.exchange import Comm, Layout, State, Work
 from syncline.health import failure, heartbeat, meeting, watchdog
@@ -426,7 +426,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_error(
 def test_an_error_is_explained_even_if_the_device_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
 ) -> None:
-    class Broken(HostMarks):
+    class Broken(Marks):
         def seconds(self) -> dict[str, float] | None:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
@@ -552,7 +552,7 @@ def test_an_error_that_ends_a_program_is_its_own_unless_a_backend_raised_it(
 def test_a_stuck_exchange_on_a_device_is_warned_about_once_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
 ) -> None:
-    class OnDevice(HostMarks):
+    class OnDevice(Marks):
         on_host = False
 
     warned: list[str] = []

@@ -52,13 +52,13 @@ def _measure(rank: Rank) -> dict[str, Any]:
     seen = {}
     for name, call in calls.items():
         dist.barrier()
-        sent, counted = links.sent_bytes(), sum(groups.counter.sent_bytes.values())
+        sent, counted = links.sent_bytes(), sum(groups.comm.counter.sent_bytes.values())
         for _ in range(REPEATS):
             work = call()
             if work is not None:
                 work.wait()
         dist.barrier()
-        seen[name] = [links.sent_bytes() - sent, sum(groups.counter.sent_bytes.values()) - counted]
+        seen[name] = [links.sent_bytes() - sent, sum(groups.comm.counter.sent_bytes.values()) - counted]
     return seen
 
 

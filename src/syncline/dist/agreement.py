@@ -1,8 +1,5 @@
-"""Check that all ranks agree on settings, before anything depends on them.
-
-Ranks compare digests first. Only if these differ do they exchange the fields themselves, so that the error can name the
-field that differs.
-"""
+"""Check that all ranks agree on settings, before anything depends on them. Ranks compare digests first. Only if these
+differ do they exchange the fields themselves, so that the error can name the field that differs."""
 
 from __future__ import annotations
 
@@ -23,8 +20,7 @@ from syncline.units import ranks_text
 Fields = Mapping[str, Any]
 """Field names and their JSON values, without nesting. See `flatten`."""
 
-_MAX_SHOWN = 120
-"""Maximum number of characters of a value in an error message."""
+_MAX_SHOWN = 120  # characters of a value in an error message
 
 
 def flatten(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -44,19 +40,12 @@ def digest(fields: Fields) -> bytes:
 
 
 def agree(group: dist.ProcessGroup, fields: Fields, what: str) -> None:
-    """Collective: raise the same error on every rank if the fields differ between ranks.
+    """Collective: raise `MismatchError` on every rank if the fields differ between ranks, with each rank's value.
 
-    Args:
-        group: The ranks that compare.
-        fields: This rank's fields. A rank on which something failed passes only the field `error`, and the error that
-            all ranks raise then names that failure and no other difference.
-        what: The thing that is compared, as the subject of the error message.
-
-    Raises:
-        MismatchError: On every rank, with the fields that differ and each rank's value.
+    A rank on which something failed passes only the field `error`, and the error that all ranks raise then names that
+    failure and no other difference. `what` is the subject of the error message.
     """
-    digests = gather_bytes(group, digest(fields))
-    if len(set(digests)) == 1:
+    if len(set(gather_bytes(group, digest(fields)))) == 1:
         return
     gathered = [msgspec.json.decode(data) for data in gather_bytes(group, msgspec.json.encode(fields))]
     by_rank = dict(zip(dist.get_process_group_ranks(group), gathered, strict=True))
@@ -96,10 +85,8 @@ def difference(by_rank: Mapping[int, Fields]) -> str:
 
 
 def first_difference(left: Fields, right: Fields) -> tuple[str, str, str] | None:
-    """Return the name of the first field that differs, with both values as text, or None if all are equal.
-
-    Values are compared as JSON: `1` equals `1.0`, and a tuple equals a list.
-    """
+    """Return the name of the first field that differs, with both values as text, or None if all are equal as JSON:
+    `1` equals `1.0`, and a tuple equals a list."""
     for name in dict.fromkeys([*left, *right]):
         texts = [_text(fields, name) for fields in (left, right)]
         if (name in left) != (name in right) or msgspec.json.decode(texts[0]) != msgspec.json.decode(texts[1]):
@@ -111,16 +98,13 @@ def first_difference(left: Fields, right: Fields) -> tuple[str, str, str] | None
 def shortened(texts: Sequence[str]) -> list[str]:
     """Shorten long texts to the part that begins shortly before their first difference."""
     differing = (index for index, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1)
-    begin = max(0, next(differing, min(map(len, texts))) - _MAX_SHOWN // 4)
-    return [_part(text, begin) for text in texts]
-
-
-def _part(text: str, begin: int) -> str:
-    if len(text) <= _MAX_SHOWN:
-        return text
-    begin = min(begin, len(text) - _MAX_SHOWN)
-    end = begin + _MAX_SHOWN
-    return f"{'…' if begin else ''}{text[begin:end]}{'…' if end < len(text) else ''}"
+    first = max(0, next(differing, min(map(len, texts))) - _MAX_SHOWN // 4)
+    parts = []
+    for text in texts:
+        begin = max(0, min(first, len(text) - _MAX_SHOWN))
+        end = begin + _MAX_SHOWN
+        parts.append(f"{'…' if begin else ''}{text[begin:end]}{'…' if end < len(text) else ''}")
+    return parts
 
 
 def _text(fields: Fields, name: str) -> str:

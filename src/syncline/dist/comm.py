@@ -11,7 +11,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -30,15 +30,14 @@ from syncline.exchange.wire import sent_bytes
 gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """`all_gather_into_tensor`, which torch 2.13 renamed."""
 
-
 _c10d: Any = dist.distributed_c10d
 _group_name = getattr(_c10d, "_process_group_name", None)
-"""torch's private function that names new groups; None if this version of torch has no such function."""
+"""torch's private function that names new groups. Without it, replacing it has no effect."""
 
 
 @dataclass
-class Notes:
-    """Recorders of the collectives of one lane, which runs one bucket at a time."""
+class Recorder(Counter):
+    """Counts the collectives of one lane, which runs one bucket at a time, and reports them to listeners and traces."""
 
     phases: Phases | None = None
     """The trace of the current bucket; None if it is not traced."""
@@ -48,13 +47,12 @@ class Notes:
 
 @dataclass(frozen=True)
 class GroupComm:
-    """A `Comm` for the ranks of one process group; `siblings` are this rank's groups at the other levels."""
+    """A `Comm` for the ranks of one process group; `siblings` are this rank's groups at all levels."""
 
     group: dist.ProcessGroup
     topology: Topology
-    counter: Counter
-    siblings: Mapping[str, GroupComm] = field(default_factory=dict)
-    notes: Notes = field(default_factory=Notes)
+    counter: Recorder = field(default_factory=Recorder)
+    siblings: dict[str, GroupComm] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
@@ -68,38 +66,28 @@ class GroupComm:
         return self.siblings.get(name)
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        traced = self._record("all_reduce", tensor)
-        return self._issued(dist.all_reduce(tensor, group=self.group, async_op=True), traced)
+        return self._issue("all_reduce", tensor, dist.all_reduce, tensor)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:
-        traced = self._record("all_to_all", input)
-        return self._issued(dist.all_to_all_single(output, input, group=self.group, async_op=True), traced)
+        return self._issue("all_to_all", input, dist.all_to_all_single, output, input)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        traced = self._record("all_gather", output)
-        return self._issued(gather_into(output.view(-1), input.reshape(-1), group=self.group, async_op=True), traced)
+        return self._issue("all_gather", output, gather_into, output.view(-1), input.reshape(-1))
 
     def reduce(self, tensor: Tensor, root: int) -> Work:
-        traced = self._record("reduce", tensor)
-        destination = dist.get_global_rank(self.group, root)
-        return self._issued(dist.reduce(tensor, destination, group=self.group, async_op=True), traced)
+        return self._issue("reduce", tensor, dist.reduce, tensor, dist.get_global_rank(self.group, root))
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        traced = self._record("broadcast", tensor)
-        source = dist.get_global_rank(self.group, root)
-        return self._issued(dist.broadcast(tensor, source, group=self.group, async_op=True), traced)
+        return self._issue("broadcast", tensor, dist.broadcast, tensor, dist.get_global_rank(self.group, root))
 
-    def _record(self, kind: str, whole: Tensor) -> Callable[[Any], Work] | None:
-        """Count a collective that is about to be issued. If it is traced, return the wrapper for its work."""
-        level = self.topology.whole.name
+    def _issue(self, kind: str, whole: Tensor, collective: Callable[..., Any], *arguments: Any) -> Work:
+        """Record a collective and issue it. `whole` is the tensor whose size decides how many bytes it sends."""
+        level, counter = self.topology.whole.name, self.counter
         sent = sent_bytes(kind, whole.numel(), whole.element_size(), self.size, self.topology.backend)
-        self.counter.add(level, sent)
-        self.notes.issued(kind, level, sent)
-        phases = self.notes.phases
-        return None if phases is None else phases.begin(kind, level, sent)
-
-    @staticmethod
-    def _issued(work: Any, traced: Callable[[Any], Work] | None) -> Work:
+        counter.add(level, sent)
+        counter.issued(kind, level, sent)
+        traced = None if counter.phases is None else counter.phases.begin(kind, level, sent)
+        work = collective(*arguments, group=self.group, async_op=True)
         assert work is not None, "this process is not in the group"  # noqa: S101
         return cast(Work, work) if traced is None else traced(work)
 
@@ -109,56 +97,61 @@ class LaneGroups:
     """The process groups of one lane: one of all ranks, and this rank's group at each level of the topology."""
 
     comm: GroupComm
-    counter: Counter
-    siblings: dict[str, GroupComm]
-    notes: Notes
     sockets: set[tuple[int, str]] = field(default_factory=set)
     """Sockets that this process opened while the groups were created: gloo's, and perhaps unrelated ones."""
-
-    @property
-    def topology(self) -> Topology:
-        return self.comm.topology
 
     @classmethod
     def create(cls, parent: dist.ProcessGroup, timeout: timedelta, topology: Topology | None = None) -> LaneGroups:
         """Collective over the parent's ranks: create the groups of a lane and open their connections.
 
         Connections are opened now because a group would otherwise open them in its first collective, which can hang
-        past its timeout if another rank has died in the meantime.
+        past its timeout if another rank has died in the meantime. Connecting over a broken link may take minutes,
+        whatever the timeout, and cannot be interrupted: with gloo, this raises instead and leaves a thread behind.
         """
+        late = threading.Event()
+
+        def attempt() -> LaneGroups:
+            groups = cls._create(parent, timeout, topology)
+            if late.is_set():
+                groups.destroy()
+            return groups
+
         if backend_of(parent) == "nccl":
-            return cls._create(parent, timeout, topology)
+            return attempt()
         limit_s = timeout.total_seconds() + max(2.0, 0.25 * timeout.total_seconds())
-        return _create_within(limit_s, lambda: cls._create(parent, timeout, topology))
+        try:
+            return within(limit_s, attempt)
+        except TooLateError as error:
+            late.set()
+            _c10d._process_group_name = _group_name  # the attempt may have replaced it
+            # `health.suspects.is_collective` recognises this error by the word "connection".
+            raise RuntimeError(f"no connection to all other ranks within {limit_s:.0f} s") from error
 
     @classmethod
     def _create(cls, parent: dist.ProcessGroup, timeout: timedelta, topology: Topology | None) -> LaneGroups:
         topology = topology or Topology.flat(parent.size(), backend_of(parent))
-        counter, notes = Counter(), Notes()
-        siblings: dict[str, GroupComm] = {}
         before = _sockets()
-        comm = GroupComm(_new_group(parent, timeout), topology, counter, siblings, notes)
-        groups = cls(comm, counter, siblings, notes)
-        siblings[WORLD] = groups.comm
+        comm = GroupComm(_new_group(parent, timeout), topology)
+        comm.siblings[WORLD] = comm
+        groups = cls(comm)
         try:
-            _open_connections(groups.comm)
+            _open_connections(comm)
             for level in topology.levels:
                 group = _new_group(parent, timeout, level)
                 if group is not None:
-                    siblings[level.name] = GroupComm(group, topology.among(level), counter, siblings, notes)
-                    _open_connections(siblings[level.name])
+                    sibling = GroupComm(group, topology.among(level), comm.counter, comm.siblings)
+                    comm.siblings[level.name] = sibling
+                    _open_connections(sibling)
         except BaseException:
             groups.destroy()
             raise
-        counter.sent_bytes.clear()
+        comm.counter.sent_bytes.clear()
         groups.sockets.update(_sockets() - before)
         return groups
 
     def cut(self) -> None:
-        """Shut down the connections, so that pending collectives fail: gloo has no other way to cancel them.
-
-        Only for the end of a program, when the connections are closed anyway.
-        """
+        """Shut down the connections at the end of a program, so that pending collectives fail: gloo has no other way
+        to cancel them."""
         for descriptor, _ in self.sockets & _sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 connection.getpeername()  # raises for gloo's listening socket, which must stay open
@@ -170,7 +163,7 @@ class LaneGroups:
             for sibling in self.comm.siblings.values():
                 with contextlib.suppress(ValueError):  # already destroyed, if torch.distributed was restarted
                     dist.destroy_process_group(sibling.group)
-        self.siblings.clear()  # they contain `comm`: a reference cycle, which would keep gloo's threads alive
+        self.comm.siblings.clear()  # they contain `comm`: a reference cycle, which would keep gloo's threads alive
 
 
 def open_lanes(
@@ -198,29 +191,6 @@ def close_lanes(lanes: Sequence[Lane], lane_groups: Sequence[LaneGroups]) -> Non
             groups.destroy()
 
 
-def _create_within(limit_s: float, create: Callable[[], LaneGroups]) -> LaneGroups:
-    """Create groups, or raise after `limit_s` seconds.
-
-    Connecting over a broken link may take minutes, whatever the timeout, and cannot be interrupted.
-    """
-    late = threading.Event()
-
-    def attempt() -> LaneGroups:
-        groups = create()
-        if late.is_set():
-            groups.destroy()
-        return groups
-
-    try:
-        return within(limit_s, attempt)
-    except TooLateError as error:
-        late.set()
-        if _group_name is not None:
-            _c10d._process_group_name = _group_name  # the attempt may have replaced it
-        # `health.suspects.is_collective` recognises this error by the word "connection".
-        raise RuntimeError(f"no connection to all other ranks within {limit_s:.0f} s") from error
-
-
 def _sockets() -> set[tuple[int, str]]:
     """Return the open sockets of this process: descriptors and the kernel's names for them. Empty unless on Linux."""
     sockets = set()
@@ -232,10 +202,8 @@ def _sockets() -> set[tuple[int, str]]:
 
 
 def _new_group(parent: dist.ProcessGroup, timeout: timedelta, level: Level | None = None) -> Any:
-    """Collective over the parent's ranks: create a group of all of them, or this rank's group at a level.
-
-    Returns None if this rank is in no group of more than one rank at that level.
-    """
+    """Collective over the parent's ranks: create a group of all of them, or this rank's group at a level. Return None
+    if this rank is in no group of more than one rank at that level."""
     ranks = dist.get_process_group_ranks(parent)
     options: dict[str, Any] = {"timeout": timeout, "backend": dist.get_backend(parent)}
     groups = [tuple(range(len(ranks)))] if level is None else [group for group in level.groups if len(group) > 1]
@@ -251,9 +219,7 @@ def _new_group(parent: dist.ProcessGroup, timeout: timedelta, level: Level | Non
                 members = [ranks[member] for member in mine]
                 own_group = dist.new_group(members, use_local_synchronization=True, **options)
     if mine and own_group.rank() != mine.index(parent.rank()):
-        raise UsageError(
-            "the ranks of the model's process group are not in ascending order: create it from sorted ranks"
-        )
+        raise UsageError("the ranks of the model's process group must be in ascending order: sort them")
     return own_group
 
 
@@ -266,19 +232,13 @@ def _open_connections(comm: GroupComm) -> None:
 
 @contextlib.contextmanager
 def _fresh_group_name(parent: dist.ProcessGroup, which: str) -> Iterator[None]:
-    """Collective: give the group that is created inside this context a unique name, the same on all of its ranks.
+    """Collective over the parent's ranks: give the group that is created inside this context a unique name, the same on
+    all of its ranks. `which` distinguishes groups that different ranks create at the same time.
 
     torch derives the name of such a group from the number of groups that exist. This has two consequences: the name of
     a destroyed group is reused, along with the outdated addresses in the store, and connecting to these hangs; and
     ranks that are in different numbers of groups wait for each other under different names.
-
-    Args:
-        parent: The ranks that call this.
-        which: Distinguishes groups that different ranks of the parent create at the same time.
     """
-    if _group_name is None:
-        yield
-        return
     token = gather_bytes(parent, secrets.token_hex(16).encode())[0].decode()
     _c10d._process_group_name = lambda ranks, use_hashed_name: f"{token} {which}"
     try:
@@ -288,11 +248,8 @@ def _fresh_group_name(parent: dist.ProcessGroup, which: str) -> Iterator[None]:
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
-    """Return the name of the backend that carries this group's tensors.
-
-    `init_process_group()` without a backend creates a group with one backend per device type. The result is then the
-    backend for CUDA if a GPU is available, and for the CPU otherwise.
-    """
+    """Return the name of the backend that carries this group's tensors. If the group has one backend per device type,
+    as `init_process_group()` creates it, this is the one for CUDA if a GPU is available, else the one for the CPU."""
     name = str(dist.get_backend(group))
     if name != "undefined" and ":" not in name:
         return name
@@ -314,12 +271,11 @@ def gather_bytes(group: dist.ProcessGroup, data: bytes) -> list[bytes]:
     lengths = torch.zeros(size, dtype=length.dtype, device=device)
     gather_into(lengths, length, group=group)
     longest = max(int(lengths.max()), 1)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded[: len(data)] = torch.frombuffer(bytearray(data or b"\0"), dtype=torch.uint8)[: len(data)].to(device)
+    padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
     gathered = torch.zeros(size * longest, dtype=torch.uint8, device=device)
     gather_into(gathered, padded, group=group)
-    rows = gathered.view(size, longest).cpu()
-    return [bytes(row[:count].tolist()) for row, count in zip(rows, lengths.tolist(), strict=True)]
+    rows = gathered.view(size, longest).cpu().numpy()
+    return [row[:count].tobytes() for row, count in zip(rows, lengths.tolist(), strict=True)]
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta:
@@ -331,10 +287,8 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta:
 
 
 def bound_group(group: dist.ProcessGroup, timeout_s: float | None) -> None:
-    """Limit every later collective of this group to `timeout_s`, including the all-reduces of plain DDP.
-
-    This uses a private function of torch. If it is missing, the group keeps its own timeout.
-    """
+    """Limit every later collective of this group to `timeout_s`, including the all-reduces of plain DDP. This uses a
+    private function of torch. If it is missing, the group keeps its own timeout."""
     set_timeout = getattr(_c10d, "_set_pg_timeout", None)
     if timeout_s is not None and set_timeout is not None:
         set_timeout(timedelta(seconds=timeout_s), group)

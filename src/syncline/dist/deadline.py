@@ -18,22 +18,14 @@ class TooLateError(SynclineError):
 
 
 def within(limit_s: float, action: Callable[[], T]) -> T:
-    """Call `action` on a thread of its own, and return its result.
-
-    Raises:
-        TooLateError: It did not return within `limit_s` seconds. Its thread keeps running.
-        Exception: Whatever `action` raises.
-    """
+    """Call `action` on a thread of its own, and return its result. Raise `TooLateError` after `limit_s` seconds; the
+    thread then keeps running."""
     return run_concurrently(limit_s, [action])[0]
 
 
 def run_concurrently(limit_s: float, actions: Sequence[Callable[[], T]]) -> list[T]:
     """Call functions that wait for each other at the same time, each on its own thread, and return their results.
-
-    Raises:
-        TooLateError: Some did not return within `limit_s` seconds. Their threads keep running.
-        Exception: The first exception that an action raises.
-    """
+    Raise the first exception that one raises, or `TooLateError` after `limit_s` seconds."""
     returned: dict[int, T] = {}
     raised: list[Exception] = []
 

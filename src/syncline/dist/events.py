@@ -1,10 +1,10 @@
-"""What happens to the buckets of a model, as one stream of events for everyone who watches it."""
+"""The exchanges of a model's buckets as events, for everything that watches them."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from syncline.dist.lane import Job
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """Base class of what watches a model's exchanges. Override the events you need. They must not raise."""
+    """Base class of everything that watches a model's exchanges. Override the events you need. They must not raise."""
 
     def step_began(self, step: Any, number: int) -> None:
         """Handle the first bucket of a step, in the thread that runs backward. The step before it is over."""
@@ -27,7 +27,7 @@ class Listener:
         """Handle a bucket that is ready and goes to its lane, in the thread that runs backward."""
 
     def bucket_started(self, lane: int, step: int, bucket: int) -> None:
-        """Handle a bucket that its lane has come to, on the lane."""
+        """Handle the start of a bucket's exchange, on the lane."""
 
     def collective_issued(self, lane: int, kind: str, level: str, sent_bytes: int) -> None:
         """Handle a collective that the lane's bucket is about to issue, on the lane."""
@@ -41,38 +41,20 @@ class Events(Listener):
 
     def __init__(self) -> None:
         self.listeners: list[Listener] = []
+        for event in [name for name in vars(Listener) if not name.startswith("_")]:
+            setattr(self, event, _forward(event, weakref.ref(self)))
 
     def connect(self, groups: Sequence[LaneGroups]) -> None:
-        """Pass on what the process groups of these lanes issue."""
+        """Pass on the collectives that the process groups of these lanes issue."""
         for lane, lane_groups in enumerate(groups):
-            lane_groups.notes.issued = functools.partial(_issued, weakref.ref(self), lane)
-
-    def step_began(self, step: Any, number: int) -> None:
-        for listener in tuple(self.listeners):
-            listener.step_began(step, number)
-
-    def step_timed(self, span: Span | None, period_s: float) -> None:
-        for listener in tuple(self.listeners):
-            listener.step_timed(span, period_s)
-
-    def bucket_submitted(self, job: Job, step: int) -> None:
-        for listener in tuple(self.listeners):
-            listener.bucket_submitted(job, step)
-
-    def bucket_started(self, lane: int, step: int, bucket: int) -> None:
-        for listener in tuple(self.listeners):
-            listener.bucket_started(lane, step, bucket)
-
-    def collective_issued(self, lane: int, kind: str, level: str, sent_bytes: int) -> None:
-        for listener in tuple(self.listeners):
-            listener.collective_issued(lane, kind, level, sent_bytes)
-
-    def bucket_ended(self, job: Job) -> None:
-        for listener in tuple(self.listeners):
-            listener.bucket_ended(job)
+            lane_groups.comm.counter.issued = functools.partial(self.collective_issued, lane)
 
 
-def _issued(events: weakref.ref[Events], lane: int, kind: str, level: str, sent_bytes: int) -> None:
-    """A comm is in a reference cycle, which must not keep the listeners of a released model alive."""
-    if (found := events()) is not None:
-        found.collective_issued(lane, kind, level, sent_bytes)
+def _forward(event: str, events: weakref.ref[Events]) -> Callable[..., None]:
+    """Return a function that passes an event on. It does not keep the listeners of a released model alive."""
+
+    def forward(*details: Any) -> None:
+        for listener in tuple(found.listeners if (found := events()) is not None else ()):
+            getattr(listener, event)(*details)
+
+    return forward

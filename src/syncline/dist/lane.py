@@ -1,13 +1,9 @@
 """A lane exchanges buckets in the order in which they are submitted, which is the same on all ranks.
 
-On gloo a lane has a worker thread for exchanges that wait for results. The thread issues a bucket's collectives, waits
-where the exchange needs a result, and continues with the next bucket if the exchange returned its last collective
-instead of waiting for it. Handing a bucket to this thread takes milliseconds on busy cores. So the thread that runs
-backward issues an exchange that never waits, unless an earlier bucket is still queued.
-
-On CUDA a lane is a stream: the thread that runs backward enqueues everything, and nothing waits on the host.
-
-A lane records when each bucket was ready, started and ended, and the collectives of buckets that are traced.
+On gloo a lane has a worker thread for exchanges that wait for results. The thread continues with the next bucket if the
+exchange returned its last collective instead of waiting for it. Handing a bucket to this thread takes milliseconds on
+busy cores. So the thread that runs backward issues an exchange that never waits, unless an earlier bucket is still
+queued. On CUDA a lane is a stream: the thread that runs backward enqueues everything, and nothing waits on the host.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,80 +24,25 @@ from syncline.exchange import Exchange, Work
 from syncline.memory_meter import followed
 
 
-@dataclass
-class Job:
-    """The exchange of one bucket on a lane."""
-
-    bucket: int
-    lane: int
-    flat: Tensor | None
-    """The bucket. None once the future holds it, so that a stored job does not keep DDP's memory alive."""
-    run: Callable[[], Work | None]
-    waits: bool = True
-    """Whether `run` waits for collectives."""
-    on_done: Callable[[Job], None] = lambda job: None
-    """Called once, before the future completes, with or without an error."""
-    error: BaseException | None = None
-    marks: Marks = field(default_factory=lambda: HostMarks())
-    exchange: Exchange | None = None
-    """The exchange of the bucket, for statistics."""
-    phases: Phases | None = None
-    """The collectives of the bucket, if it is traced."""
-    future: Any = None
-    """Completed when the job ends."""
-    elements: int = field(init=False)
-    itemsize: int = field(init=False)
-    _ending: threading.Lock = field(default_factory=threading.Lock, repr=False)
-
-    def __post_init__(self) -> None:
-        assert self.flat is not None  # noqa: S101 - it is about to be exchanged
-        self.elements, self.itemsize = self.flat.numel(), self.flat.element_size()
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * self.itemsize
-
-    def ends(self) -> bool:
-        """Return whether the caller is the first to end this job, and therefore must complete it."""
-        return self._ending.acquire(blocking=False)
-
-    def answer(self) -> None:
-        """Complete the future, and drop it, because it refers to this job."""
-        if self.future is not None:
-            future, self.future = self.future, None
-            future.set_result(None)  # its `then` callback takes the tensor out of this job
-
-
-class Marks(Protocol):
-    """Records when a bucket was ready, started and ended."""
-
-    @property
-    def on_host(self) -> bool:
-        """True if any thread may call `mark`; False if marks belong to the current CUDA stream."""
-
-    def mark(self, what: str) -> None:
-        """Record the current time as `what`. Only the first call for each `what` counts."""
-
-    def seconds(self) -> dict[str, float] | None:
-        """Return the times in seconds on the host's monotonic clock, or None if the bucket has not ended."""
-
-
-class HostMarks:
-    """Marks on the host's clock."""
+class Marks:
+    """The times at which a bucket was ready, started and ended, on the host's clock."""
 
     on_host = True
+    """True if any thread may call `mark`; False if marks belong to the current CUDA stream."""
 
     def __init__(self) -> None:
         self._times: dict[str, float] = {"ready": time.monotonic()}
 
     def mark(self, what: str) -> None:
+        """Record the current time as `what`. Only the first call for each `what` counts."""
         self._times.setdefault(what, time.monotonic())
 
     def seconds(self) -> dict[str, float] | None:
+        """Return the times in seconds on the host's monotonic clock, or None if the bucket has not ended."""
         return dict(self._times) if "end" in self._times else None
 
 
-class CudaMarks:
+class CudaMarks(Marks):
     """Marks as CUDA events. They are read after they have completed, and nothing waits for them.
 
     Times are relative to the first bucket of the step, whose time on the host's clock is when it was enqueued. Times
@@ -118,9 +59,8 @@ class CudaMarks:
 
     def mark(self, what: str) -> None:
         if what not in self._events:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self._events[what] = event
+            self._events[what] = torch.cuda.Event(enable_timing=True)
+            self._events[what].record()
 
     def seconds(self) -> dict[str, float] | None:
         if "end" not in self._events or not self._events["end"].query():
@@ -132,11 +72,10 @@ class CudaMarks:
 class Phases:
     """The collectives of a traced bucket, in the order in which they were issued. Several may run at the same time.
 
-    Their times are stored in the bucket's marks, and use the same clock. On the host's clock a collective starts when
-    it is issued and ends when its future completes, or, without a future, when `wait` returns. On a CUDA stream it
-    starts when the stream reaches it, and ends when the stream has waited for it. That may be later than its real end,
-    if the exchange enqueued other work first. Tracing never blocks the host, and a collective without a future for
-    which the exchange never waits has no end.
+    Their times are stored in the bucket's marks. On the host's clock a collective starts when it is issued and ends
+    when its future completes, or, without a future, when `wait` returns. On a CUDA stream it starts when the stream
+    reaches it, and ends when the stream has waited for it, which may be later than its real end. Tracing never blocks
+    the host, and a collective without a future for which the exchange never waits has no end.
     """
 
     def __init__(self, marks: Marks) -> None:
@@ -153,8 +92,7 @@ class Phases:
     def ended(self, seconds: Mapping[str, float]) -> Iterator[tuple[str, str, int, float, float]]:
         """Yield name, level, sent bytes, start and end of each collective that has an end in the bucket's `seconds`."""
         for number, (name, level, sent_bytes) in enumerate(self._issued):
-            end_s = seconds.get(f"end {number}")
-            if end_s is not None:
+            if (end_s := seconds.get(f"end {number}")) is not None:
                 yield name, level, sent_bytes, seconds[f"start {number}"], end_s
 
 
@@ -177,25 +115,58 @@ class _TracedWork:
         return self._work.get_future()
 
 
-class Lane(Protocol):
+@dataclass
+class Job:
+    """The exchange of one bucket on a lane."""
+
+    bucket: int
+    lane: int
+    flat: Tensor | None
+    """The bucket. None once the future holds it, so that a stored job does not keep DDP's memory alive."""
+    run: Callable[[], Work | None]
+    waits: bool = True
+    """Whether `run` waits for collectives."""
+    on_done: Callable[[Job], None] = lambda job: None
+    """Called once, before the future completes, with or without an error."""
+    error: BaseException | None = None
+    marks: Marks = field(default_factory=Marks)
+    exchange: Exchange | None = None
+    """The exchange of the bucket, for statistics."""
+    phases: Phases | None = None
+    """The collectives of the bucket, if it is traced."""
+    future: Any = None
+    """Completed when the job ends."""
+    elements: int = field(init=False)
+    itemsize: int = field(init=False)
+    ending: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    """Acquired once, by the thread that ends the job."""
+
+    def __post_init__(self) -> None:
+        assert self.flat is not None  # noqa: S101 - it is about to be exchanged
+        self.elements, self.itemsize = self.flat.numel(), self.flat.element_size()
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * self.itemsize
+
+
+class Lane:
     """Exchanges buckets one after the other."""
+
+    stuck = False
+    """Whether an abandoned job is still running. Its process groups must then not be destroyed."""
 
     def submit(self, job: Job) -> Any:
         """Queue the job, and return a future of its flat tensor."""
+        raise NotImplementedError
 
     def marks(self, first: Marks | None) -> Marks:
-        """Return marks for a bucket that is ready now.
-
-        Args:
-            first: The marks of the step's first bucket; None if this is the first.
-        """
+        """Return marks for a bucket that is ready now, given those of the step's first bucket if this is another."""
+        return Marks()
 
     def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
         """Return a context whose work runs after everything submitted so far to this lane, `others` and the caller."""
-
-    @property
-    def stuck(self) -> bool:
-        """Whether an abandoned job is still running. Its process groups must then not be destroyed."""
+        return contextlib.nullcontext()  # the engine calls this after all jobs on threads have ended
 
     def abandon(self, job: Job, error: BaseException) -> None:
         """Fail a job that does not end by itself. The lane cannot be used afterwards."""
@@ -207,11 +178,10 @@ class Lane(Protocol):
         """Accept no more jobs, and wait for those that run."""
 
 
-class ThreadLane:
+class ThreadLane(Lane):
     """A lane for gloo: exchanges that never wait are issued by the calling thread, all others by a worker thread."""
 
     def __init__(self, name: str) -> None:
-        self.stuck = False
         self._queue = _Queue()
         self._thread = threading.Thread(target=_run_jobs, args=(self._queue,), name=name, daemon=True)
         self._thread.start()
@@ -222,17 +192,12 @@ class ThreadLane:
         job.future = torch.futures.Future()
         # DDP reports an exception that is set on a future as a failed cast. One that `then` raises arrives unchanged.
         result = job.future.then(lambda _: _result(job))
-        if not job.waits and self._queue.idle:
+        if not job.waits and self._queue.submitted == self._queue.issued:
             _issue(job)
         else:
+            self._queue.submitted += 1
             self._queue.put(job)
         return result
-
-    def marks(self, first: Marks | None) -> Marks:
-        return HostMarks()
-
-    def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()  # the engine calls this after all jobs have ended
 
     def abandon(self, job: Job, error: BaseException) -> None:
         self.stuck = True
@@ -248,43 +213,26 @@ class ThreadLane:
             self._thread.join()
 
 
-class _Queue:
-    """Jobs for a lane's thread. Only one thread calls `put`, so `idle` stays true until that thread does so again."""
+class _Queue(queue.SimpleQueue["Job | None"]):
+    """Jobs for a lane's thread. None ends the thread."""
 
-    def __init__(self) -> None:
-        self._entries: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._unissued = 0
-
-    @property
-    def idle(self) -> bool:
-        with self._lock:
-            return self._unissued == 0
-
-    def put(self, job: Job | None) -> None:
-        with self._lock:
-            self._unissued += 1
-        self._entries.put(job)
-
-    def get(self) -> Job | None:
-        return self._entries.get()
-
-    def issued(self) -> None:
-        with self._lock:
-            self._unissued -= 1
+    submitted = 0
+    """Jobs so far. Only the thread that submits jobs changes it."""
+    issued = 0
+    """Jobs that have been issued. Only the lane's thread changes it."""
 
 
 def _run_jobs(jobs: _Queue) -> None:
     while (job := jobs.get()) is not None:
         _issue(job)
-        jobs.issued()
+        jobs.issued += 1
         del job  # or it would stay alive until the next one arrives
 
 
 def _issue(job: Job) -> None:
     """Run the job. It ends now, or when its last collective completes."""
     job.marks.mark("start")
-    try:
+    with _end_on_error(job):
         with followed():
             last = job.run()
         if last is not None and hasattr(last, "get_future"):
@@ -292,25 +240,28 @@ def _issue(job: Job) -> None:
             return
         if last is not None:
             last.wait()
-    except BaseException as error:  # noqa: BLE001 - raised to the user through the future
-        _end(job, error)
-    else:
         _end(job)
 
 
 def _completed(job: Job, finished: Any) -> None:
     """End a job whose last collective has completed. Runs on the backend's thread, so it must not issue collectives."""
-    try:
+    with _end_on_error(job):
         finished.value()
+        _end(job)
+
+
+@contextlib.contextmanager
+def _end_on_error(job: Job) -> Iterator[None]:
+    """End the job if an error is raised. The user gets the error through the future."""
+    try:
+        yield
     except BaseException as error:  # noqa: BLE001
         _end(job, error)
-    else:
-        _end(job)
 
 
 def _end(job: Job, error: BaseException | None = None) -> None:
     """End a job, unless it has ended already."""
-    if not job.ends():
+    if not job.ending.acquire(blocking=False):
         return
     job.error = error
     job.marks.mark("end")
@@ -318,9 +269,11 @@ def _end(job: Job, error: BaseException | None = None) -> None:
         job.on_done(job)
     except BaseException as failure:  # noqa: BLE001
         job.error = job.error or failure
-    # These refer to the step, which refers to this job: a reference cycle.
+    # These refer to the step, which refers to this job: a reference cycle. So does the future.
     job.run, job.on_done = _do_nothing, _do_nothing
-    job.answer()
+    future, job.future = job.future, None
+    if future is not None:
+        future.set_result(None)  # its `then` callback takes the tensor out of this job
 
 
 def _do_nothing(*_: object) -> None:
@@ -336,10 +289,11 @@ def _result(job: Job) -> Tensor:
     return flat
 
 
-class StreamLane:
-    """A lane for CUDA: a stream on which collectives and kernels run in order. The host only enqueues."""
+class StreamLane(Lane):
+    """A lane for CUDA: a stream on which collectives and kernels run in order. The host only enqueues.
 
-    stuck = False
+    A stream has no thread to wait for, and NCCL's own watchdog ends the process if a collective hangs.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -351,13 +305,10 @@ class StreamLane:
             job.marks.mark("start")
             if job.flat is not None:
                 job.flat.record_stream(self._stream)
-            try:
+            with _end_on_error(job):
                 last = job.run()
                 if last is not None:
                     last.wait()  # with NCCL the stream waits, not the host
-            except BaseException as error:  # noqa: BLE001 - raised below, by `_result`
-                _end(job, error)
-            else:
                 _end(job)
             flat = _result(job)
             future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[self._device])
@@ -373,12 +324,6 @@ class StreamLane:
             if isinstance(other, StreamLane) and other is not self:
                 self._stream.wait_stream(other._stream)
         return torch.cuda.stream(self._stream)
-
-    def abandon(self, job: Job, error: BaseException) -> None:
-        """Do nothing: NCCL's own watchdog ends the process."""
-
-    def end(self, within_s: float) -> None:
-        """Do nothing: a stream has no thread to wait for."""
 
     def close(self) -> None:
         self._stream.synchronize()

@@ -1,11 +1,8 @@
 """`Comm` for N ranks inside one process, each on a thread, for the tests of the laws.
 
-It is stricter than a real network:
-
-- The result of a collective appears only in `wait`, so reading it too early gives a wrong result.
-- A rank's input is copied when the collective is issued, so later changes of the buffer have no effect.
-- If ranks issue different collectives, or the same ones in a different order or with different shapes, all of them get
-  an error that shows the difference.
+It is stricter than a real network: a collective copies its input when it is issued, and its result appears only in
+`wait`. If ranks issue different collectives, or the same ones in a different order or with different shapes, all of
+them get an error that shows the difference.
 """
 
 from __future__ import annotations
@@ -13,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import Tensor
@@ -25,24 +22,16 @@ from syncline.exchange.wire import sent_bytes
 T = TypeVar("T")
 
 
-@dataclass
-class _Collective:
-    """One collective of a group."""
-
-    call: tuple[object, ...]
-    """Its kind and shape, which must be the same on all ranks."""
-    inputs: dict[int, Tensor] = field(default_factory=dict)
-    """The inputs of the ranks that have issued it."""
-
-
 class _Group:
     """The ranks of one group, and their collectives."""
 
     def __init__(self, ranks: Sequence[int], deadline_s: float, lock: threading.RLock) -> None:
-        self.ranks = tuple(ranks)
-        self.deadline_s = deadline_s
+        self.ranks, self.deadline_s = tuple(ranks), deadline_s
         self.changed = threading.Condition(lock)
-        self.collectives: list[_Collective] = []
+        self.calls: list[tuple[object, ...]] = []
+        """Kind and shape of each collective, which must be the same on all ranks."""
+        self.inputs: list[dict[int, Tensor]] = []
+        """The inputs of the members that have issued each collective."""
         self.finished: set[int] = set()
         """Members that will issue nothing more."""
         self.mismatch: str | None = None
@@ -50,32 +39,30 @@ class _Group:
     def issue(self, index: int, member: int, call: tuple[object, ...], tensor: Tensor) -> None:
         """Add a member's input to the collective of this index."""
         with self.changed:
-            if index == len(self.collectives):
-                self.collectives.append(_Collective(call))
-            collective = self.collectives[index]
-            if collective.call != call:
-                self.mismatch = f"collective {index}: rank {self.ranks[member]} issued {call}, others {collective.call}"
-            collective.inputs[member] = tensor.detach().clone()
-            if self.mismatch or len(collective.inputs) == len(self.ranks):
+            if index == len(self.calls):
+                self.calls.append(call)
+                self.inputs.append({})
+            if self.calls[index] != call:
+                others = self.calls[index]
+                self.mismatch = f"collective {index}: rank {self.ranks[member]} issued {call}, others {others}"
+            self.inputs[index][member] = tensor.detach().clone()
+            if self.mismatch or len(self.inputs[index]) == len(self.ranks):
                 self.changed.notify_all()
 
     def wait(self, index: int) -> list[Tensor]:
         """Wait until all members have issued the collective of this index, and return their inputs."""
+        inputs, members = self.inputs[index], range(len(self.ranks))
+
+        def decided() -> bool:
+            return bool(self.mismatch or self.finished - inputs.keys() or len(inputs) == len(members))
+
         with self.changed:
-            collective = self.collectives[index]
-            members = range(len(self.ranks))
-            self.changed.wait_for(
-                lambda: (
-                    self.mismatch or self.finished - set(collective.inputs) or len(collective.inputs) == len(members)
-                ),
-                self.deadline_s,
-            )
-            missing = [self.ranks[member] for member in members if member not in collective.inputs]
+            self.changed.wait_for(decided, self.deadline_s)
+            missing = [self.ranks[member] for member in members if member not in inputs]
             if self.mismatch or missing:
-                raise MismatchError(
-                    self.mismatch or f"collective {index} {collective.call}: ranks {missing} did not take part"
-                )
-            return [collective.inputs[member] for member in members]
+                absent = f"collective {index} {self.calls[index]}: ranks {missing} did not take part"
+                raise MismatchError(self.mismatch or absent)
+            return [inputs[member] for member in members]
 
     def leave(self, member: int) -> None:
         """Record that a member will issue nothing more."""
@@ -86,10 +73,7 @@ class _Group:
 
 @dataclass(frozen=True)
 class _LocalWork:
-    finish: Callable[[], None]
-
-    def wait(self) -> None:
-        self.finish()
+    wait: Callable[[], None]
 
 
 class LocalComm:
@@ -98,10 +82,9 @@ class LocalComm:
     def __init__(
         self, group: _Group, member: int, topology: Topology, counter: Counter, siblings: Mapping[str, LocalComm]
     ) -> None:
-        self._group, self._name, self._siblings = group, topology.whole.name, siblings
-        self.topology = topology
+        self._group, self._siblings = group, siblings
+        self.topology, self.counter = topology, counter
         self.rank, self.size = member, len(group.ranks)
-        self.counter = counter
         self._issued = 0
         self.log: list[tuple[object, ...]] = []
         """The collectives that this rank has issued, at all levels. Only the comm of all ranks has a log."""
@@ -115,55 +98,40 @@ class LocalComm:
             sibling._group.leave(sibling.rank)
 
     def all_reduce(self, tensor: Tensor) -> Work:
-        def finish(inputs: list[Tensor]) -> None:
-            tensor.copy_(_sum(inputs))
-
-        return self._issue("all_reduce", tensor, tensor, finish)
+        return self._issue("all_reduce", tensor, tensor)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:
-        def finish(inputs: list[Tensor]) -> None:
-            for row, sent in zip(output.view(self.size, -1), inputs, strict=True):
-                row.copy_(sent.reshape(self.size, -1)[self.rank])
-
-        return self._issue("all_to_all", input, input, finish)
+        return self._issue("all_to_all", output, input)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
-        def finish(inputs: list[Tensor]) -> None:
-            for row, sent in zip(output.view(self.size, -1), inputs, strict=True):
-                row.copy_(sent.reshape(-1))
-
-        return self._issue("all_gather", input, output, finish)
+        return self._issue("all_gather", output, input)
 
     def reduce(self, tensor: Tensor, root: int) -> Work:
-        def finish(inputs: list[Tensor]) -> None:
-            if self.rank == root:
-                tensor.copy_(_sum(inputs))
-            elif tensor.is_floating_point():
-                tensor.fill_(float("nan"))  # undefined by the contract: NaN shows an exchange that uses it
-
-        return self._issue("reduce", tensor, tensor, finish, root)
+        return self._issue("reduce", tensor, tensor, root)
 
     def broadcast(self, tensor: Tensor, root: int) -> Work:
-        def finish(inputs: list[Tensor]) -> None:
-            tensor.copy_(inputs[root])
+        return self._issue("broadcast", tensor, tensor, root)
 
-        return self._issue("broadcast", tensor, tensor, finish, root)
-
-    def _issue(
-        self,
-        kind: str,
-        input: Tensor,
-        whole: Tensor,
-        finish: Callable[[list[Tensor]], None],
-        root: int | None = None,
-    ) -> Work:
-        call = (kind, input.numel(), str(input.dtype), root)
+    def _issue(self, kind: str, output: Tensor, input: Tensor, root: int | None = None) -> Work:
+        call, name = (kind, input.numel(), str(input.dtype), root), self.topology.whole.name
         index, self._issued = self._issued, self._issued + 1
-        self._siblings[WORLD].log.append((self._name, *call))
-        sent = sent_bytes(kind, whole.numel(), whole.element_size(), self.size)
-        self.counter.add(self._name, sent)
+        self._siblings[WORLD].log.append((name, *call))
+        self.counter.add(name, sent_bytes(kind, output.numel(), output.element_size(), self.size))
         self._group.issue(index, self.rank, call, input)
-        return _LocalWork(lambda: finish(self._group.wait(index)))
+        return _LocalWork(lambda: self._finish(kind, output, self._group.wait(index), root))
+
+    def _finish(self, kind: str, output: Tensor, inputs: list[Tensor], root: int | None) -> None:
+        """Write the result of a collective, given the inputs of all ranks."""
+        if kind == "broadcast":
+            output.copy_(inputs[root or 0])
+        elif kind == "reduce" and self.rank != root:
+            if output.is_floating_point():
+                output.fill_(float("nan"))  # undefined by the contract: NaN shows an exchange that uses it
+        elif kind in ("all_reduce", "reduce"):
+            output.copy_(sum(inputs[1:], inputs[0]))
+        else:
+            for row, sent in zip(output.view(self.size, -1), inputs, strict=True):
+                row.copy_(sent.reshape(-1) if kind == "all_gather" else sent.reshape(self.size, -1)[self.rank])
 
 
 def run_ranks(topology: Topology | int, main: Callable[[LocalComm], T], *, deadline_s: float = 30.0) -> list[T]:
@@ -179,7 +147,7 @@ def run_ranks(topology: Topology | int, main: Callable[[LocalComm], T], *, deadl
         Exception: The first other exception that a rank raises.
     """
     lock = threading.RLock()
-    comms = _local_comms(topology, deadline_s, lock)
+    comms = _local_comms(Topology.flat(topology) if isinstance(topology, int) else topology, deadline_s, lock)
 
     def run_rank(comm: LocalComm) -> T:
         with lock:  # one rank runs at a time, until it waits: this avoids contention for Python's global lock
@@ -196,24 +164,15 @@ def run_ranks(topology: Topology | int, main: Callable[[LocalComm], T], *, deadl
     return [future.result() for future in futures]
 
 
-def _local_comms(topology: Topology | int, deadline_s: float, lock: threading.RLock) -> list[LocalComm]:
+def _local_comms(topology: Topology, deadline_s: float, lock: threading.RLock) -> list[LocalComm]:
     """Return one comm per rank, at the level of all ranks."""
-    whole = Topology.flat(topology) if isinstance(topology, int) else topology
-    comms: list[dict[str, LocalComm]] = [{} for _ in range(whole.ranks)]
-    counters = [Counter() for _ in range(whole.ranks)]
-    for level in (whole.whole, *whole.levels):
-        level_topology = whole if level is whole.whole else whole.among(level)
+    comms: list[dict[str, LocalComm]] = [{} for _ in range(topology.ranks)]
+    counters = [Counter() for _ in comms]
+    for level in (topology.whole, *topology.levels):
+        whole = level is topology.whole
         for ranks in level.groups:
-            if len(ranks) == 1 and level is not whole.whole:
-                continue
             group = _Group(ranks, deadline_s, lock)
-            for member, rank in enumerate(ranks):
+            for member, rank in enumerate(ranks if whole or len(ranks) > 1 else ()):
+                level_topology = topology if whole else topology.among(level)
                 comms[rank][level.name] = LocalComm(group, member, level_topology, counters[rank], comms[rank])
     return [by_level[WORLD] for by_level in comms]
-
-
-def _sum(inputs: list[Tensor]) -> Tensor:
-    total = inputs[0].clone()
-    for tensor in inputs[1:]:
-        total += tensor
-    return total

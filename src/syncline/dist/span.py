@@ -1,4 +1,4 @@
-"""The start and end of one step's exchange."""
+"""The duration of one step's exchange."""
 
 from __future__ import annotations
 
@@ -10,23 +10,12 @@ from syncline.dist.lane import Job
 
 @dataclass(frozen=True)
 class Span:
-    """The times of one step's exchange, in seconds on this host's monotonic clock."""
+    """The duration of one step's exchange."""
 
-    first_ready_s: float
-    """When the gradients of the first bucket were ready."""
-    last_ready_s: float
-    """When the gradients of the last bucket were ready."""
-    end_s: float
-    """When the last bucket ended."""
-
-    @property
-    def exchange_s(self) -> float:
-        return self.end_s - self.first_ready_s
-
-    @property
-    def exposed_s(self) -> float:
-        """Communication time after the last bucket was ready, when there is no backward computation left to hide it."""
-        return self.end_s - self.last_ready_s
+    exchange_s: float
+    """Seconds from when the first bucket was ready until the last one ended."""
+    exposed_s: float
+    """Seconds of it after the last bucket was ready, when there is no backward computation left to hide it."""
 
 
 def span_of(jobs: Sequence[Job]) -> Span | None:
@@ -34,5 +23,5 @@ def span_of(jobs: Sequence[Job]) -> Span | None:
     ended = [seconds for job in jobs if (seconds := job.marks.seconds()) is not None]
     if not ended or len(ended) < len(jobs):
         return None
-    ready_s = [seconds["ready"] for seconds in ended]
-    return Span(min(ready_s), max(ready_s), max(seconds["end"] for seconds in ended))
+    ready_s, end_s = [seconds["ready"] for seconds in ended], max(seconds["end"] for seconds in ended)
+    return Span(end_s - min(ready_s), end_s - max(ready_s))

@@ -2,27 +2,21 @@
 
 An exchange replaces a flat bucket by its **sum** over the ranks. The engine multiplies the bucket by 1/world_size
 first, in one place. Exchanges can therefore be nested (a mean of means over unequal groups would be wrong), and 16-bit
-sums cannot overflow where plain DDP's would not.
-
-An exchange is straight-line code that works in place and calls only its `Comm`. The lane that runs it owns the threads,
-streams and process groups. `syncline.testing` checks the laws that every exchange must keep.
+sums cannot overflow where plain DDP's would not. An exchange is straight-line code that works in place and calls only
+its `Comm`. The lane that runs it owns the threads, streams and process groups.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from syncline.exchange.layout import Layout, Slot, is_dense, stride_in_bucket
-from syncline.exchange.topology import WORLD, Cost, Level, Phase, Topology
-
-if TYPE_CHECKING:
-    from syncline.exchange.tree import Tree
+from syncline.exchange.layout import Layout
+from syncline.exchange.topology import Cost, Topology, Tree
 
 
 class Work(Protocol):
@@ -107,45 +101,27 @@ class State:
         return 0
 
     def tensors(self, layout: Layout) -> dict[str, dict[str, Tensor]]:
-        """Return what a checkpoint must contain.
-
-        Args:
-            layout: The layout that the state was prepared with.
-
-        Returns:
-            Tensors in their parameter's logical shape, by parameter name and then by kind, such as `residual`.
-        """
+        """Return what a checkpoint must contain, given the layout that the state was prepared with: tensors in their
+        parameter's logical shape, by parameter name and then by kind, such as `residual`."""
         return {}
 
     def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replace the state by the result of `tensors`, without communication.
-
-        Args:
-            layout: The layout that this state was prepared with. The tensors may come from a different one.
-            tensors: Tensors by parameter name and kind. Parameters of this bucket that are missing start with zeros.
-        """
+        """Replace the state by a result of `tensors`, without communication. The tensors may come from a different
+        layout. Parameters of this bucket that are missing start with zeros."""
 
     def average(self, share: float) -> bool:
         """Return whether `run` multiplies the bucket by `share` (1/world_size) itself, in a pass that it makes anyway.
-
-        If the result is False, the engine multiplies the bucket before `run`.
-        """
+        Otherwise the engine does it before `run`."""
         return False
 
     def begin(self, step: int, scale: Tensor | None = None) -> None:
-        """Begin a step.
-
-        Args:
-            step: The number of steps before this one.
-            scale: The loss scale of a GradScaler, a 0-dim tensor by which this step's gradients are multiplied. The
-                residual must have the same scale during the step; `tensors` returns it unscaled.
-        """
+        """Begin a step, after `step` others. `scale` is the loss scale of a GradScaler, a 0-dim tensor by which this
+        step's gradients are multiplied. The residual must have the same scale during the step; `tensors` returns it
+        unscaled."""
 
     def finite(self, flat: Tensor) -> Tensor:
-        """Return whether the sum that `run` left in `flat` is finite, as a 0-dim tensor.
-
-        Override it if `run` computes this anyway.
-        """
+        """Return whether the sum that `run` left in `flat` is finite, as a 0-dim tensor. Override it if `run` computes
+        this anyway."""
         return torch.isfinite(flat).all()
 
     @property
@@ -182,24 +158,13 @@ class Exchange(Protocol):
 
     @property
     def waits(self) -> bool:
-        """True if `run` waits for a collective. An exchange that only issues collectives needs no thread, and starts
-        sooner."""
+        """True if `run` waits for a collective. If it only issues collectives, it needs no thread and starts sooner."""
 
     def prepare(self, layout: Layout, comm: Comm) -> State:
-        """Return the state for one bucket. May communicate.
-
-        Args:
-            layout: The contents of the bucket.
-            comm: The collectives that `run` will get.
-        """
+        """Return the state for one bucket, given the `Comm` that `run` will get. May communicate."""
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
-        """Replace `flat` by its sum over the ranks.
-
-        Args:
-            flat: The bucket.
-            state: The result of `prepare` for this bucket.
-            comm: The collectives to call.
+        """Replace the bucket `flat` by its sum over the ranks.
 
         Returns:
             The last collective if it may still be running: the lane starts its next bucket meanwhile. None if the sum
@@ -207,21 +172,10 @@ class Exchange(Protocol):
         """
 
     def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
-        """Return the collectives that `run` will issue.
-
-        Args:
-            numel: The number of elements of the bucket.
-            dtype: The type of its elements.
-            topology: The ranks among which it runs.
-        """
+        """Return the collectives that `run` issues for a bucket of `numel` elements."""
 
     def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
-        """Return a bound on the difference between the gradients and the applied values plus the residual.
-
-        Args:
-            dtype: The type of the bucket's elements.
-            ranks: The number of ranks.
-        """
+        """Return a bound on the difference between the gradients and the applied values plus the residual."""
 
 
 @runtime_checkable
@@ -229,12 +183,7 @@ class Climbing(Protocol):
     """An exchange that uses the levels of a tree of ranks in addition to the group of all ranks."""
 
     def tree(self, found: Tree, ranks: int) -> Tree:
-        """Return the tree to create groups for.
-
-        Args:
-            found: The tree of hosts and racks that was detected.
-            ranks: The number of ranks.
-        """
+        """Return the tree to create groups for, given the detected tree of hosts and racks."""
 
 
 def default_lanes(exchange: Exchange, backend: str) -> int:
@@ -246,49 +195,6 @@ def default_lanes(exchange: Exchange, backend: str) -> int:
     return 2 if exchange.waits and backend == "gloo" else 1
 
 
-def settings(exchange: object) -> dict[str, Any]:
-    """Return an exchange's type and fields, nested exchanges included, as JSON. They must match on every rank."""
-    described: dict[str, Any] = {"type": type(exchange).__name__}
-    if dataclasses.is_dataclass(exchange):
-        for entry in dataclasses.fields(exchange):
-            value = getattr(exchange, entry.name)
-            described[entry.name] = settings(value) if isinstance(value, Exchange) else _as_lists(value)
-    return described
-
-
-def _as_lists(value: Any) -> Any:
-    """Convert tuples to lists, as JSON does, so that settings read from a file compare equal."""
-    return [_as_lists(item) for item in value] if isinstance(value, tuple) else value
-
-
-def from_settings(described: Mapping[str, Any], types: Mapping[str, type]) -> Any:
-    """Return the exchange that `settings` described.
-
-    Args:
-        described: The result of `settings`.
-        types: The exchange types that it may name.
-
-    Raises:
-        ValueError: The type or a field is unknown, or a value does not fit.
-    """
-    name = described.get("type")
-    if not isinstance(name, str) or name not in types:
-        raise ValueError(f"no exchange is of type {name!r}; known: {', '.join(types)}")
-    fields = {field.name for field in dataclasses.fields(types[name])}
-    unknown = sorted(described.keys() - fields - {"type"})
-    if unknown:
-        raise ValueError(f"{name} has no setting {unknown[0]!r}; it has: {', '.join(sorted(fields)) or 'none'}")
-    values = {
-        key: from_settings(value, types) if isinstance(value, Mapping) else value
-        for key, value in described.items()
-        if key != "type"
-    }
-    try:
-        return types[name](**values)
-    except (TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"{name}: {error}") from error
-
-
 @dataclass
 class Counter:
     """Bytes sent by the busiest rank, per level."""
@@ -298,26 +204,3 @@ class Counter:
     def add(self, level: str, sent: int) -> None:
         """Count `sent` more bytes at a level."""
         self.sent_bytes[level] = self.sent_bytes.get(level, 0) + sent
-
-
-__all__ = [
-    "WORLD",
-    "Climbing",
-    "Comm",
-    "Cost",
-    "Counter",
-    "Exchange",
-    "Layout",
-    "Level",
-    "Phase",
-    "Rounding",
-    "Slot",
-    "State",
-    "Topology",
-    "Work",
-    "default_lanes",
-    "from_settings",
-    "is_dense",
-    "settings",
-    "stride_in_bucket",
-]

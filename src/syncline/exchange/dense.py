@@ -1,24 +1,17 @@
 """Dense: send every element of every gradient, in its own type or in 16 bits.
 
-On the wire:
+On the wire, for P ranks and a bucket of S bytes:
 
 - `wire="fp32"` is one all-reduce in the gradients' own type. The result equals plain DDP's, bit for bit, on the same
-  buckets.
-- `wire="bf16"` and `wire="fp16"`: each rank sends the i-th part of its bucket to rank i in 16 bits (all-to-all); rank i
-  sums the parts in fp32; the sums are sent to all ranks in 16 bits (all-gather).
+  buckets. Each rank sends 2(P−1)/P·S bytes.
+- `wire="bf16"` and `wire="fp16"` send half of that: each rank sends the i-th part of its bucket to rank i (all-to-all);
+  rank i sums the parts in fp32; the sums are sent to all ranks (all-gather). This rounds each value twice. A 16-bit
+  ring would round at every hop.
 - fp16 parts are scaled by a power of two, which is sent with each part. Without it, gradients multiplied by a
   GradScaler would overflow or underflow.
 
-Cost, for P ranks and a bucket of S bytes:
-
-- fp32: 2(P−1)/P·S bytes per rank. A 16-bit wire sends half of that.
-- A 16-bit wire rounds each value twice. A 16-bit ring would round at every hop.
-
-When a 16-bit wire loses:
-
-- The link is faster than two additional passes over memory.
-- Buckets are so small that start-ups dominate: it issues two collectives instead of one.
-- The training must give the same bits as plain DDP.
+When a 16-bit wire loses: the link is faster than two additional passes over memory; buckets are so small that start-ups
+dominate, of which it has two instead of one; or the training must give the same bits as plain DDP.
 
 Paper: none. The all-reduce is plain DDP's; ADR 0005 explains the 16-bit wire.
 """
@@ -26,15 +19,16 @@ Paper: none. The all-reduce is plain DDP's; ADR 0005 explains the 16-bit wire.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from syncline.errors import UsageError
-from syncline.exchange.base import Comm, Cost, Layout, Phase, Rounding, State, Topology, Work
+from syncline.exchange.base import Comm, Rounding, State, Work
+from syncline.exchange.layout import Layout
+from syncline.exchange.topology import Cost, Phase, Topology
 
-_WIRE = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+_WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _FP16_TOP_EXPONENT = 15  # parts are scaled to stay under 2^15: half of fp16's largest
 _EXPONENT_LIMIT = 120.0  # 2^±120 and its reciprocal are fp32 numbers
 
@@ -54,6 +48,7 @@ class Dense:
     """
 
     wire: str = "fp32"
+    keeps = False
 
     def __post_init__(self) -> None:
         if self.wire not in _WIRE:
@@ -64,27 +59,20 @@ class Dense:
         return self.wire == "fp32"
 
     @property
-    def keeps(self) -> bool:
-        return False
-
-    @property
     def waits(self) -> bool:
         return not self.lossless
 
     def prepare(self, layout: Layout, comm: Comm) -> State:
-        if self.lossless or comm.size == 1:
-            return State()
-        return _Buffers(self.halves(layout, comm.size))
+        return State() if self.lossless or comm.size == 1 else self.halves(layout, comm.size)
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
         if comm.size == 1:
             return None
-        if not isinstance(state, _Buffers):
+        if not isinstance(state, Halves):
             return comm.all_reduce(flat)
-        halves = state.halves
-        halves.scatter(flat, comm).wait()
-        halves.gather(halves.shard(), flat, comm).wait()
-        halves.finish(flat)
+        state.scatter(flat, comm).wait()
+        state.gather(state.shard(), flat, comm).wait()
+        state.finish(flat)
         return None
 
     def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
@@ -100,9 +88,7 @@ class Dense:
         The reduce-scatter is an all-to-all and a local sum: gloo would emulate its own with an all-reduce, which sends
         twice the bytes.
         """
-        if self.lossless:
-            return _Plain(layout, ranks)
-        return _Packed(layout, ranks, self._wire_type())
+        return Halves(layout, ranks) if self.lossless else _Packed(layout, ranks, _WIRE[self.wire])
 
     def halves_cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> tuple[Phase, Phase]:
         """Return the two phases of `halves`."""
@@ -114,7 +100,7 @@ class Dense:
     def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
         if self.lossless or ranks == 1:
             return Rounding.of_summation(dtype, ranks)
-        unit = torch.finfo(self._wire_type()).eps / 2
+        unit = torch.finfo(_WIRE[self.wire]).eps / 2
         summation = ranks * torch.finfo(torch.float32).eps
         # Two roundings, in scatter and gather: (1+u)² − 1. For a 16-bit bucket, the result's own type rounds once more.
         relative = 2 * unit + unit**2 + summation + torch.finfo(dtype).eps / 2
@@ -123,35 +109,14 @@ class Dense:
         # fp16's last bit is 2^-24, which is 2^38 below the part's largest value after scaling; in scatter and gather.
         return Rounding(relative, of_largest=2 * ranks * 2.0**-38, absolute=2 * ranks * 2.0**-144)
 
-    def _wire_type(self) -> torch.dtype:
-        wire = _WIRE[self.wire]
-        assert wire is not None  # noqa: S101 - called only for 16-bit wires
-        return wire
-
 
 def part_of(numel: int, ranks: int) -> int:
     """Return the number of elements in each rank's part. The last part may be padded."""
     return -(-numel // ranks)
 
 
-class Halves(Protocol):
-    """A reduce-scatter and the all-gather that completes it, on one rank."""
-
-    def scatter(self, flat: Tensor, comm: Comm) -> Work:
-        """Send each rank its part of `flat`."""
-
-    def shard(self) -> Tensor:
-        """Return this rank's part of the sum, after `scatter` has ended. An incomplete part is padded with zeros."""
-
-    def gather(self, shard: Tensor, flat: Tensor, comm: Comm) -> Work:
-        """Collect all ranks' shards, for `flat`."""
-
-    def finish(self, flat: Tensor) -> None:
-        """Write the sum to `flat`, after `gather` has ended."""
-
-
-class _Plain:
-    """Gradients in their own type."""
+class Halves(State):
+    """A reduce-scatter and the all-gather that completes it, on one rank, with gradients in their own type."""
 
     def __init__(self, layout: Layout, ranks: int) -> None:
         part = part_of(layout.numel, ranks)
@@ -161,26 +126,30 @@ class _Plain:
         self._padded = layout.buffer("padded", ranks * part) if ranks * part != layout.numel else None
 
     def scatter(self, flat: Tensor, comm: Comm) -> Work:
+        """Send each rank its part of `flat`."""
         if self._padded is not None:
             self._padded[: self._numel].copy_(flat)
             self._padded[self._numel :].zero_()
         return comm.all_to_all(self._received.view(-1), flat if self._padded is None else self._padded)
 
     def shard(self) -> Tensor:
+        """Return this rank's part of the sum, after `scatter` has ended. An incomplete part is padded with zeros."""
         return torch.sum(self._received, 0, out=self._sum)  # torch sums 16-bit types in fp32 and rounds once
 
     def gather(self, shard: Tensor, flat: Tensor, comm: Comm) -> Work:
+        """Collect all ranks' shards, for `flat`."""
         return comm.all_gather(flat if self._padded is None else self._padded, shard)
 
     def finish(self, flat: Tensor) -> None:
+        """Write the sum to `flat`, after `gather` has ended."""
         if self._padded is not None:
             flat.copy_(self._padded[: self._numel])
 
 
-class _Packed:
+class _Packed(Halves):
     """Gradients in 16 bits, one packed part per rank, summed in fp32."""
 
-    def __init__(self, layout: Layout, ranks: int, wire: torch.dtype) -> None:
+    def __init__(self, layout: Layout, ranks: int, wire: torch.dtype) -> None:  # without the buffers of `Halves`
         self._scaled = wire == torch.float16
         self._payload = part_of(layout.numel, ranks)
         width = self._payload + (1 if self._scaled else 0)
@@ -226,10 +195,3 @@ class _Packed:
         if not self._scaled:
             return packed.to(torch.float32)
         return packed[1:].to(torch.float32) * torch.exp2(-packed[0].to(torch.float32))
-
-
-class _Buffers(State):
-    """Buffers only; a checkpoint needs nothing from them."""
-
-    def __init__(self, halves: Halves) -> None:
-        self.halves = halves

@@ -12,23 +12,17 @@ shapes:
 
 Buckets are sent in chunks, in a pipeline: while one chunk is at the slow level, the next is summed inside the hosts.
 All ranks follow the same schedule, and idle in the steps that they take no part in, so every group issues its
-collectives in one order. The result equals a flat all-reduce apart from the order of summation, and is bit-equal on all
-ranks.
+collectives in one order.
 
 Cost, for S bytes on m hosts of q ranks, P = m·q:
 
-- Each uplink carries 2(m−1)/m·S. A flat ring carries 2(P−1)/P·S if ranks are numbered host by host, and up to q times
-  that otherwise.
-- Compared with a ring numbered host by host, uplinks carry 1.75× fewer bytes with 2 hosts of 4 ranks, and 1.17× fewer
-  with 4 hosts of 2. Start-ups between hosts also take less time, because fewer messages there depend on each other.
+- Each uplink carries 2(m−1)/m·S. A flat ring carries 2(P−1)/P·S if ranks are numbered host by host (1.75× as much for 2
+  hosts of 4 ranks, 1.17× for 4 hosts of 2), and up to q times that otherwise.
 - A bucket takes the time of its slowest level, plus the time that one chunk spends at the other levels.
 
-When it loses:
-
-- There is one rank per host, or one host. It then runs flat.
-- Memory inside a host is slower than the host's link.
-- Buckets are so small that two start-ups per level take longer than those of a ring. `shape="auto"` compares the
-  predicted times, and runs flat if that is faster.
+When it loses: there is one rank per host, or one host (it then runs flat); memory inside a host is slower than the
+host's link; or buckets are so small that two start-ups per level take longer than those of a ring. `shape="auto"`
+compares the predicted times, and runs flat if that is faster.
 
 Paper: HERO, hierarchical all-reduce as a hook of DistributedDataParallel, CloudCom 2025.
 """
@@ -38,7 +32,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,27 +41,29 @@ import torch
 from torch import Tensor
 
 from syncline.errors import UsageError
-from syncline.exchange.base import (
-    Comm,
-    Cost,
-    Exchange,
-    Layout,
-    Level,
-    Phase,
-    Rounding,
-    State,
-    Topology,
-    Work,
-)
+from syncline.exchange.base import Comm, Exchange, Rounding, State, Work
 from syncline.exchange.dense import Dense, Halves, part_of
-from syncline.exchange.hierarchical_state import Chunk, ClimbedState, FlatState, Way
-from syncline.exchange.tree import Tree, frozen
+from syncline.exchange.layout import Layout
+from syncline.exchange.topology import Cost, Level, Phase, Topology, Tree, frozen
 
 SHAPES = ("auto", "leader", "sharded")
 _CHUNKS = (1, 2, 4, 8, 16, 32)
-_SMALLEST_CHUNK_BYTES = 1 << 16
-"""Smaller chunks would consist mostly of start-ups."""
+_SMALLEST_CHUNK_BYTES = 1 << 16  # smaller chunks would consist mostly of start-ups
 _MOST_CHUNKS = 1024
+
+
+@dataclass(frozen=True)
+class Way:
+    """The path of a bucket."""
+
+    shapes: tuple[str, ...] = ()
+    """Shape of each level below the outermost, `leader` or `sharded`; empty for a flat exchange."""
+    chunks: int = 1
+
+    def __str__(self) -> str:
+        if not self.shapes:
+            return "flat"
+        return f"{', then '.join(self.shapes)}, in {self.chunks} chunk{'s' if self.chunks > 1 else ''}"
 
 
 @dataclass(frozen=True)
@@ -94,40 +91,38 @@ class Hierarchical:
     shape: str = "auto"
     levels: Any = None
     chunks: int | None = None
+    waits = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.within, Dense):
-            raise UsageError(
-                f"Hierarchical(within={self.within!r}): within must be a Dense exchange, for example Dense()"
-            )
-        if isinstance(self.across, type) or not isinstance(self.across, Exchange):
-            raise UsageError(f"Hierarchical(across={self.across!r}): pass an exchange, for example Dense()")
-        if isinstance(self.across, Hierarchical):
-            raise UsageError(
-                "Hierarchical(across=Hierarchical(…)): use one Hierarchical, with as many levels as you need"
-            )
-        if self.shape not in SHAPES:
-            raise UsageError(f"Hierarchical(shape={self.shape!r}): shape is one of {', '.join(SHAPES)}")
-        if self.shape == "leader" and not self.within.lossless:
-            raise UsageError(
-                f"Hierarchical(shape='leader', within={self.within!r}): leaders receive gradients in their own type: "
-                "use within=Dense() or shape='sharded'"
-            )
-        if self.across.keeps and (self.shape == "sharded" or not self.within.lossless):
-            raise UsageError(
-                f"Hierarchical(across={self.across!r}): its residual must stay on one rank, but shards change ranks "
-                "when DDP changes its buckets: use within=Dense() and shape='leader' or 'auto'"
-            )
-        whole = isinstance(self.chunks, int) and not isinstance(self.chunks, bool)
-        if self.chunks is not None and not (whole and 1 <= self.chunks <= _MOST_CHUNKS):
-            raise UsageError(f"Hierarchical(chunks={self.chunks!r}): chunks must be from 1 to {_MOST_CHUNKS}")
+        if (problem := self._problem()) is not None:
+            setting, reason = problem
+            raise UsageError(f"Hierarchical({setting}={getattr(self, setting)!r}): {reason}")
         object.__setattr__(self, "levels", None if self.levels is None else frozen(self.levels))
+
+    def _problem(self) -> tuple[str, str] | None:
+        """Return a setting that does not fit, and why."""
+        within, across, chunks = (getattr(self, name) for name in ("within", "across", "chunks"))
+        if not isinstance(within, Dense):
+            return "within", "within must be a Dense exchange, for example Dense()"
+        if isinstance(across, type) or not isinstance(across, Exchange):
+            return "across", "pass an exchange, for example Dense()"
+        if isinstance(across, Hierarchical):
+            return "across", "use one Hierarchical, with as many levels as you need"
+        if self.shape not in SHAPES:
+            return "shape", f"shape is one of {', '.join(SHAPES)}"
+        if self.shape == "leader" and not within.lossless:
+            return "within", "leaders receive gradients in their own type: use within=Dense() or shape='sharded'"
+        if across.keeps and (self.shape == "sharded" or not within.lossless):
+            reason = "its residual must stay on one rank, but shards change ranks when DDP changes its buckets"
+            return "across", f"{reason}: use within=Dense() and shape='leader' or 'auto'"
+        whole = isinstance(chunks, int) and not isinstance(chunks, bool)
+        if chunks is not None and not (whole and 1 <= chunks <= _MOST_CHUNKS):
+            return "chunks", f"chunks must be from 1 to {_MOST_CHUNKS}"
         try:
-            hash(self)
+            hash(across)
         except TypeError:
-            raise UsageError(
-                f"Hierarchical(across={self.across!r}): its settings must be hashable: make it a frozen dataclass"
-            ) from None
+            return "across", "its settings must be hashable: make it a frozen dataclass"
+        return None
 
     @property
     def lossless(self) -> bool:
@@ -136,10 +131,6 @@ class Hierarchical:
     @property
     def keeps(self) -> bool:
         return self.across.keeps
-
-    @property
-    def waits(self) -> bool:
-        return True
 
     def tree(self, found: Tree, ranks: int) -> Tree:
         """Return the tree of `levels` if they are set, or the detected one."""
@@ -155,17 +146,18 @@ class Hierarchical:
     def prepare(self, layout: Layout, comm: Comm) -> State:
         path = self.way(layout.numel, layout.dtype, comm.topology)
         if not path.shapes:
-            return FlatState(self._flat(comm.topology).prepare(layout, comm))
+            whole = layout.piece(0, layout.numel)
+            across = self._flat(comm.topology).prepare(whole, comm)
+            return HierarchicalState(path, (Chunk(0, layout.numel, (), whole, across),))
         bounds = _bounds(layout.numel, path, _levels(comm.topology))
-        chunks = tuple(
-            self._prepare_chunk(start, layout.piece(start, stop - start), path, comm) for start, stop in bounds
-        )
-        return ClimbedState(path, chunks)
+        chunks = (self._prepare_chunk(start, layout.piece(start, stop - start), path, comm) for start, stop in bounds)
+        return HierarchicalState(path, tuple(chunks))
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
-        if isinstance(state, FlatState):
-            return self._flat(comm.topology).run(flat, state.inner, comm)
-        assert isinstance(state, ClimbedState)  # noqa: S101 - as prepared
+        assert isinstance(state, HierarchicalState)  # noqa: S101 - as prepared
+        if not state.path.shapes:
+            ((_, across),) = state.crossing
+            return self._flat(comm.topology).run(flat, across, comm)
         levels = _levels(comm.topology)
         _run_in_pipeline(
             [self._climb(flat[chunk.start : chunk.stop], chunk, 0, state.path, levels, comm) for chunk in state.chunks]
@@ -175,11 +167,8 @@ class Hierarchical:
     def _climb(
         self, flat: Tensor, chunk: Chunk, floor: int, path: Way, levels: Sequence[Level], comm: Comm
     ) -> Iterator[Work | None]:
-        """Run one chunk from a level up to the outermost one and down again.
-
-        Yields:
-            The collective to wait for before the next step, or None for a step in which this rank idles.
-        """
+        """Run one chunk from a level up to the outermost one and down again. Yield the collective to wait for before
+        the next step, or None for a step in which this rank idles."""
         group = comm.level(levels[floor].name)
         if floor == len(path.shapes):
             assert group is not None and chunk.across is not None  # noqa: S101 - as prepared
@@ -224,8 +213,6 @@ class Hierarchical:
         assert top is not None  # noqa: S101 - the groups of the outermost level have several ranks
         return Chunk(start, stop, tuple(halves), layout, self.across.prepare(layout, top))
 
-    # --- cost, and the path that it decides ---------------------------------------------------------------------
-
     def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
         return self._cost(self.way(numel, dtype, topology), numel, dtype, topology)
 
@@ -238,14 +225,9 @@ class Hierarchical:
         levels = _levels(topology)
         if len(levels) < 2:
             return [Way()]
-        choices = []
-        for level in levels[:-1]:
-            if not level.equal or self.keeps:
-                choices.append(["leader"])
-            elif not self.within.lossless:
-                choices.append(["sharded"])
-            else:
-                choices.append(["leader", "sharded"] if self.shape == "auto" else [self.shape])
+        usual = ["leader", "sharded"] if self.shape == "auto" else [self.shape]
+        usual = usual if self.within.lossless else ["sharded"]
+        choices = [usual if level.equal and not self.keeps else ["leader"] for level in levels[:-1]]
         most = max(1, nbytes // _SMALLEST_CHUNK_BYTES)
         counts = [self.chunks] if self.chunks else [count for count in _CHUNKS if count <= most]
         paths = [Way(shapes, count) for count in counts for shapes in itertools.product(*choices)]
@@ -266,9 +248,7 @@ class Hierarchical:
 
     def _phases(self, path: Way, numel: int, dtype: torch.dtype, topology: Topology) -> list[Phase]:
         """Return the phases of one chunk."""
-        up: list[Phase] = []
-        down: list[Phase] = []
-        levels = _levels(topology)
+        up, down, levels = list[Phase](), list[Phase](), _levels(topology)
         for floor, shape in enumerate(path.shapes):
             groups = topology.among(levels[floor])
             if shape == "sharded":
@@ -293,15 +273,94 @@ class Hierarchical:
         )
 
 
-def _run_in_pipeline(chunks: Sequence[Iterator[Work | None]]) -> None:
-    """Run chunks in a pipeline: in each turn one chunk starts, and all started ones take their next step.
+@dataclass(frozen=True)
+class Chunk:
+    """The buffers and state of one rank for one chunk."""
 
-    The latest chunk goes first, so that a level has its next collective before anything waits for its current one.
+    start: int
+    stop: int
+    halves: tuple[Halves | None, ...]
+    """Reduce-scatter and all-gather of each level; None where the level has leaders."""
+    layout: Layout
+    """Layout of this rank's part at the outermost level."""
+    across: State | None
+    """State of the outermost exchange; None on ranks that take no part in it."""
+
+
+class HierarchicalState(State):
+    """The chunks of a bucket.
+
+    An `across` with a residual has leaders at every level. They hold whole chunks, and which ranks lead does not depend
+    on the buckets, so a residual stays on its rank when DDP changes its buckets.
     """
+
+    def __init__(self, path: Way, chunks: tuple[Chunk, ...]) -> None:
+        self.path, self.chunks = path, chunks
+        self.crossing = [(chunk, chunk.across) for chunk in chunks if chunk.across is not None]
+        """Chunks for which this rank runs `across`, with its states."""
+
+    def describe(self) -> str:
+        return str(self.path)
+
+    def begin(self, step: int, scale: Tensor | None = None) -> None:
+        for _, state in self.crossing:
+            state.begin(step, scale)
+
+    def finite(self, flat: Tensor) -> Tensor:
+        if not self.crossing:
+            return super().finite(flat)
+        flags = [state.finite(flat[chunk.start : chunk.stop]) for chunk, state in self.crossing]
+        return flags[0] if len(flags) == 1 else torch.stack(flags).all()
+
+    @property
+    def settles(self) -> bool:
+        return any(state.settles for _, state in self.crossing)
+
+    @property
+    def rests_bytes(self) -> int:
+        return sum(state.rests_bytes for _, state in self.crossing)
+
+    def kept(self) -> Tensor | None:
+        pieces = [kept for _, state in self.crossing if (kept := state.kept()) is not None]
+        return torch.cat(pieces) if pieces else None
+
+    def tensors(self, layout: Layout) -> dict[str, dict[str, Tensor]]:
+        flats: dict[str, Tensor] = {}
+        for chunk, state in self.crossing:
+            by_name = state.tensors(chunk.layout)
+            for slot in chunk.layout.slots:
+                for kind, tensor in by_name.get(slot.name, {}).items():
+                    flat = flats.setdefault(kind, tensor.new_zeros(layout.numel))
+                    flat[chunk.start + slot.offset :][: slot.numel] = tensor
+        return {slot.name: {kind: slot.view(flat) for kind, flat in flats.items()} for slot in layout.slots if flats}
+
+    def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        flats: dict[str, dict[str, Tensor]] = {}
+        for slot in layout.slots:  # in memory order, as chunks are
+            for kind, tensor in tensors.get(slot.name, {}).items():
+                flat = flats.setdefault(slot.name, {})[kind] = tensor.new_empty(slot.numel)
+                flat.as_strided(slot.shape, slot.stride).copy_(tensor)
+        offsets = {slot.name: slot.offset for slot in layout.slots}
+        for chunk, state in self.crossing:
+            pieces: dict[str, dict[str, Tensor]] = {}
+            for piece in chunk.layout.slots:
+                if piece.name in flats:
+                    start = chunk.start + piece.offset - offsets[piece.name]
+                    kinds = flats[piece.name].items()
+                    pieces[piece.name] = {kind: flat[start : start + piece.numel] for kind, flat in kinds}
+            state.load(chunk.layout, pieces)
+
+    def settle(self, applied: Tensor) -> None:
+        for chunk, state in self.crossing:
+            state.settle(applied if applied.dim() == 0 else applied[chunk.start : chunk.stop])
+
+
+def _run_in_pipeline(chunks: Sequence[Iterator[Work | None]]) -> None:
+    """Run chunks in a pipeline: in each turn one chunk starts, and all started ones take their next step, the latest
+    first, so that a level has its next collective before anything waits for its current one."""
     started: list[tuple[Iterator[Work | None], Work | None]] = []
-    waiting = iter(chunks)
-    while True:
-        if (chunk := next(waiting, None)) is not None:
+    for chunk in itertools.chain(chunks, itertools.repeat(None)):
+        if chunk is not None:
             started.insert(0, (chunk, None))
         if not started:
             return
@@ -309,9 +368,7 @@ def _run_in_pipeline(chunks: Sequence[Iterator[Work | None]]) -> None:
         for steps, work in started:
             if work is not None:
                 work.wait()
-            for next_work in steps:  # at most one
-                unfinished.append((steps, next_work))
-                break
+            unfinished += [(steps, next_work) for next_work in itertools.islice(steps, 1)]
         started = unfinished
 
 
@@ -332,8 +389,6 @@ def _cheapest(exchange: Hierarchical, numel: int, dtype: torch.dtype, topology: 
 
 def _bounds(numel: int, path: Way, levels: Sequence[Level]) -> list[tuple[int, int]]:
     """Return the bounds of each chunk. All but the last divide evenly among the ranks that share them."""
-    shared = 1
-    for shape, level in zip(path.shapes, levels, strict=False):
-        shared *= level.ranks if shape == "sharded" else 1
+    shared = math.prod(level.ranks for shape, level in zip(path.shapes, levels, strict=False) if shape == "sharded")
     size = max(1, -(-numel // (path.chunks * shared)) * shared)
     return [(start, min(start + size, numel)) for start in range(0, max(1, numel), size)]

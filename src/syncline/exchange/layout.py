@@ -22,25 +22,15 @@ class Slot:
     numel: int
 
     def view(self, flat: Tensor) -> Tensor:
-        """Return this parameter's part of a flat tensor, in its logical shape.
-
-        Args:
-            flat: A tensor with one element per element of the bucket.
-
-        Returns:
-            A view that shares memory with `flat`.
-        """
+        """Return a view of this parameter's part of a flat bucket, in its logical shape."""
         return flat[self.offset : self.offset + self.numel].as_strided(
             self.shape, self.stride, flat.storage_offset() + self.offset
         )
 
 
 def stride_in_bucket(parameter: Tensor) -> tuple[int, ...]:
-    """Return the stride that DDP gives a parameter's gradient in a bucket.
-
-    It is the parameter's own stride if its memory has no gaps and no overlaps, and that of a contiguous tensor
-    otherwise.
-    """
+    """Return the stride that DDP gives a parameter's gradient in a bucket: the parameter's own if its memory has no
+    gaps and no overlaps, and that of a contiguous tensor otherwise."""
     return parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
 
 
@@ -71,6 +61,16 @@ class Layout:
     workspace: Workspace | None = field(default=None, compare=False)
     """Memory shared with buckets that never run at the same time; None if this bucket has its own buffers."""
 
+    @classmethod
+    def flat(cls, numel: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Layout:
+        """Return the layout of a bucket that holds one vector, for tests and benchmarks."""
+        return cls((Slot("flat", (numel,), (1,), 0, numel),), dtype, torch.device(device))
+
+    @property
+    def numel(self) -> int:
+        """Number of elements in the bucket."""
+        return sum(slot.numel for slot in self.slots)
+
     def buffer(self, kind: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Return memory for `run` to work in.
 
@@ -87,19 +87,9 @@ class Layout:
             return self.workspace.take(kind, shape, dtype)
         return torch.zeros(shape, dtype=dtype, device=self.device)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements in the bucket."""
-        return sum(slot.numel for slot in self.slots)
-
     def piece(self, start: int, numel: int) -> Layout:
-        """Return the layout of a part of the bucket, in memory order.
-
-        Args:
-            start: The first element of the part.
-            numel: The number of elements of the part. Elements beyond the end of the bucket are padding: a slot
-                whose name is empty.
-        """
+        """Return the layout of `numel` elements from `start`, in memory order. Elements beyond the end of the bucket
+        are padding: a slot whose name is empty."""
         slots = []
         for slot in self.slots:
             first, end = max(start, slot.offset), min(start + numel, slot.offset + slot.numel)
@@ -109,9 +99,3 @@ class Layout:
             slots.append(Slot("", (padding,), (1,), numel - padding, padding))
         workspace = None if self.workspace is None else self.workspace.part(str(start))
         return Layout(tuple(slots), self.dtype, self.device, workspace)
-
-    @classmethod
-    def flat(cls, numel: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> Layout:
-        """Return the layout of a bucket that holds one vector, for tests and benchmarks."""
-        slot = Slot(name="flat", shape=(numel,), stride=(1,), offset=0, numel=numel)
-        return cls((slot,), dtype, torch.device(device))

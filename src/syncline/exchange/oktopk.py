@@ -9,40 +9,35 @@ On the wire, for P ranks and a bucket of n elements, of which k = density · n a
 4. A rank's residual keeps entries that it did not send, entries that the owner did not select, and rounding errors of
    the values that it sent. So what was applied plus the residuals equals what came in.
 
-Cost:
+Cost: an entry takes 4 bytes, or 6 with fp32 values. A rank sends 2(P−1) slots of about 4k/P bytes per step, which is
+2k(P−1)/P words of 4 bytes and never more than 2.5k (the paper's bound is 6k). The residual takes two fp32 copies of the
+gradients.
 
-- An entry takes 4 bytes, or 6 with fp32 values.
-- A rank sends 2(P−1) slots of about 4k/P bytes per step. That is 2k(P−1)/P words of 4 bytes, and never more than 2.5k,
-  in every step. The paper's bound is 6k.
-- The residual takes two fp32 copies of the gradients.
+When it loses: the link is fast enough for dense gradients; buckets are small (with k < 8P, a bucket is sent dense); or
+the model needs all gradients in every step. This exchange is lossy: a model trains differently and may train worse.
+`warmup` and `momentum` help; `docs/results.md` has measurements.
 
-When it loses:
-
-- The link is fast enough for dense gradients.
-- Buckets are small: with k < 8P, a bucket is sent dense.
-- The model needs all gradients in every step. This exchange is lossy: a model trains differently and may train worse.
-  `warmup` and `momentum` help; `docs/results.md` has measurements.
-
-Paper: Ok-Topk, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022. The paper selects with a
-threshold that it tracks over steps, sends a variable number of entries, and rebalances regions at intervals. Here slots
-have a fixed size and hold the largest entries of the current step, so shapes and bytes do not depend on data and
-nothing waits for the device. Regions consist of small cells, so they need no rebalancing. See ADR 0015.
+Paper: Ok-Topk, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022. It selects with a threshold
+that it tracks over steps, and sends a variable number of entries. Here slots have a fixed size and hold the largest
+entries of the current step, so shapes and bytes do not depend on data. Regions consist of small cells, so they need no
+rebalancing. See ADR 0015.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from syncline.errors import UsageError
-from syncline.exchange.base import Comm, Cost, Layout, Phase, Rounding, State, Topology, Work
+from syncline.exchange.base import Comm, Rounding, State, Work
+from syncline.exchange.layout import Layout
 from syncline.exchange.residual import Residual
-from syncline.kernels import VALUES, Kernels, Slots, kernels_for
+from syncline.exchange.topology import Cost, Phase, Topology
+from syncline.kernels import VALUES, Slots, kernels_for
 
 _MOST_WORDS = {"bf16": 2.5, "fp16": 2.5, "fp32": 4.6}
 """Most 4-byte words that a rank may send per selected entry, in both collectives together. If headers and rounding up
@@ -51,7 +46,68 @@ _LOWEST_DENSITY = 1e-4
 
 
 @dataclass(frozen=True)
-class OkTopk:
+class Sparse:
+    """The parts that `OkTopk` and `AllgatherTopk` have in common."""
+
+    density: float = 0.01
+    values: str = "bf16"
+    lossless = False
+    keeps = True
+    waits = True
+    momentum = 0.0
+    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        density: Any = self.density
+        is_number = isinstance(density, Real) and not isinstance(density, bool)
+        if not (is_number and _LOWEST_DENSITY <= density <= 1):
+            raise UsageError(
+                f"{name}(density={density!r}): density must be a fraction of the gradients from {_LOWEST_DENSITY:g} "
+                "to 1, such as 0.01 for 1 %"
+            )
+        if not isinstance(self.values, str) or self.values not in VALUES:
+            raise UsageError(f"{name}(values={self.values!r}): values is one of {', '.join(VALUES)}")
+        object.__setattr__(self, "density", float(density))  # a NumPy number cannot be written as JSON
+
+    def slots(self, numel: int, dtype: torch.dtype, ranks: int) -> Slots | None:
+        """Return the slots for a bucket of this size.
+
+        Returns:
+            None for a bucket that is sent dense: on one rank, if it is too small, or if sparse slots would be larger.
+        """
+        raise NotImplementedError
+
+    def prepare(self, layout: Layout, comm: Comm) -> State:
+        slots = self.slots(layout.numel, layout.dtype, comm.size)
+        return (
+            Residual(layout, self.momentum) if slots is None else SparseState(layout, self.momentum, slots, comm.size)
+        )
+
+    def run_dense(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
+        """Sum a bucket that is sent dense."""
+        assert isinstance(state, Residual)  # noqa: S101 - as prepared
+        state.take(flat)
+        state.give_up(flat)
+        return comm.all_reduce(flat) if comm.size > 1 else None
+
+    def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
+        if topology.ranks == 1:
+            return Cost(())
+        slots = self.slots(numel, dtype, topology.ranks)
+        if slots is None:
+            return Cost((Phase.of("all_reduce", numel, dtype.itemsize, topology),))
+        nbytes = topology.ranks * slots.bytes
+        return Cost(tuple(Phase.of(kind, nbytes, 1, topology) for kind in self.collectives))
+
+    def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
+        # fp32 additions: to the rank's residual, over the ranks at the owner, and the subtraction of what was applied.
+        unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+        return Rounding(4 * ranks * unit, of_largest=4 * ranks * unit)
+
+
+@dataclass(frozen=True)
+class OkTopk(Sparse):
     """Send the largest sums of all gradients; the others are added to later gradients.
 
     To clip gradients, call `torch.nn.utils.clip_grad_norm_` after the backward pass, as without Syncline. It clips the
@@ -73,46 +129,29 @@ class OkTopk:
         >>> handle = syncline.attach(model, syncline.OkTopk(density=0.01, warmup=100))
     """
 
-    density: float = 0.01
-    values: str = "bf16"
     warmup: int = 0
     momentum: float = 0.0
+    collectives = ("all_to_all", "all_gather")
 
     def __post_init__(self) -> None:
-        for name in ("density", "momentum", "warmup"):
-            object.__setattr__(self, name, _plain(getattr(self, name)))
-        check_sparse(type(self).__name__, self.density, self.values)
-        if isinstance(self.warmup, bool) or not isinstance(self.warmup, int) or self.warmup < 0:
-            raise UsageError(f"OkTopk(warmup={self.warmup!r}): warmup must be a number of steps, at least 0")
-        if not (isinstance(self.momentum, int | float) and 0 <= self.momentum < 1):
-            raise UsageError(f"OkTopk(momentum={self.momentum!r}): momentum must be at least 0 and less than 1")
-
-    @property
-    def lossless(self) -> bool:
-        return False
-
-    @property
-    def keeps(self) -> bool:
-        return True
-
-    @property
-    def waits(self) -> bool:
-        return True
-
-    def prepare(self, layout: Layout, comm: Comm) -> State:
-        slots = self.slots(layout.numel, layout.dtype, comm.size)
-        return _Whole(layout, self.momentum) if slots is None else _Sparse(layout, self.momentum, slots)
+        super().__post_init__()
+        warmup: Any = self.warmup
+        momentum: Any = self.momentum
+        if isinstance(warmup, bool) or not isinstance(warmup, Integral) or int(warmup) < 0:
+            raise UsageError(f"OkTopk(warmup={warmup!r}): warmup must be a number of steps, at least 0")
+        is_number = isinstance(momentum, Real)
+        if not (is_number and 0 <= momentum < 1):
+            raise UsageError(f"OkTopk(momentum={momentum!r}): momentum must be at least 0 and less than 1")
+        object.__setattr__(self, "warmup", int(warmup))
+        object.__setattr__(self, "momentum", float(momentum))
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
-        assert isinstance(state, Residual)  # noqa: S101 - as prepared
-        if self.momentum:
-            state.accelerate(flat)
-        elif not isinstance(state, _Sparse) or state.step < self.warmup:
+        if not isinstance(state, SparseState):
+            return self.run_dense(flat, state, comm)
+        warming_up = state.step < self.warmup
+        if self.momentum or warming_up:
             state.take(flat)
-        if not isinstance(state, _Sparse):
-            state.give_up(flat)
-            return comm.all_reduce(flat) if comm.size > 1 else None
-        if state.step < self.warmup:
+        if warming_up:
             state.hold()
             return comm.all_reduce(flat)
         kernels, kept, turn = state.kernels, state.residual, state.turn
@@ -126,79 +165,33 @@ class OkTopk:
         kernels.release(flat, kept, turn, state.velocity)
         return None
 
-    def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
-        if topology.ranks == 1:
-            return Cost(())
-        slots = self.slots(numel, dtype, topology.ranks)
-        if slots is None:
-            return Cost((Phase.of("all_reduce", numel, dtype.itemsize, topology),))
-        nbytes = slots.regions * slots.bytes
-        return Cost(tuple(Phase.of(kind, nbytes, 1, topology) for kind in ("all_to_all", "all_gather")))
-
     def slots(self, numel: int, dtype: torch.dtype, ranks: int) -> Slots | None:
-        """Return the slots for a bucket of this size.
-
-        Returns:
-            None for a bucket that is sent dense: on one rank, if it is too small, or if sparse slots would be larger.
-        """
-        if ranks == 1:
-            return None
-        slots = Slots.of(numel, ranks, self.density, VALUES[self.values])
+        slots = Slots.of(numel, ranks, self.density, VALUES[self.values]) if ranks > 1 else None
         if slots is None or ranks * slots.bytes >= numel * dtype.itemsize:
             return None
         most = _MOST_WORDS[self.values] * int(self.density * numel)
         return slots if 2 * (ranks - 1) * slots.bytes <= 4 * most else None
 
-    def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
-        # fp32 additions: to the rank's residual, over the ranks at the owner, and the subtraction of what was applied.
-        unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-        return Rounding(4 * ranks * unit, of_largest=4 * ranks * unit)
 
-
-class _Whole(Residual):
-    """A bucket that is sent dense."""
-
-    def describe(self) -> str:
-        return "whole"
-
-
-class _Sparse(Residual):
+class SparseState(Residual):
     """A bucket that is sent in slots."""
 
     sparse = True
 
-    def __init__(self, layout: Layout, momentum: float, slots: Slots) -> None:
+    def __init__(self, layout: Layout, momentum: float, slots: Slots, ranks: int) -> None:
         super().__init__(layout, momentum)
-        self.kernels: Kernels = kernels_for(slots, layout.device, layout.buffer)
+        self._slots = slots
+        self.kernels = kernels_for(slots, layout.device, layout.buffer)
         self.mine = layout.buffer("mine", slots.regions, slots.bytes, dtype=torch.uint8)
-        self.theirs = layout.buffer("theirs", slots.regions, slots.bytes, dtype=torch.uint8)
+        self.theirs = layout.buffer("theirs", ranks, slots.bytes, dtype=torch.uint8)
         self.picked = layout.buffer("picked", slots.bytes, dtype=torch.uint8)
         self.result_is_finite: Tensor | None = None
-        self._slots = slots
         self.reserve()
 
     def describe(self) -> str:
-        return f"sparse, {self._slots.regions} slots of {self._slots.entries} entries"
+        regions = self._slots.regions
+        return f"sparse, {regions} slot{'' if regions == 1 else 's'} of {self._slots.entries} entries"
 
     def finite(self, flat: Tensor) -> Tensor:
         known, self.result_is_finite = self.result_is_finite, None
         return super().finite(flat) if known is None else known
-
-
-def _plain(value: Any) -> Any:
-    """Convert NumPy numbers to Python's, so that settings can be written as JSON; return other values unchanged."""
-    if type(value) in (bool, int, float) or not isinstance(value, Real):
-        return value
-    return int(value) if isinstance(value, Integral) else float(value)
-
-
-def check_sparse(name: str, density: object, values: object) -> None:
-    """Raise `UsageError` unless the settings of a sparse exchange are in range."""
-    number = isinstance(density, int | float) and not isinstance(density, bool)
-    if not (number and math.isfinite(density) and _LOWEST_DENSITY <= density <= 1):  # type: ignore[arg-type,operator]
-        raise UsageError(
-            f"{name}(density={density!r}): density must be a fraction of the gradients from {_LOWEST_DENSITY:g} to 1, "
-            "such as 0.01 for 1 %"
-        )
-    if not isinstance(values, str) or values not in VALUES:
-        raise UsageError(f"{name}(values={values!r}): values is one of {', '.join(VALUES)}")

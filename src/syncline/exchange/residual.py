@@ -15,7 +15,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from syncline.exchange.base import Layout, State
+from syncline.exchange.base import State
+from syncline.exchange.layout import Layout
 
 
 class Residual(State):
@@ -31,7 +32,7 @@ class Residual(State):
         self._pairs: dict[str, Tensor] = {}
         """Both copies of `residual` and `velocity`, by kind; with a workspace, the one copy stored between steps."""
         self.turn = torch.zeros((), dtype=torch.int32, device=layout.device)
-        """Index of the current copy, 0 or 1. Like `ratio`, it stays the same tensor: CUDA graphs store its address."""
+        """Index of the current copy; 0 with a workspace. Like `ratio`, it stays the same tensor, for CUDA graphs."""
         self.ratio: Tensor | None = None
         """Factor that converts the residual to this step's loss scale; None without a loss scale."""
         self.share = 1.0
@@ -40,6 +41,9 @@ class Residual(State):
         self._step_scale = self._scale = torch.ones((), device=layout.device)
         """Loss scale of the current step, and the one that the residual is stored in."""
         self._changed = False
+
+    def describe(self) -> str:
+        return "whole"
 
     @property
     def residual(self) -> Tensor:
@@ -68,44 +72,29 @@ class Residual(State):
             for kind in ("residual", *(("velocity",) if self._momentum else ())):
                 self._workspace.take(kind, (2, self._numel), torch.float32)
 
-    def _fetch(self) -> None:
-        if self._workspace is not None:
-            for kind, stored in self._pairs.items():
-                self._pair(kind)[0].copy_(stored, non_blocking=True)
-
-    def _store(self, applied: Tensor) -> None:
-        for kind, stored in self._pairs.items():
-            before, after = self._pair(kind)
-            stored.copy_(torch.where(applied, after, before, out=before), non_blocking=True)
-
-    # --- during a step ------------------------------------------------------------------------------------------
-
     def average(self, share: float) -> bool:
         if self._dtype == torch.float64:  # kernels multiply in fp32
             return False
         self.share = share
         return True
 
-    def take(self, flat: Tensor) -> None:
-        """Multiply the bucket by `share`, if no kernel does that."""
-        if self.share != 1.0:
-            flat.mul_(self.share)
-
     def begin(self, step: int, scale: Tensor | None = None) -> None:
         self.step = step
-        self._fetch()
-        if scale is not None:
-            self._step_scale = scale.to(device=self._device, dtype=torch.float32, copy=True)
-        elif self.ratio is not None:  # an earlier step had a loss scale
-            self._step_scale = torch.ones_like(self._scale)
-        if scale is not None or self.ratio is not None:
-            self.ratio = torch.empty_like(self._scale) if self.ratio is None else self.ratio
-            torch.div(self._step_scale, self._scale, out=self.ratio)
+        if self._workspace is not None:
+            for kind, stored in self._pairs.items():
+                self._pair(kind)[0].copy_(stored, non_blocking=True)
+        if scale is None and self.ratio is None:
+            return
+        scale = torch.ones_like(self._scale) if scale is None else scale  # without one after an earlier step with one
+        self._step_scale = scale.to(device=self._device, dtype=torch.float32, copy=True)
+        self.ratio = torch.empty_like(self._scale) if self.ratio is None else self.ratio
+        torch.div(self._step_scale, self._scale, out=self.ratio)
 
-    def accelerate(self, flat: Tensor) -> None:
-        """Replace the gradient by this rank's velocity, if there is momentum."""
-        if self.velocity is not None:
-            self.take(flat)
+    def take(self, flat: Tensor) -> None:
+        """Multiply the bucket by `share`, which no kernel does then, and with momentum replace it by the velocity."""
+        if self.share != 1.0:
+            flat.mul_(self.share)
+        if self._momentum:
             velocity = self._before_step("velocity").mul_(self._momentum).add_(flat)
             self.put("velocity", velocity)
             flat.copy_(velocity)
@@ -122,12 +111,7 @@ class Residual(State):
             self.put("residual", torch.zeros(self._numel, device=self._device))
 
     def put(self, kind: str, value: Tensor | None = None) -> None:
-        """Write the values that become current if the step is applied.
-
-        Args:
-            kind: `residual` or `velocity`.
-            value: The values; None if a kernel has already written them to the pair.
-        """
+        """Write the values that become current if the step is applied; None if a kernel writes them to the pair."""
         if value is not None:
             self._pair(kind).index_copy_(0, (1 - self.turn).to(torch.int64).view(1), value.view(1, -1))
         self._changed = True
@@ -135,25 +119,20 @@ class Residual(State):
     def settle(self, applied: Tensor) -> None:
         if not self._changed:
             return
-        self._changed = False
-        if applied.dim() > 0:
-            self._put_back(applied)
+        if applied.dim() > 0:  # undo the step for elements that were not applied, in the step's loss scale
+            for kind in self._pairs:
+                after = self._pair(kind).index_select(0, (1 - self.turn).view(1))[0]
+                self.put(kind, torch.where(applied, after, self._before_step(kind)))
             applied = applied.any()
         if self._workspace is None:
             self.turn.bitwise_xor_(applied)
         else:
-            self._store(applied)
+            for kind, stored in self._pairs.items():
+                before, after = self._pair(kind)
+                stored.copy_(torch.where(applied, after, before, out=before), non_blocking=True)
         if self.ratio is not None:
             self._scale = torch.where(applied, self._step_scale, self._scale)
-
-    def _put_back(self, applied: Tensor) -> None:
-        """Undo the step for elements whose result was not applied, and convert them to the step's loss scale."""
-        for kind, pair in ((kind, self._pair(kind)) for kind in self._pairs):
-            after = pair[1] if self._workspace is not None else pair.index_select(0, (1 - self.turn).view(1))[0]
-            self.put(kind, torch.where(applied, after, self._before_step(kind)))
         self._changed = False
-
-    # --- between steps ------------------------------------------------------------------------------------------
 
     @property
     def rests_bytes(self) -> int:
@@ -175,20 +154,15 @@ class Residual(State):
         for slot in layout.slots:
             for kind, tensor in tensors.get(slot.name, {}).items():
                 if kind == "residual" or self._momentum:
-                    slot.view(self._loadable(kind)).copy_(tensor)
-
-    def _loadable(self, kind: str) -> Tensor:
-        """Return the copy that `load` writes, as a view."""
-        pair = self._pair(kind)
-        return pair[0] if self._workspace is None else self._pairs[kind]
+                    pair = self._pair(kind)
+                    slot.view(pair[0] if self._workspace is None else self._pairs[kind]).copy_(tensor)
 
     def _current(self, kind: str) -> Tensor:
         """Return a copy of the values as they are between steps."""
-        if self._workspace is not None:
-            return self._pairs[kind].clone()
-        return self._pair(kind).index_select(0, self.turn.view(1))[0]
+        stored = self._pairs[kind]
+        return stored.clone() if self._workspace is not None else stored.index_select(0, self.turn.view(1))[0]
 
     def _before_step(self, kind: str) -> Tensor:
         """Return a copy of the values before this step, in this step's loss scale."""
-        value = self._current(kind) if self._workspace is None else self._pair(kind)[0].clone()
+        value = self._pair(kind).index_select(0, self.turn.view(1))[0]
         return value if self.ratio is None else value.mul_(self.ratio)

@@ -7,118 +7,58 @@ The same table serves the prediction of an exchange's cost and the engine's coun
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-
-def _chunk(elements: int, ranks: int) -> int:
-    return -(-elements // ranks)
-
-
-def _ring_all_reduce(elements: int, ranks: int) -> int:
-    return 2 * (ranks - 1) * _chunk(elements, ranks)
-
-
-def _one_chunk_to_each(elements: int, ranks: int) -> int:
-    return (ranks - 1) * _chunk(elements, ranks)
-
-
-def _ring_reduce(elements: int, ranks: int) -> int:
-    """Count for gloo: a ring reduce-scatter, after which every rank sends its chunk to the root."""
-    return ranks * _chunk(elements, ranks) if ranks > 1 else 0
-
-
-def _tree_broadcast(elements: int, ranks: int) -> int:
-    """Count for gloo: a binomial tree, whose root sends once per doubling."""
-    return elements * (ranks - 1).bit_length()
-
-
-def _chain(elements: int, ranks: int) -> int:
-    """Count for NCCL: a pipelined ring, in which each rank forwards everything once."""
-    return elements if ranks > 1 else 0
-
-
-_SENT: dict[str, dict[str, Callable[[int, int], int]]] = {
-    "gloo": {
-        "all_reduce": _ring_all_reduce,
-        "all_to_all": _one_chunk_to_each,
-        "all_gather": _one_chunk_to_each,
-        "reduce": _ring_reduce,
-        "broadcast": _tree_broadcast,
-    },
-    "nccl": {
-        "all_reduce": _ring_all_reduce,
-        "all_to_all": _one_chunk_to_each,
-        "all_gather": _one_chunk_to_each,
-        "reduce": _chain,
-        "broadcast": _chain,
-    },
-}
-
-KINDS = tuple(_SENT["gloo"])
+KINDS = ("all_reduce", "all_to_all", "all_gather", "reduce", "broadcast")
 
 
 def sent_bytes(kind: str, elements: int, itemsize: int, ranks: int, backend: str = "gloo") -> int:
-    """Return the bytes that the busiest rank sends in one collective.
+    """Return the bytes that the busiest rank sends in one collective of a kind in `KINDS`. The number of elements is
+    for gathers that of all ranks together."""
+    return _messages_sent(kind, ranks, backend) * message_bytes(kind, elements, itemsize, ranks, backend)
 
-    Args:
-        kind: The collective, one of `KINDS`.
-        elements: The number of elements, for gathers those of all ranks together.
-        itemsize: Bytes per element.
-        ranks: The number of ranks in the group.
-        backend: `gloo` or `nccl`.
-    """
-    table = _SENT.get(backend, _SENT["gloo"])
-    return table[kind](elements, ranks) * itemsize
+
+def message_bytes(kind: str, elements: int, itemsize: int, ranks: int, backend: str = "gloo") -> int:
+    """Return the bytes of one message: the whole tensor in trees and chains, one chunk in rings and all-to-alls."""
+    whole = kind == "broadcast" or (kind == "reduce" and backend == "nccl")
+    return (elements if whole else -(-elements // ranks)) * itemsize
+
+
+def _messages_sent(kind: str, ranks: int, backend: str) -> int:
+    """Return the number of messages that the busiest rank sends."""
+    if ranks == 1:
+        return 0
+    if kind in ("reduce", "broadcast") and backend == "nccl":
+        return 1  # a pipelined chain, in which each rank forwards everything once
+    if kind == "reduce":
+        return ranks  # a ring reduce-scatter, after which every rank sends its chunk to the root
+    if kind == "broadcast":
+        return (ranks - 1).bit_length()  # a binomial tree, whose root sends once per doubling
+    return (2 if kind == "all_reduce" else 1) * (ranks - 1)
 
 
 def hops(kind: str, ranks: int, backend: str = "gloo") -> int:
     """Return the length of the longest chain of messages in a collective, to which start-ups are proportional."""
     if ranks <= 1:
         return 0
-    doublings = (ranks - 1).bit_length()
-    if kind == "all_reduce":
-        # NCCL sends small messages up and down a tree; gloo sends all sizes around the ring, twice.
-        return 2 * (doublings if backend == "nccl" else ranks - 1)
-    if kind == "broadcast" and backend != "nccl":
-        return doublings
-    return ranks if kind == "reduce" and backend != "nccl" else ranks - 1
+    if backend != "nccl":
+        return _messages_sent(kind, ranks, backend)
+    # NCCL sends small messages of an all-reduce up and down a tree.
+    return 2 * (ranks - 1).bit_length() if kind == "all_reduce" else ranks - 1
 
 
 def uplink_bytes(kind: str, elements: int, itemsize: int, unit_of_rank: Sequence[int], backend: str = "gloo") -> int:
-    """Return the bytes that one collective sends over the busiest uplink, in its busier direction.
-
-    Args:
-        kind: The collective, one of `KINDS`. Its root is rank 0.
-        elements: The number of elements, for gathers those of all ranks together.
-        itemsize: Bytes per element.
-        unit_of_rank: The unit (host or rack) of each rank. Every unit has one uplink.
-        backend: `gloo` or `nccl`.
-    """
-    messages = uplink_messages(kind, unit_of_rank, backend)
+    """Return the bytes that one collective sends over the busiest uplink, in its busier direction. Every unit (host or
+    rack) has one uplink. The root of the collective is rank 0."""
+    messages = max(sum(count for _, count in uplink) for uplink in uplinks(kind, [unit_of_rank], backend))
     return messages * message_bytes(kind, elements, itemsize, len(unit_of_rank), backend)
-
-
-def message_bytes(kind: str, elements: int, itemsize: int, ranks: int, backend: str = "gloo") -> int:
-    """Return the bytes of one message: the whole tensor in trees and chains, one chunk in rings and all-to-alls."""
-    whole = kind == "broadcast" or (kind == "reduce" and backend == "nccl")
-    return (elements if whole else _chunk(elements, ranks)) * itemsize
-
-
-def uplink_messages(kind: str, unit_of_rank: Sequence[int], backend: str = "gloo") -> int:
-    """Return the number of messages that pass the busiest uplink. It takes time proportional to the ranks."""
-    return max(sum(count for _, count in uplink) for uplink in uplinks(kind, [unit_of_rank], backend))
 
 
 def uplinks(kind: str, groups: Sequence[Sequence[int]], backend: str = "gloo") -> set[tuple[tuple[int, int], ...]]:
     """Return the messages on the uplinks of all units, while groups of ranks run the same collective concurrently.
 
-    Args:
-        kind: The collective, one of `KINDS`.
-        groups: For each group, the units of its ranks.
-        backend: `gloo` or `nccl`.
-
-    Returns:
-        For each uplink and direction, pairs of a group size and a number of messages. Equal ones appear once.
+    `groups` has, for each group, the units of its ranks. The result has, for each uplink and direction, pairs of a
+    group size and a number of messages; equal ones appear once.
     """
     passed: dict[tuple[str, int], Counter[int]] = {}
     for units in groups:
@@ -145,7 +85,7 @@ def _messages(kind: str, ranks: int, backend: str) -> list[tuple[int, list[tuple
     """Return the edges between ranks, with the number of times that each is used."""
     ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
     if kind in ("all_reduce", "all_gather"):
-        return [(2 * (ranks - 1) if kind == "all_reduce" else ranks - 1, ring)]
+        return [(_messages_sent(kind, ranks, backend), ring)]
     if backend == "nccl":
         return [(1, ring[:-1])]
     if kind == "broadcast":

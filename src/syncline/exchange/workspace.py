@@ -1,9 +1,4 @@
-"""Memory that an exchange needs only while it runs, shared by buckets that run one after the other.
-
-With DDP, every bucket has its own buffers and two copies of its residual. `Layerwise` has less memory and many small
-buckets. They share one set of buffers, as large as the largest bucket needs, and each stores one copy of its residual
-between steps, on the device or in the host's pinned memory.
-"""
+"""Memory that an exchange needs only while it runs, shared by buckets that run one after the other."""
 
 from __future__ import annotations
 
@@ -14,10 +9,11 @@ from torch import Tensor
 
 
 class Workspace:
-    """The shared memory of one lane.
+    """Buffers shared by buckets that run one after the other on a lane, as large as the largest bucket needs.
 
-    A bucket may leave anything in a buffer, and must not expect to find what it left there. The exception is a buffer
-    that must hold zeros at the start: its user must leave zeros in it.
+    With DDP, every bucket has its own buffers and two copies of its residual. `Layerwise` has many small buckets and
+    little memory: they share a workspace, and each stores one copy of its residual between steps. A bucket may leave
+    anything in a buffer, except that a buffer that must hold zeros at the start must be left with zeros.
     """
 
     def __init__(self, device: torch.device, *, rest_on_host: bool = False) -> None:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from syncline.errors import ExchangeError
-from syncline.kernels.buffers import Buffers, own_buffers
-from syncline.kernels.slots import KEY_SHIFT, KEYS, SLACK, Slots
+from syncline.kernels.slots import KEY_SHIFT, KEYS, SLACK, Buffers, Slots, own_buffers
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -71,11 +70,8 @@ class CpuKernels:
     def _accumulate(
         self, flat: Tensor, share: float, before: Tensor, after: Tensor, ratio: Tensor | None
     ) -> tuple[Ints, Floats] | None:
-        """Add the bucket to the residual, and return the candidates: their positions and values.
-
-        Returns:
-            None if there are too many candidates for the threshold to be useful, as after a bucket of almost all zeros.
-        """
+        """Add the bucket to the residual, and return the positions and values of the candidates; None if there are too
+        many for the threshold to be useful, as after a bucket of almost all zeros."""
         candidates, sums = [], after.numpy()
         least = _magnitude_of(self._threshold)
         remaining = _MOST_CANDIDATES * self._slots.entries * self._slots.regions
@@ -122,8 +118,7 @@ class CpuKernels:
         self._touched.fill(False)
         total = self._sum.numpy()
         for source in range(len(words)):
-            cell, place, _, values = _entries(words[source : source + 1], layout, f"rank {source}")
-            where = (cell << self._shift) + place
+            where, _, values = _entries(words[source : source + 1], layout, f"rank {source}")
             if layout.regions == 1 and where.max(initial=0) >= layout.numel:
                 raise ExchangeError(f"rank {source} sent entry {int(where.max())} of a bucket of {layout.numel}")
             with np.errstate(over="ignore", invalid="ignore"):  # a step with infinities is not applied
@@ -150,7 +145,7 @@ class CpuKernels:
         with np.errstate(invalid="ignore"):  # a step with infinities is not applied
             after[where] += np.where(applied != 0, values - applied, np.float32(0))
 
-    def _where(self, places: Ints, region: int) -> Ints:
+    def _where(self, places: Ints, region: Ints | int) -> Ints:
         """Convert positions in a region to positions in the bucket."""
         cell = (places >> self._shift) * self._slots.regions + region
         where: Ints = (cell << self._shift) + (places & (self._slots.cell - 1))
@@ -158,8 +153,8 @@ class CpuKernels:
 
     def spread(self, gathered: Tensor, flat: Tensor) -> Tensor:
         layout = self._slots
-        cell, place, region, values = _entries(_words(gathered, layout), layout, "a region's owner")
-        where = ((cell * layout.regions + region) << self._shift) + place
+        places, region, values = _entries(_words(gathered, layout), layout, "a region's owner")
+        where = self._where(places, region)
         if where.max(initial=0) >= layout.numel:
             raise ExchangeError(f"a region's owner sent entry {int(where.max())} of a bucket of {layout.numel}")
         applied = torch.from_numpy(values).to(flat.dtype)
@@ -176,18 +171,8 @@ class CpuKernels:
             velocity[1 - int(turn)].numpy()[where] = 0
 
     def _write(self, places: Ints, region: Ints, values: Floats, counts: Ints, words: npt.NDArray[np.int16]) -> Floats:
-        """Write entries to slots.
-
-        Args:
-            places: Positions of the entries, in the bucket or in the only region.
-            region: The region of each entry.
-            values: The value of each entry.
-            counts: The number of candidates of each region, by key.
-            words: Receives the entries, one row per region.
-
-        Returns:
-            The values as a receiver will read them, after rounding.
-        """
+        """Write entries to slots, and return their values as a receiver will read them, after rounding. `places` are
+        positions in the bucket or in the only region, and `counts` each region's candidates by key."""
         layout, regions = self._slots, len(words)
         cell = (places >> self._shift) // regions
         words[:, 1 : 1 + layout.cells] = np.bincount(
@@ -201,8 +186,7 @@ class CpuKernels:
         words[:, 0] = 0
         scaled, scale = values, None
         if layout.values == torch.float16:
-            top = KEYS - 1 - (counts[:, ::-1] > 0).argmax(1) * (counts > 0).any(1)
-            top = np.where((counts > 0).any(1), top, 0)
+            top = np.where((counts > 0).any(1), KEYS - 1 - (counts[:, ::-1] > 0).argmax(1), 0)
             exponents = np.minimum(_TOP_EXPONENT - (top >> (23 - KEY_SHIFT)), _EXPONENT_LIMIT)
             words[:, 0] = exponents
             scale = np.ldexp(np.float32(1), exponents).astype(np.float32)[region]
@@ -219,8 +203,7 @@ class CpuKernels:
 def _largest(keys: Ints, region: Ints, counts: Ints, entries: int) -> tuple[Ints, int]:
     """Return the indices of the selected candidates, in order, and the smallest boundary key of all regions."""
     at_least = counts[:, ::-1].cumsum(1)[:, ::-1]  # by key: the number of candidates with this key or a larger one
-    boundary = (at_least >= entries).sum(1) - 1  # the largest key for which there are enough
-    boundary = np.maximum(boundary, 0)
+    boundary = np.maximum((at_least >= entries).sum(1) - 1, 0)  # the largest key for which there are enough
     above = np.where(boundary + 1 < KEYS, at_least[np.arange(len(counts)), np.minimum(boundary + 1, KEYS - 1)], 0)
     limit = boundary[region]
     chosen = keys > limit
@@ -232,20 +215,9 @@ def _largest(keys: Ints, region: Ints, counts: Ints, entries: int) -> tuple[Ints
     return np.flatnonzero(chosen), int(boundary.min(initial=KEYS))
 
 
-def _entries(words: npt.NDArray[np.int16], layout: Slots, sender: str) -> tuple[Ints, Ints, Ints, Floats]:
-    """Read slots, and check them, so that nothing is written outside of the bucket.
-
-    Args:
-        words: The slots, one row each.
-        layout: Their format.
-        sender: The sender's name for an error message.
-
-    Returns:
-        The cell, the place in the cell, the row and the value of each entry.
-
-    Raises:
-        ExchangeError: A count or a place is too large, or entries are not in order.
-    """
+def _entries(words: npt.NDArray[np.int16], layout: Slots, sender: str) -> tuple[Ints, Ints, Floats]:
+    """Read slots, and return the position in its region, the row and the value of each entry. Raise `ExchangeError` if
+    a count or a place is too large, or entries are not in order: nothing may be written outside of the bucket."""
     counts = words[:, 1 : 1 + layout.cells].view(np.uint16).astype(np.int64)
     filled = counts.sum(1)
     if filled.max(initial=0) > layout.entries or counts.max(initial=0) > layout.cell:
@@ -256,8 +228,8 @@ def _entries(words: npt.NDArray[np.int16], layout: Slots, sender: str) -> tuple[
     place = words[row, layout.places_at + column].view(np.uint16).astype(np.int64)
     if place.max(initial=0) >= layout.cell:
         raise ExchangeError(f"{sender} sent place {int(place.max())} of a cell of {layout.cell}")
-    order = cell * layout.cell + place
-    if ((order[1:] <= order[:-1]) & (row[1:] == row[:-1])).any():  # a repeated place would lose an entry
+    where: Ints = cell * layout.cell + place
+    if ((where[1:] <= where[:-1]) & (row[1:] == row[:-1])).any():  # a repeated place would lose an entry
         raise ExchangeError(f"{sender} sent entries that are not in order")
     if layout.values == torch.float32:
         values = words.view(np.float32)[row, layout.values_at // 2 + column]
@@ -268,7 +240,7 @@ def _entries(words: npt.NDArray[np.int16], layout: Slots, sender: str) -> tuple[
         exponents = np.clip(words[:, 0].astype(np.int64), -_EXPONENT_LIMIT, _EXPONENT_LIMIT)
         with np.errstate(over="ignore", invalid="ignore"):
             values = values * np.ldexp(np.float32(1), -exponents).astype(np.float32)[row]
-    return cell, place, row, values
+    return where, row, values
 
 
 def _joined(parts: list[tuple[Ints, Floats]]) -> tuple[Ints, Floats]:

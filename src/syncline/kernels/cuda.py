@@ -19,7 +19,6 @@ share long argument lists, which no type checker compares.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,9 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from syncline.kernels.buffers import Buffers, own_buffers
-from syncline.kernels.replay import Launch, Replay
-from syncline.kernels.slots import KEY_SHIFT, KEYS, SLACK, Slots
+from syncline.kernels.replay import Replay
+from syncline.kernels.slots import KEY_SHIFT, KEYS, SLACK, Buffers, Slots, own_buffers
 
 _SHIFT = tl.constexpr(KEY_SHIFT)
 _KEYS = tl.constexpr(KEYS)
@@ -425,15 +423,7 @@ def _release(
 
 
 class _Selection:
-    """Buffers and kernel launches to select entries from some regions.
-
-    Args:
-        slots: The format of the slots.
-        regions: The number of regions.
-        expected: The expected number of candidates per cell.
-        device: The device.
-        buffers: The source of shared buffers.
-    """
+    """Buffers and kernel launches to select entries from some regions, with `expected` candidates per cell."""
 
     def __init__(self, slots: Slots, regions: int, expected: int, device: torch.device, buffers: Buffers) -> None:
         make = functools.partial(torch.zeros, device=device, dtype=torch.int32)
@@ -491,98 +481,93 @@ class CudaKernels:
         self._broken = torch.zeros((), device=device, dtype=torch.int32)
         self._packed = torch.zeros(0, device=device, dtype=torch.int16)
         self._programs = max(1, _programs(device) // slots.regions)
-        # Triton's interpreter runs on the CPU, without CUDA graphs.
-        self._replay: Callable[[], Launch] = Replay if device.type == "cuda" else lambda: _launch
-        self._to_pack, self._to_select, self._to_release = (self._replay() for _ in range(3))
-        self._to_total, self._to_spread = self._replay(), self._replay()
+        self._replays = device.type == "cuda"  # Triton's interpreter runs on the CPU, without CUDA graphs
+        self._to_pack, self._to_select, self._to_release = (Replay(self._replays) for _ in range(3))
+        self._to_total, self._to_spread = (Replay(self._replays) for _ in range(2))
 
     def pack(self, flat: Tensor, share: float, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
-        self._packed = slots.view(torch.int16)
-        self._to_pack(lambda: self._pack(flat, share, kept, turn, ratio), flat, share, kept, turn, ratio, slots)
-
-    def _pack(self, flat: Tensor, share: float, kept: Tensor, turn: Tensor, ratio: Tensor | None) -> None:
         layout, block, mine = self._slots, _block(self._slots), self._mine
-        _accumulate[(layout.cells, layout.regions)](
-            flat, share, kept, turn, turn if ratio is None else ratio,
-            mine.threshold, mine.histogram, mine.candidates, mine.places, layout.numel, layout.regions, layout.cells,
-            SCALED=ratio is not None, TYPE=_TYPES[flat.dtype],
-            CELL=layout.cell, BLOCK=block, ROOM=mine.room, COPIES=_COPIES,
-            num_warps=8, enable_fp_fusion=False,
-        )  # fmt: skip
-        mine.bound(tracked=True)
-        _recount[(self._programs, layout.regions)](
-            kept, turn, mine.short, mine.histogram, layout.numel, layout.regions, layout.cells,
-            CELL=layout.cell, BLOCK=block, COPIES=_COPIES, num_warps=8,
-        )  # fmt: skip
-        mine.bound(again=True, tracked=True)
-        mine.fill(kept, kept, turn, 0, 0, self._packed)
+        self._packed = slots.view(torch.int16)
+
+        def launch() -> None:
+            _accumulate[(layout.cells, layout.regions)](
+                flat, share, kept, turn, turn if ratio is None else ratio, mine.threshold, mine.histogram,
+                mine.candidates, mine.places, layout.numel, layout.regions, layout.cells,
+                SCALED=ratio is not None, TYPE=_TYPES[flat.dtype],
+                CELL=layout.cell, BLOCK=block, ROOM=mine.room, COPIES=_COPIES, num_warps=8, enable_fp_fusion=False,
+            )  # fmt: skip
+            mine.bound(tracked=True)
+            _recount[(self._programs, layout.regions)](
+                kept, turn, mine.short, mine.histogram, layout.numel, layout.regions, layout.cells,
+                CELL=layout.cell, BLOCK=block, COPIES=_COPIES, num_warps=8,
+            )  # fmt: skip
+            mine.bound(again=True, tracked=True)
+            mine.fill(kept, kept, turn, 0, 0, self._packed)
+
+        self._to_pack(launch, flat, share, kept, turn, ratio, slots)
 
     def total(self, received: Tensor) -> Tensor:
-        sources = received.numel() // self._slots.bytes
+        layout, summed, sources = self._slots, self._summed, received.numel() // self._slots.bytes
         self._make_room(sources)
-        self._to_total(lambda: self._total(received.view(torch.int16), sources), received, sources)
+
+        def launch() -> None:
+            words = received.view(torch.int16)
+            self._find_starts(words, sources)
+            _total[(layout.cells,)](
+                words, self._starts, self._sum, summed.histogram, summed.candidates, summed.places,
+                sources, layout.cells, layout.words, layout.entries, layout.places_at, layout.values_at,
+                VALUES=_TYPES[layout.values], CELL=layout.cell, BLOCK=_block(layout), FEW=_FEW,
+                ROOM=summed.room, COPIES=_COPIES,
+            )  # fmt: skip
+
+        self._to_total(launch, received, sources)
         return self._sum
 
-    def _total(self, words: Tensor, sources: int) -> None:
-        layout = self._slots
-        self._find_starts(words, sources)
-        _total[(layout.cells,)](
-            words, self._starts, self._sum, self._summed.histogram, self._summed.candidates, self._summed.places,
-            sources, layout.cells, layout.words, layout.entries, layout.places_at, layout.values_at,
-            VALUES=_TYPES[layout.values], CELL=layout.cell, BLOCK=_block(layout), FEW=_FEW,
-            ROOM=self._summed.room, COPIES=_COPIES,
-        )  # fmt: skip
-
     def select(self, rank: int, kept: Tensor, turn: Tensor, dtype: torch.dtype, slot: Tensor) -> None:
-        self._to_select(
-            lambda: self._select(rank, kept, turn, _TYPES[dtype], slot.view(torch.int16)),
-            rank, kept, turn, _TYPES[dtype], slot,
-        )  # fmt: skip
+        def launch() -> None:
+            self._summed.bound()
+            self._summed.fill(self._sum, kept, turn, rank, _TYPES[dtype], slot.view(torch.int16))
 
-    def _select(self, rank: int, kept: Tensor, turn: Tensor, result: int, words: Tensor) -> None:
-        self._summed.bound()
-        self._summed.fill(self._sum, kept, turn, rank, result, words)
+        self._to_select(launch, rank, kept, turn, _TYPES[dtype], slot)
 
     def spread(self, gathered: Tensor, flat: Tensor) -> Tensor:
-        self._make_room(self._slots.regions)
-        self._to_spread(lambda: self._spread(gathered.view(torch.int16), flat), gathered, flat)
+        layout = self._slots
+        self._make_room(layout.regions)
+
+        def launch() -> None:
+            words = gathered.view(torch.int16)
+            self._find_starts(words, layout.regions)
+            _spread[(layout.cells, layout.regions)](
+                words, self._starts, flat, self._broken, layout.numel, layout.regions, layout.cells,
+                layout.words, layout.entries, layout.places_at, layout.values_at,
+                VALUES=_TYPES[layout.values], RESULT=_TYPES[flat.dtype], CELL=layout.cell, FEW=_FEW, num_warps=2,
+            )  # fmt: skip
+            _spoil[(1,)](flat, self._broken, num_warps=1)
+
+        self._to_spread(launch, gathered, flat)
         return self._broken == 0
 
-    def _spread(self, words: Tensor, flat: Tensor) -> None:
-        layout = self._slots
-        self._find_starts(words, layout.regions)
-        _spread[(layout.cells, layout.regions)](
-            words, self._starts, flat, self._broken,
-            layout.numel, layout.regions, layout.cells, layout.words, layout.entries,
-            layout.places_at, layout.values_at,
-            VALUES=_TYPES[layout.values], RESULT=_TYPES[flat.dtype], CELL=layout.cell, FEW=_FEW, num_warps=2,
-        )  # fmt: skip
-        _spoil[(1,)](flat, self._broken, num_warps=1)
-
     def release(self, flat: Tensor, kept: Tensor, turn: Tensor, velocity: Tensor | None = None) -> None:
-        self._to_release(lambda: self._release(flat, kept, turn, velocity), self._packed, flat, kept, turn, velocity)
-
-    def _release(self, flat: Tensor, kept: Tensor, turn: Tensor, velocity: Tensor | None) -> None:
         layout = self._slots
-        _release[(layout.cells, layout.regions)](
-            self._packed, self._mine.starts, flat, kept, kept if velocity is None else velocity, turn,
-            layout.numel, layout.regions, layout.cells, layout.words, layout.entries,
-            layout.places_at, layout.values_at,
-            VALUES=_TYPES[layout.values], VELOCITY=velocity is not None, CELL=layout.cell, FEW=_FEW, num_warps=2,
-        )  # fmt: skip
+
+        def launch() -> None:
+            _release[(layout.cells, layout.regions)](
+                self._packed, self._mine.starts, flat, kept, kept if velocity is None else velocity, turn,
+                layout.numel, layout.regions, layout.cells,
+                layout.words, layout.entries, layout.places_at, layout.values_at,
+                VALUES=_TYPES[layout.values], VELOCITY=velocity is not None, CELL=layout.cell, FEW=_FEW, num_warps=2,
+            )  # fmt: skip
+
+        self._to_release(launch, self._packed, flat, kept, turn, velocity)
 
     def _make_room(self, rows: int) -> None:
         """Allocate memory for the starts of each cell's entries in `rows` received slots."""
         if self._starts.numel() < rows * self._slots.cells:
             self._starts = self._starts.new_zeros(rows * self._slots.cells)
-            self._to_total, self._to_spread = self._replay(), self._replay()
+            self._to_total, self._to_spread = (Replay(self._replays) for _ in range(2))
 
     def _find_starts(self, words: Tensor, rows: int) -> None:
         _offsets[(rows,)](words, self._starts, self._broken, self._slots.words, self._slots.cells, BLOCK=1024)
-
-
-def _launch(kernels: Callable[[], None], *arguments: Tensor | float | None) -> None:
-    kernels()
 
 
 def _block(slots: Slots) -> int:

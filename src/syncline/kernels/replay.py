@@ -16,7 +16,6 @@ import functools
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,32 +24,27 @@ _THREAD_LOCAL = 1
 """Capture mode in which other threads may use the device while this one records."""
 
 
-class Launch(Protocol):
-    """Runs a sequence of kernels, given everything that it depends on."""
-
-    def __call__(self, kernels: Callable[[], None], *arguments: Tensor | float | None) -> None: ...
-
-
 class Replay:
-    """Records and replays one sequence.
+    """Records and replays one sequence, if that is possible.
 
     The sequence must not allocate memory, and must depend on nothing on the host but the arguments of the call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, possible: bool) -> None:
         self._recorded_for: tuple[object, ...] = ()
         self._graph: _Graph | None = None
-        self._possible = True
+        self._possible = possible
 
     def __call__(self, kernels: Callable[[], None], *arguments: Tensor | float | None) -> None:
         """Run `kernels`, or replay them if all arguments have the same addresses and values as in the last call."""
+        if not self._possible:
+            kernels()
+            return
         now = tuple([item.data_ptr() if isinstance(item, Tensor) else item for item in arguments])
         stream = torch.cuda.current_stream()
         if now != self._recorded_for:
             self._recorded_for, self._graph = now, None
-            kernels()
-            return
-        if self._graph is None and self._possible and stream != torch.cuda.default_stream():
+        elif self._graph is None and stream != torch.cuda.default_stream():
             self._graph = _record(kernels, stream.cuda_stream)
             self._possible = self._graph is not None
         if self._graph is None:

@@ -16,28 +16,36 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 VALUES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 KEY_SHIFT = 19
 """Low bits of a magnitude that a key leaves out. There are sixteen keys per octave."""
 KEYS = 1 << (31 - KEY_SHIFT)
-"""Number of different keys."""
-
 SLACK = 1
 """Keys by which the next step's first threshold is below the smallest selected key of this step: about 5 %."""
 
 _LARGEST_CELL = 1 << 15
 _SMALLEST_CELL = 32
-_ENTRIES_PER_CELL = 32
-"""Average entries of a cell in a large bucket, so that the cell's count adds little to the slot."""
+_ENTRIES_PER_CELL = 32  # average in a large bucket, so that the cell's count adds little to the slot
 _FEWEST_PER_CELL = 8
-_CELLS_PER_REGION = 16
-"""Fewest cells of a region in a large bucket, so that regions are similar."""
-_FEWEST_PER_SLOT = 8
-"""Fewest entries of a slot. With fewer, headers and start-ups cost too much."""
+_CELLS_PER_REGION = 16  # at least, in a large bucket, so that regions are similar
+_FEWEST_PER_SLOT = 8  # with fewer, headers and start-ups cost too much
+
+
+class Buffers(Protocol):
+    """Returns a buffer of zeros. A shared buffer contains zeros only if its last user left zeros in it."""
+
+    def __call__(self, kind: str, *shape: int, dtype: torch.dtype) -> Tensor: ...
+
+
+def own_buffers(device: torch.device) -> Buffers:
+    """Return a source of buffers that are not shared."""
+    return lambda kind, *shape, dtype: torch.zeros(shape, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -56,18 +64,8 @@ class Slots:
     def of(
         cls, numel: int, regions: int, density: float, values: torch.dtype, ranks: int | None = None
     ) -> Slots | None:
-        """Return the slots for a bucket, from sizes alone, so that all ranks get the same result.
-
-        Args:
-            numel: The number of elements of the bucket.
-            regions: The number of regions.
-            density: The fraction of the elements to select.
-            values: The number format of the values.
-            ranks: The number of ranks, if it is not the number of regions.
-
-        Returns:
-            None for a bucket that is so small that it should be sent dense.
-        """
+        """Return the slots for a bucket, from sizes alone, so that all ranks get the same result; None for a bucket
+        that is so small that it should be sent dense. `ranks` is the number of ranks if it is not that of regions."""
         selected = int(density * numel)
         if selected < _FEWEST_PER_SLOT * (ranks or regions):
             return None

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from syncline.dist.agreement import agree
 from syncline.dist.comm import GroupComm, backend_of, gather_bytes, group_device
 from syncline.errors import SynclineError, UsageError, first_line
-from syncline.exchange import WORLD, Counter, Topology, Work, wire
+from syncline.exchange import WORLD, Topology, Work, wire
 from syncline.measure import topology
 from syncline.measure.fit import fit
 from syncline.measure.network_fit import ITEM_BYTES, SMALL, STREAMS, Readings, even_elements
@@ -163,7 +163,7 @@ class _Prober:
         if dist.get_rank() not in ranks:
             return None
         self._groups.append(group)
-        comm = GroupComm(group, Topology.flat(len(ranks), self._backend), Counter())
+        comm = GroupComm(group, Topology.flat(len(ranks), self._backend))
         tensor = torch.zeros(comm.size, device=self._device)
         comm.all_to_all(torch.zeros_like(tensor), tensor).wait()
         comm.all_reduce(tensor).wait()

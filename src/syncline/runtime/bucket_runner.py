@@ -187,12 +187,12 @@ class BucketRunner:
         self.events.step_began(step, self.steps)
 
     def _traced(self, bucket: Bucket, phases: Phases | None, run: Callable[[], Work | None]) -> Work | None:
-        notes = self.groups[bucket.lane].notes
-        notes.phases = phases
+        recorder = self.groups[bucket.lane].comm.counter
+        recorder.phases = phases
         try:
             return run()
         finally:
-            notes.phases = None
+            recorder.phases = None
 
     def exchange(
         self,
@@ -299,7 +299,7 @@ class BucketRunner:
 
     @property
     def backend(self) -> str:
-        return self.groups[0].topology.backend
+        return self.groups[0].comm.topology.backend
 
     def close(self) -> None:
         """Stop the lanes and destroy their process groups."""

@@ -154,7 +154,7 @@ def sent_over(lanes: Iterable[LaneGroups]) -> dict[str, int]:
     """Return the bytes that the busiest rank has sent over these lanes, per level."""
     total: Counter[str] = Counter()
     for groups in lanes:
-        total.update(groups.counter.sent_bytes)
+        total.update(groups.comm.counter.sent_bytes)
     return dict(total)
 
 
@@ -162,6 +162,6 @@ def predicted_for(buckets: Iterable[Exchanged], lanes: Sequence[LaneGroups]) -> 
     """Return the bytes that a step should send, per level, by the cost that the exchanges state."""
     total: Counter[str] = Counter()
     for bucket in buckets:
-        topology = lanes[bucket.lane].topology
+        topology = lanes[bucket.lane].comm.topology
         total.update(bucket.exchange.cost(bucket.layout.numel, bucket.layout.dtype, topology).sent_bytes)
     return dict(total)
