@@ -23,8 +23,8 @@ from syncline.errors import (
 
 if TYPE_CHECKING:
     from syncline.ddp.attach import attach
-    from syncline.ddp.handle import Handle
-    from syncline.ddp.wrap import handle_of, wrap
+    from syncline.ddp.handle import Handle, handle_of
+    from syncline.ddp.wrap import wrap
     from syncline.exchange import Dense, Exchange, Hierarchical, OkTopk
     from syncline.layerwise.trainer import Layerwise
     from syncline.measure.backward import measure_backward
@@ -85,7 +85,7 @@ _MODULES = {
     "Tuned": "syncline.tuning.tune",
     "attach": "syncline.ddp.attach",
     "follow": "syncline.tuning.follow",
-    "handle_of": "syncline.ddp.wrap",
+    "handle_of": "syncline.ddp.handle",
     "make_plan": "syncline.plan.make",
     "measure_backward": "syncline.measure.backward",
     "tune": "syncline.tuning.tune",

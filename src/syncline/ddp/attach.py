@@ -19,14 +19,14 @@ from syncline.ddp.hook import other_hooks, switch_of
 from syncline.ddp.reduction import Reduction
 from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, group_timeout
-from syncline.errors import SynclineError, UsageError
+from syncline.errors import UsageError
 from syncline.exchange import Exchange, default_lanes
 from syncline.health.heartbeat import shared_heartbeat
-from syncline.health.meeting import meet, meeting
+from syncline.health.meeting import meeting, together
 from syncline.records.network import Network
 from syncline.runtime.bucket_policy import BucketPolicy, Uniform
 from syncline.runtime.parameters import ddp_of, described_fully, only_device, parameters_of
-from syncline.runtime.topology import find_topology, mark_of, read_network
+from syncline.runtime.topology import find_topology, read_network
 from syncline.runtime.validation import check_lanes, check_timeout, checked_exchange
 
 
@@ -47,16 +47,13 @@ def attach(
     Args:
         model: A DistributedDataParallel model, or the result of `torch.compile` for one.
         exchange: The exchange. Default: `Dense()`.
-        lanes: The number of buckets that may be exchanged at the same time, each over its own connections. Default: 2
-            for exchanges over gloo that wait between their collectives, so that another bucket uses the links in the
-            meantime, and 1 otherwise.
-        timeout_s: The time in seconds after which a collective counts as failed. Default: the timeout of the model's
-            process group.
-        network: The cluster's network, or the path of the file that `syncline probe` wrote. Exchanges that climb
-            levels, such as `Hierarchical`, use it to find racks and to choose paths. Without it they detect hosts and
-            assume typical links.
-        scaler: The GradScaler that scales the loss, if there is one. An exchange with a residual needs it, because the
-            residual must follow changes of the scale.
+        lanes: Number of buckets that may be exchanged at the same time, each over its own connections. Default: 2 for
+            exchanges over gloo that wait between their collectives, and 1 otherwise.
+        timeout_s: Timeout of a collective in seconds. Default: that of the model's process group.
+        network: The network, or the file that `syncline probe` wrote. Exchanges that use levels, such as
+            `Hierarchical`, find racks and choose paths with it. Without it they detect hosts and assume typical links.
+        scaler: The GradScaler of the loss, if there is one. An exchange with a residual needs it, because the residual
+            must follow changes of the scale.
 
     Returns:
         A handle, for statistics, checkpoints and `detach`.
@@ -67,9 +64,8 @@ def attach(
         MismatchError: The arguments, the models or the versions differ between ranks, or not all ranks call `attach`.
 
     Example:
-        >>> model = DistributedDataParallel(net)
-        >>> handle = syncline.attach(model, syncline.Dense(wire="bf16"))
-        >>> train(model)
+        >>> handle = syncline.attach(DistributedDataParallel(net), syncline.Dense(wire="bf16"))
+        >>> train()
         >>> print(handle.stats().sent_bytes)
     """
     ddp = ddp_of(model)
@@ -78,34 +74,33 @@ def attach(
         lanes = default_lanes(exchange, backend_of(ddp.process_group))
     check_lanes(lanes)
     check_timeout(timeout_s)
-    return attach_route(ddp, Uniform(exchange, lanes), timeout_s=timeout_s, network=network, scaler=scaler)
+    return attach_policy(ddp, Uniform(exchange, lanes), timeout_s=timeout_s, network=network, scaler=scaler)
 
 
-def attach_route(
+def attach_policy(
     ddp: DDP,
-    route: BucketPolicy,
+    policy: BucketPolicy,
     *,
     timeout_s: float | None = None,
     network: Network | str | os.PathLike[str] | None = None,
     scaler: GradScaler | None = None,
 ) -> Handle:
-    """Attach a route, which chooses an exchange and a lane for each bucket. See `attach` for the arguments."""
+    """Attach the exchanges of a bucket policy. See `attach` for the arguments."""
     check_scaler(scaler)
     group: dist.ProcessGroup = ddp.process_group
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
     parameters = parameters_of(ddp)
+    device = only_device(parameters)
     reduction = Reduction(ddp)
-    reduction.check(any(exchange.keeps for exchange in route.exchanges))
-    with current_device(only_device(parameters)):
-        known = read_network(network)
-        scaled = scaler is not None and scaler.is_enabled()
-        with shared_heartbeat():
-            meet(group, {**_fingerprint(ddp, group, route, parameters, known), "scaler": scaled})
-            if isinstance(known, SynclineError):
-                raise known
-            with meeting(group, "attach", users=True):
-                place = find_topology(group, route.exchanges, known)
-                engine = Engine(group, parameters, route, timeout, place, lambda: scale_of(scaler), reduction=reduction)
+    reduction.check(any(exchange.keeps for exchange in policy.exchanges))
+    with current_device(device), shared_heartbeat():
+        with together(group, device, "what is attached", "attach") as fields:
+            links = read_network(network, fields)
+            fields |= _fingerprint(ddp, policy, parameters)
+            fields["scaler"] = scaler is not None and scaler.is_enabled()
+        with meeting(group, "attach", users=True):
+            topology = find_topology(group, policy.exchanges, links)
+            engine = Engine(group, parameters, policy, timeout, topology, lambda: scale_of(scaler), reduction)
     try:
         switch = switch_of(ddp)
     except BaseException:
@@ -133,14 +128,8 @@ def scale_of(scaler: GradScaler | None) -> Tensor | None:
     return torch.tensor(scaler.get_scale()) if scale is None else scale
 
 
-def _fingerprint(
-    ddp: DDP,
-    group: dist.ProcessGroup,
-    route: BucketPolicy,
-    parameters: Mapping[str, nn.Parameter],
-    network: Network | SynclineError | None,
-) -> dict[str, Any]:
-    """Return all settings that must match on every rank."""
+def _fingerprint(ddp: DDP, policy: BucketPolicy, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Return the settings that must match on every rank."""
     flags = {
         "static_graph": bool(getattr(ddp, "static_graph", False)),
         "find_unused_parameters": ddp.find_unused_parameters,
@@ -149,7 +138,6 @@ def _fingerprint(
         "bucket_bytes_cap": ddp.bucket_bytes_cap,
         "other hooks": other_hooks(ddp),
     }
-    versions = {**versions_here(), "backend": backend_of(group)}
+    versions = {**versions_here(), "backend": backend_of(ddp.process_group)}
     model = {name: described_fully(parameter) for name, parameter in parameters.items()}
-    fields = flatten({**route.fingerprint(), "ddp": flags, "version": versions, "parameter": model})
-    return {**fields, "network": mark_of(network)}
+    return flatten({**policy.fingerprint(), "ddp": flags, "version": versions, "parameter": model})

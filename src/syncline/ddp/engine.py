@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline.ddp.reduction import Reduction
-from syncline.ddp.regrouping import Regrouping
 from syncline.dist.span import span_of
 from syncline.errors import ExchangeError, UsageError, tell
 from syncline.exchange import Layout, Slot, stride_in_bucket
@@ -27,7 +26,6 @@ from syncline.runtime import bucket_runner
 from syncline.runtime.bucket_policy import BucketPolicy
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals
 from syncline.runtime.checkpoint import misfit_of
-from syncline.runtime.stats import predicted_for
 from syncline.runtime.topology import RankTopology
 
 _DRIFT_STEPS = 50
@@ -53,6 +51,31 @@ class Step(bucket_runner.Step):
     """Whether each bucket is finite, as 0-dim tensors."""
 
 
+@dataclass
+class Regrouping:
+    """The buckets of a checkpoint, which the first steps after a restart use instead of DDP's.
+
+    DDP's buckets are final only after some steps. Sparse results depend on the buckets, so without this a resumed run
+    would not give the same results as an uninterrupted one.
+    """
+
+    buckets: tuple[tuple[str, ...], ...]
+    steps_left: int = 2
+    """Steps until DDP's buckets are final. If they still differ then, residuals move to them."""
+    submitted: list[tuple[Layout, Tensor]] = field(default_factory=list)
+    """DDP's buckets in this step."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients of a step have been submitted."""
+        names = {slot.name for layout, _ in self.submitted for slot in layout.slots}
+        return names.issuperset(name for bucket in self.buckets for name in bucket)
+
+    @property
+    def matches_ddp(self) -> bool:
+        return {names_in(layout) for layout, _ in self.submitted} == set(self.buckets)
+
+
 class Engine:
     """Exchanges the gradients of one model. All ranks create it together, in the same order as their other groups."""
 
@@ -60,14 +83,15 @@ class Engine:
         self,
         group: dist.ProcessGroup,
         parameters: Mapping[str, torch.nn.Parameter],
-        route: BucketPolicy,
+        policy: BucketPolicy,
         timeout: timedelta,
-        place: RankTopology | None = None,
-        scale: Callable[[], Tensor | None] = lambda: None,
-        *,
+        topology: RankTopology | None,
+        scale: Callable[[], Tensor | None],
         reduction: Reduction,
     ) -> None:
-        self.route, self.place = route, place
+        self.policy, self.topology = policy, topology
+        self.keeps = any(exchange.keeps for exchange in policy.exchanges)
+        """Whether any exchange has a residual."""
         self.buckets: dict[tuple[int, ...], Bucket] = {}
         """The buckets, by the `id` of their parameters."""
         self._reduction, self._scale = reduction, scale
@@ -75,7 +99,7 @@ class Engine:
         self._parameters = dict(parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         device = next(iter(parameters.values())).device
-        self.runner = BucketRunner(group, device, route.lanes, timeout, place)
+        self.runner = BucketRunner(group, device, policy.lanes, timeout, topology)
         self._steps_since_attach = 0
         """Steps since attach, without those of a checkpoint."""
         self._stored: dict[str, dict[str, Tensor]] = {}
@@ -90,8 +114,8 @@ class Engine:
 
     def submit(self, grad_bucket: Any) -> Any:
         """Exchange a bucket whose gradients are ready, and return a future of its average."""
-        if self.error is not None:
-            raise ExchangeError(f"an earlier exchange of this model failed: {self.runner.explained}") from self.error
+        if (error := self.runner.error) is not None:
+            raise ExchangeError(f"an earlier exchange of this model failed: {self.runner.explained}") from error
         flat: Tensor = grad_bucket.buffer()
         step = self._step_of(grad_bucket)
         if self._regrouping is not None:
@@ -138,7 +162,7 @@ class Engine:
     def conclude(self) -> None:
         """End the step whose last bucket has been exchanged, if it has not been ended."""
         step = self._step
-        if not step.complete or step.awaits_end or step.unfinished or self.error is not None:
+        if not step.complete or step.awaits_end or step.unfinished or self.runner.error is not None:
             return
         self._step = Step()
         try:
@@ -152,7 +176,7 @@ class Engine:
             with lanes[0].after(lanes):
                 buckets = list(self.buckets.values())
                 settles = any(bucket.state is not None and bucket.state.settles for bucket in buckets)
-                bucketed = {slot.name for bucket in buckets for slot in bucket.layout.slots}
+                bucketed = {name for bucket in buckets for name in names_in(bucket.layout)}
                 used = self._reduction.used(self._names, bucketed) if settles else None
                 self.runner.settle(buckets, torch.stack(step.finite).all(), used)
         self.runner.end(step)
@@ -172,7 +196,7 @@ class Engine:
         return self.buckets[key]
 
     def _new_bucket(self, index: int, layout: Layout) -> Bucket:
-        exchange, lane = self.route.assign([slot.name for slot in layout.slots], index, self._steps_since_attach)
+        exchange, lane = self.policy.assign(names_in(layout), index, self._steps_since_attach)
         return Bucket(index, lane, exchange, layout)
 
     def _layout(self, parameters: list[Tensor], flat: Tensor) -> Layout:
@@ -190,25 +214,23 @@ class Engine:
 
     def _retire(self, new: Layout) -> None:
         """Remove buckets whose parameters are now in a new one, and store their residuals for it."""
-        names = {slot.name for slot in new.slots}
+        names = set(names_in(new))
         for key, old in list(self.buckets.items()):
-            if names & {slot.name for slot in old.layout.slots}:
+            if not names.isdisjoint(names_in(old.layout)):
                 if old.state is not None:
                     self._store(old.state.tensors(old.layout))
                 del self.buckets[key]
 
     def _store(self, residuals: Residuals) -> None:
         with self._lock:
-            for name, kinds in residuals.items():
-                self._stored[name] = {kind: tensor.detach().clone() for kind, tensor in kinds.items()}
+            self._stored |= copied(residuals)
 
     # --- on the lane --------------------------------------------------------------------------------------------
 
     def _take_residuals(self, bucket: Bucket) -> dict[str, dict[str, Tensor]]:
         """Take the stored residuals of the parameters of a bucket."""
-        names = [slot.name for slot in bucket.layout.slots]
         with self._lock:
-            mine = {name: self._stored.pop(name) for name in names if name in self._stored}
+            mine = {name: self._stored.pop(name) for name in names_in(bucket.layout) if name in self._stored}
         for tensor in (tensor for kinds in mine.values() for tensor in kinds.values()):
             if tensor.is_cuda:  # allocated on backward's stream: its memory must last until this lane has read it
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -271,20 +293,20 @@ class Engine:
 
     def _check_drift(self) -> None:
         """Record how long the exchange of the last step took, and warn once if that is much longer than planned."""
-        if self.route.expected_s is None or self.last_step.began_s is None:
+        last_step = self.runner.last_step
+        if self.policy.expected_s is None or last_step.began_s is None:
             return
-        span = span_of(self.last_step.jobs)
+        span = span_of(last_step.jobs)
         if span is not None and self._steps_since_attach > _SETTLING_STEPS:
             self._spans_s.append(span.exchange_s)
-        if not self._warned and len(self._spans_s) == _DRIFT_STEPS and self.runner.groups[0].comm.rank == 0:
-            text = self.drift()
-            if text is not None:
-                self._warned = True
-                tell(text)
+        warns = not self._warned and len(self._spans_s) == _DRIFT_STEPS and self.runner.groups[0].comm.rank == 0
+        if warns and (text := self.drift()) is not None:
+            self._warned = True
+            tell(text)
 
     def drift(self) -> str | None:
         """Describe how much longer exchanges take than planned, or return None if they do not."""
-        expected_s = self.route.expected_s
+        expected_s = self.policy.expected_s
         if expected_s is None or len(self._spans_s) < _DRIFT_STEPS // 5:
             return None
         took_s = statistics.median(self._spans_s)
@@ -298,54 +320,24 @@ class Engine:
     # --- for the handle -----------------------------------------------------------------------------------------
 
     @property
-    def error(self) -> BaseException | None:
-        return self.runner.error
-
-    @property
-    def steps(self) -> int:
-        return self.runner.steps
-
-    @property
-    def last_step(self) -> bucket_runner.Step:
-        return self.runner.last_step
-
-    @property
-    def predicted_sent_bytes(self) -> dict[str, int]:
-        """Bytes per step and level, from the cost that the exchanges state for the current buckets."""
-        return predicted_for(self.buckets.values(), self.runner.groups)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether any exchange has a residual."""
-        return any(exchange.keeps for exchange in self.route.exchanges)
-
-    @property
-    def ways(self) -> dict[str, int]:
+    def paths(self) -> dict[str, int]:
         """Number of buckets on each path, if an exchange has several paths."""
         states = [bucket.state for bucket in self.buckets.values() if bucket.state is not None]
         return dict(Counter(text for state in states if (text := state.describe())))
 
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return copies of all residuals, by parameter name and kind."""
-        tensors = {name: dict(kinds) for name, kinds in self._stored.items()}
+    def residuals(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return all residuals by parameter name and kind. They are not copies, and change in the next step."""
+        residuals: dict[str, Mapping[str, Tensor]] = dict(self._stored)
         for bucket in self.buckets.values():
             if bucket.state is not None:
-                for name, kinds in bucket.state.tensors(bucket.layout).items():
-                    tensors[name] = {kind: tensor.detach().clone() for kind, tensor in kinds.items()}
-        return tensors
-
-    def residuals(self) -> Iterator[Mapping[str, Tensor]]:
-        """Yield the residuals of each parameter by kind. They are not copies, and change in the next step."""
-        yield from self._stored.values()
-        for bucket in self.buckets.values():
-            if bucket.state is not None:
-                yield from bucket.state.tensors(bucket.layout).values()
+                residuals |= bucket.state.tensors(bucket.layout)
+        return residuals
 
     @property
     def bucket_names(self) -> list[list[str]]:
         """The parameters of each bucket; empty without a residual, because only sparse results depend on buckets."""
         ordered = sorted(self.buckets.values(), key=lambda bucket: bucket.index)
-        return [[slot.name for slot in bucket.layout.slots] for bucket in ordered] if self.keeps else []
+        return [list(names_in(bucket.layout)) for bucket in ordered] if self.keeps else []
 
     def misfit(self, tensors: Residuals, buckets: Sequence[Sequence[str]] = ()) -> str | None:
         """Return why a checkpoint does not belong to this model, or None if it does."""
@@ -372,13 +364,22 @@ class Engine:
             self.buckets.clear()  # their residuals are replaced by the checkpoint's
         for bucket in self.buckets.values():
             if bucket.state is not None:
-                names = [slot.name for slot in bucket.layout.slots]
-                bucket.state.load(bucket.layout, {n: self._stored.pop(n) for n in names if n in self._stored})
+                bucket.state.load(bucket.layout, self._take_residuals(bucket))
 
     def close(self) -> None:
         """Close the lanes, and drop all buckets."""
         self.runner.close()
         self.buckets, self._step = {}, Step()
+
+
+def names_in(layout: Layout) -> tuple[str, ...]:
+    return tuple(slot.name for slot in layout.slots)
+
+
+def copied(residuals: Residuals) -> dict[str, dict[str, Tensor]]:
+    return {
+        name: {kind: tensor.detach().clone() for kind, tensor in kinds.items()} for name, kinds in residuals.items()
+    }
 
 
 def _as_real(parameter: Tensor) -> Tensor:

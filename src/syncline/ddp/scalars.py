@@ -18,8 +18,6 @@ from syncline.errors import first_line, tell
 from syncline.exchange import wire
 from syncline.runtime.bucket_runner import Step
 
-PREFIX = "syncline/"
-
 
 class Writer(Protocol):
     """A `torch.utils.tensorboard.SummaryWriter`, or the `experiment` of Lightning's TensorBoard logger."""
@@ -34,21 +32,15 @@ def scalars_of(engine: Engine, step: Step, *, deep: bool = False) -> dict[str, f
     values = _deep(engine, step) if deep else {}  # first, because it waits for the device: then times are known
     if step.period_s is not None:
         values["step_ms"] = step.period_s * 1e3
-    values |= _times_ms(step)
+    if (span := span_of(step.jobs)) is not None:
+        values |= {"exchange_ms": span.exchange_s * 1e3, "exposed_ms": span.exposed_s * 1e3}
     values["sent_bytes"] = sum(step.sent_bytes.values())
     values |= {f"sent_bytes/{level}": sent for level, sent in step.sent_bytes.items()}
-    plain = sum(
-        wire.sent_bytes("all_reduce", job.elements, job.itemsize, engine.runner.ranks, engine.runner.backend)
-        for job in step.jobs
-    )
+    ranks, backend = engine.runner.ranks, engine.runner.groups[0].topology.backend
+    plain = sum(wire.sent_bytes("all_reduce", job.elements, job.itemsize, ranks, backend) for job in step.jobs)
     if plain:
         values["sent_share"] = values["sent_bytes"] / plain
-    return {f"{PREFIX}{name}": float(value) for name, value in values.items()}
-
-
-def _times_ms(step: Step) -> dict[str, float]:
-    span = span_of(step.jobs)
-    return {} if span is None else {"exchange_ms": span.exchange_s * 1e3, "exposed_ms": span.exposed_s * 1e3}
+    return {f"syncline/{name}": float(value) for name, value in values.items()}
 
 
 def _deep(engine: Engine, step: Step) -> dict[str, float]:
@@ -59,7 +51,7 @@ def _deep(engine: Engine, step: Step) -> dict[str, float]:
     if engine.keeps:
         squares = [
             torch.linalg.vector_norm(tensor, dtype=torch.float64) ** 2
-            for kinds in engine.residuals()
+            for kinds in engine.residuals().values()
             for kind, tensor in kinds.items()
             if kind != "velocity"  # momentum, which is not part of the residual
         ]
@@ -82,42 +74,37 @@ class Log(Listener):
 
     def step_began(self, step: Step, number: int) -> None:
         """Write the step that is due, if its numbers are known."""
-        engine = self._engine()
-        if engine is None:
+        if (engine := self._engine()) is None:
             return
-        if engine.last_step.jobs and engine.steps % self._every == 0:
-            self._write(engine)  # the step that is still due, with the numbers known so far
-            self._due = (engine.steps, engine.last_step)
+        self._find_due(engine)
         # The residual changes in this step, so its norm cannot be computed later, and waits for the device.
-        if self._due is not None and (_ended(self._due[1]) or (self._deep and engine.keeps)):
+        if self._due is not None and (span_of(self._due[1].jobs) is not None or (self._deep and engine.keeps)):
             self._write(engine)
         step.counts = step.counts or (self._deep and (number + 1) % self._every == 0)
 
+    def _find_due(self, engine: Engine) -> None:
+        steps, last_step = engine.runner.steps, engine.runner.last_step
+        if last_step.jobs and steps % self._every == 0:
+            self._write(engine)  # the step that is still due, with the numbers known so far
+            self._due = (steps, last_step)
+
     def _write(self, engine: Engine) -> None:
-        due, self._due = self._due, None
-        if due is None:
+        if self._due is None:
             return
-        number, step = due
+        (number, step), self._due = self._due, None
         try:
             for name, value in scalars_of(engine, step, deep=self._deep).items():
                 self._writer.add_scalar(name, value, number)
-        except Exception as error:  # noqa: BLE001 - whatever a writer raises, training goes on
-            self._stop(engine)
+        except Exception as error:  # noqa: BLE001 - whatever a writer raises, training continues
+            if self in engine.runner.events.listeners:
+                engine.runner.events.listeners.remove(self)
             tell(f"scalars are no longer logged, because writing failed at step {number}: {first_line(error)}")
-
-    def _stop(self, engine: Engine) -> None:
-        if self in engine.runner.events.listeners:
-            engine.runner.events.listeners.remove(self)
 
     def close(self) -> None:
         """Stop logging, and write the step that is due, as far as its numbers are known. The writer stays open."""
         engine = self._engine()
         if engine is not None and self in engine.runner.events.listeners:
-            self._stop(engine)
-            if self._due is None and engine.last_step.jobs and engine.steps % self._every == 0:
-                self._due = (engine.steps, engine.last_step)
+            engine.runner.events.listeners.remove(self)
+            if self._due is None:
+                self._find_due(engine)
             self._write(engine)
-
-
-def _ended(step: Step) -> bool:
-    return all(job.marks.seconds() is not None for job in step.jobs)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.ddp import buckets
-from syncline.ddp.attach import attach_route
+from syncline.ddp.attach import attach_policy
 from syncline.ddp.handle import Handle
-from syncline.ddp.hook import attached_to
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import bound_group
 from syncline.errors import UsageError
@@ -23,8 +20,8 @@ from syncline.health.watchdog import watch_plain
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.runtime.bucket_policy import Planned, difference_of, read_plan
-from syncline.runtime.parameters import ddp_of, described, only_device
-from syncline.runtime.validation import check_timeout
+from syncline.runtime.parameters import named_parameters, only_device
+from syncline.runtime.validation import check_timeout, group_or_default
 
 ON_MISMATCH = ("refuse", "fallback")
 
@@ -41,17 +38,14 @@ def wrap(
 ) -> DDP:
     """Build a DistributedDataParallel model whose buckets, lanes and exchanges follow a plan.
 
-    All ranks call this with the same plan. `handle_of` returns the handle of the model, unless the plan is to use plain
-    DDP.
+    All ranks call this with the same plan. `handle_of` returns the model's handle, unless the plan is plain DDP.
 
     Args:
         net: The module, not yet in DistributedDataParallel.
         plan: The plan, or the path of its file.
         on_mismatch: What to do if the plan was made for another model or cluster: `"refuse"` raises an error, and
             `"fallback"` warns and returns a plain DDP model.
-        network: As for `attach`.
-        timeout_s: As for `attach`.
-        scaler: As for `attach`.
+        network, timeout_s, scaler: As for `attach`.
         **ddp_arguments: Further arguments of DistributedDataParallel, except `bucket_cap_mb` and `bucket_cap_mb_list`.
 
     Returns:
@@ -73,19 +67,18 @@ def wrap(
     check_timeout(timeout_s)
     if isinstance(net, DDP):
         raise UsageError("wrap takes a module, but this one is already in DistributedDataParallel: pass model.module")
-    group = _group(ddp_arguments)
-    parameters = {name: parameter for name, parameter in net.named_parameters() if parameter.requires_grad}
+    mesh = ddp_arguments.get("device_mesh")
+    group = group_or_default(ddp_arguments.get("process_group") if mesh is None else mesh.get_group(0))
+    parameters = named_parameters(net, getattr(net, "_ddp_params_and_buffers_to_ignore", ()))
     device = only_device(parameters)
     with current_device(device):
         loaded = read_plan(plan, group, device, "wrap")
-        different = difference_of(loaded, _trained(net), group, device.type, "wrap")
+        different = difference_of(loaded, parameters, group, "wrap")
     if different is not None and on_mismatch == "refuse":
         raise UsageError(f"the plan is for something else: {different}. Plan again, or pass on_mismatch='fallback'")
-    if different is not None:
-        if group.rank() == 0:
+    if different is not None or loaded.nothing:
+        if different is not None and group.rank() == 0:
             warnings.warn(f"the plan is not applied, and this is plain DDP: {different}", stacklevel=2)
-        return DDP(net, **ddp_arguments)
-    if loaded.nothing:
         plain = DDP(net, **ddp_arguments)
         bound_group(group, timeout_s)
         watch_plain(plain)
@@ -106,48 +99,5 @@ def apply(
     scaler: GradScaler | None = None,
 ) -> Handle:
     """Attach the exchanges of a plan to a model that has the plan's buckets."""
-    route = Planned(plan, settled_after=buckets.settled_after(ddp), warns=ddp.process_group.rank() == 0)
-    return attach_route(ddp, route, timeout_s=timeout_s, network=network, scaler=scaler)
-
-
-def handle_of(model: nn.Module) -> Handle:
-    """Return the handle of a model to which `attach`, `wrap` or `tune` has attached an exchange.
-
-    Args:
-        model: A DistributedDataParallel model.
-
-    Returns:
-        A handle, equivalent to the one that `attach` returned.
-
-    Raises:
-        UsageError: The model is not a DDP model, or nothing is attached to it.
-
-    Example:
-        >>> model = syncline.wrap(net, plan="plan.json")
-        >>> handle = syncline.handle_of(model)
-    """
-    ddp = ddp_of(model)
-    switch = attached_to(ddp)
-    if switch is None or switch.engine is None:
-        raise UsageError("nothing is attached to this model: it exchanges its gradients as plain DDP does")
-    return Handle(ddp, switch, switch.engine)
-
-
-def _trained(net: nn.Module) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype of the parameters that DDP exchanges, by name."""
-    ignored = getattr(net, "_ddp_params_and_buffers_to_ignore", ())
-    return {
-        name.replace("_orig_mod.", ""): described(parameter)
-        for name, parameter in net.named_parameters()
-        if parameter.requires_grad and name not in ignored
-    }
-
-
-def _group(ddp_arguments: Mapping[str, Any]) -> dist.ProcessGroup:
-    """Return the process group that DDP will use."""
-    mesh = ddp_arguments.get("device_mesh")
-    group: dist.ProcessGroup | None = mesh.get_group(0) if mesh is not None else ddp_arguments.get("process_group")
-    group = group or dist.group.WORLD
-    if group is None:
-        raise UsageError("torch.distributed is not initialised: call init_process_group before wrap")
-    return group
+    policy = Planned(plan, settled_after=buckets.settled_after(ddp), warns=ddp.process_group.rank() == 0)
+    return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler)

@@ -1,21 +1,14 @@
-"""The way of a bucket from gradients to their average: prepare → agree → run → settle.
+"""Turn the gradients of a bucket into their average: submit, prepare, exchange, settle. Only this code runs exchanges.
 
-This is the only place that runs exchanges. Its hosts are the DDP hook (`ddp.engine`) and `Layerwise`
-(`layerwise.gradient_pipeline`). A host knows when a bucket is ready and when a step is over. The runner owns what a
-bucket needs on its way:
-
-- `submit` sends a bucket to its lane, which runs it in order, and returns a future of its result.
-- `prepare`, on the first run: all ranks compare the bucket, and the exchange allocates its state.
-- `exchange`: the state learns that a step begins, the bucket is averaged, and the exchange runs.
-- `settle`: the state keeps what the exchange changed where the result was applied, and restores it elsewhere.
-
-After an error nothing runs any more: `error` says why, and who is suspected.
+Its users are `ddp.engine` and `layerwise.gradient_pipeline`, which know when a bucket is ready and when a step is over.
+After an error, the runner refuses to run anything else, and `error` gives the reason and the suspected ranks.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,7 +26,7 @@ from syncline.dist.span import span_of
 from syncline.errors import ExchangeError, SynclineError, first_line
 from syncline.exchange import WORLD, Climbing, Exchange, Layout, State, Work
 from syncline.health.watchdog import Watchdog
-from syncline.runtime.stats import sent_over
+from syncline.runtime.stats import Stats, timings_of
 from syncline.runtime.topology import RankTopology
 
 Residuals = Mapping[str, Mapping[str, Tensor]]
@@ -53,20 +46,12 @@ class Bucket:
     averages: bool = False
     """True if the state applies the factor 1/world_size itself."""
 
-    @property
-    def label(self) -> str:
-        """How an error names this bucket."""
-        return f"bucket {self.index}"
-
     def applied(self, finite: Tensor, used: Mapping[str, Tensor] | None) -> Tensor:
-        """Return where the result of this bucket was applied.
+        """Return whether the result of this bucket was applied: a 0-dim tensor, or with `used` one flag per element.
 
         Args:
             finite: Whether the step was finite, as a 0-dim tensor.
             used: Whether each parameter got its result, by name; None if all did.
-
-        Returns:
-            A 0-dim tensor, or one flag per element if `used` is given.
         """
         if used is None:
             return finite
@@ -97,11 +82,11 @@ class BucketRunner:
 
     Args:
         group: The ranks that exchange.
-        device: Where the gradients are.
-        lanes: How many buckets may be exchanged at the same time.
-        timeout: How long a collective may take.
-        place: Where ranks sit, for exchanges that need to know.
-        after_failure: What an error tells users to do next.
+        device: The device of the gradients.
+        lanes: Number of buckets that may be exchanged at the same time.
+        timeout: Timeout of a collective.
+        topology: The topology of the ranks, for exchanges that use it.
+        after_failure: Advice that is appended to the message of a failed exchange.
     """
 
     def __init__(
@@ -110,7 +95,7 @@ class BucketRunner:
         device: torch.device,
         lanes: int,
         timeout: timedelta,
-        place: RankTopology | None,
+        topology: RankTopology | None,
         after_failure: str = "",
     ) -> None:
         self.error: BaseException | None = None
@@ -119,13 +104,13 @@ class BucketRunner:
         """Whether the collectives of each bucket are recorded."""
         self.last_step = Step()
         self.events = Events()
-        """For whoever watches the model; the watchdog is the first of them. Listeners must not hold the runner."""
+        """Events for listeners, of which the watchdog is the first. Listeners must not refer to the runner."""
         self.ranks = group.size()
         self._after_failure = after_failure
         self._counted: dict[str, int] = {}
         self._lock = threading.Lock()
         self._watchdog = Watchdog(group, timeout)
-        self.groups, self.lanes = open_lanes(group, timeout, lanes, device, None if place is None else place.topology)
+        self.groups, self.lanes = open_lanes(group, timeout, lanes, device, topology.topology if topology else None)
         try:
             self.events.connect(self.groups)
             self.events.listeners.append(self._watchdog)
@@ -134,7 +119,7 @@ class BucketRunner:
             self.close()
             raise
 
-    # --- a bucket, in the order of its way ----------------------------------------------------------------------
+    # --- a bucket, in the order of calls ------------------------------------------------------------------------
 
     def submit(
         self,
@@ -146,7 +131,7 @@ class BucketRunner:
         waits: bool = True,
         done: Callable[[Tensor], None] = lambda flat: None,
     ) -> Any:
-        """Send a bucket to its lane. All ranks submit their buckets in the same order.
+        """Send a bucket to its lane, and return a future of `flat`. All ranks submit their buckets in the same order.
 
         Args:
             step: The step that the bucket belongs to.
@@ -155,9 +140,6 @@ class BucketRunner:
             run: Calls `exchange`, on the lane.
             waits: Whether `run` waits for a collective.
             done: Called with the result, on the lane, before the future completes.
-
-        Returns:
-            A future of `flat`.
         """
         if not step.jobs:
             self._begin(step)
@@ -201,16 +183,13 @@ class BucketRunner:
         scale: Tensor | None = None,
         residuals: Callable[[Bucket], Residuals] = lambda bucket: {},
     ) -> Work | None:
-        """Replace `flat` by its average over the ranks.
+        """Replace `flat` by its average over the ranks. Return the last collective if the result needs it.
 
         Args:
             bucket: The bucket, which is prepared first if it has no state yet.
             flat: Its gradients.
-            scale: The factor by which the gradients are multiplied, as GradScaler does it.
+            scale: The current factor of GradScaler.
             residuals: Returns the residuals of parameters that were in other buckets before.
-
-        Returns:
-            The last collective, if the result is there only after it.
         """
         if self.error is not None:
             raise ExchangeError(f"an earlier bucket of this step failed: {self.explained}")
@@ -232,7 +211,7 @@ class BucketRunner:
         state = bucket.exchange.prepare(layout, comm)
         if isinstance(bucket.exchange, Climbing):  # it chose by arithmetic, which other machines may do differently
             self.events.collective_issued(bucket.lane, "agree", WORLD, 0)
-            agree(comm.group, {"way": state.describe()}, "the way of a gradient bucket")
+            agree(comm.group, {"path": state.describe()}, "the path of a gradient bucket")
         if residuals:
             state.load(layout, residuals)
         bucket.state, bucket.averages = state, state.average(1 / self.ranks)
@@ -246,10 +225,10 @@ class BucketRunner:
                 job.error = error
         self.events.bucket_ended(job)
         if job.error is not None:
-            job.error = self.fail(bucket.label, job.error)
+            job.error = self.fail(f"bucket {bucket.index}", job.error)
 
     def settle(self, buckets: Iterable[Bucket], finite: Tensor, used: Mapping[str, Tensor] | None = None) -> None:
-        """Have the states of these buckets keep what was applied, and restore the rest. See `State.settle`."""
+        """Commit the states of these buckets where the result was applied, and restore them elsewhere."""
         for bucket in buckets:
             if bucket.state is not None and bucket.state.settles:
                 bucket.state.settle(bucket.applied(finite, used))
@@ -265,7 +244,7 @@ class BucketRunner:
     # --- errors -------------------------------------------------------------------------------------------------
 
     def fail(self, label: str, error: BaseException) -> BaseException:
-        """Return the error as users see it, and refuse all that comes. The step is never settled."""
+        """Return the error for users, with suspects. From now on the runner refuses to run, and settles no step."""
         if not isinstance(error, SynclineError):
             text = f"exchanging {label} failed in step {self.steps}: {first_line(error)}"
             preliminary = ExchangeError(text)
@@ -276,7 +255,7 @@ class BucketRunner:
             error = failed
             with self._lock:
                 self.error = failed if self.error is preliminary else self.error
-        elif self.error is None:  # the error says all there is to say on this rank; the others should know
+        elif self.error is None:  # this rank needs no explanation, but the other ranks do
             self._watchdog.explain(first_line(error), own=True)
         with self._lock:
             self.error = self.error or error
@@ -295,16 +274,27 @@ class BucketRunner:
     @property
     def sent_bytes(self) -> dict[str, int]:
         """Bytes that the busiest rank has sent since the runner was created, per level."""
-        return sent_over(self.groups)
+        total: Counter[str] = Counter()
+        for groups in self.groups:
+            total.update(groups.counter.sent_bytes)
+        return dict(total)
 
-    @property
-    def backend(self) -> str:
-        return self.groups[0].topology.backend
+    def predicted_sent_bytes(self, buckets: Iterable[Bucket]) -> dict[str, int]:
+        """Return the bytes that a step with these buckets should send, per level, by the cost of their exchanges."""
+        total: Counter[str] = Counter()
+        for bucket in buckets:
+            topology = self.groups[bucket.lane].topology
+            total.update(bucket.exchange.cost(bucket.layout.numel, bucket.layout.dtype, topology).sent_bytes)
+        return dict(total)
+
+    def stats(self) -> Stats:
+        step = self.last_step
+        return Stats(self.steps, dict(step.sent_bytes), self.sent_bytes, timings_of(step.jobs))
 
     def close(self) -> None:
         """Stop the lanes and destroy their process groups."""
         self._watchdog.stop()
         close_lanes(self.lanes, self.groups)
-        # Jobs refer to their runner: without this, threads and connections would stay until a garbage collection.
+        # Jobs refer to their runner: without this, threads and connections would last until a garbage collection.
         self.groups, self.lanes, self.events.listeners = [], [], []
         self.last_step = Step()

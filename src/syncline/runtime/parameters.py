@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,13 @@ def parameters_of(ddp: DDP) -> dict[str, nn.Parameter]:
 
     Frozen ones are included, because those that were frozen after DDP was built are still in its buckets.
     """
-    ignored = getattr(ddp, "parameters_to_ignore", ())
-    return {
-        name.replace("_orig_mod.", ""): parameter
-        for name, parameter in ddp.module.named_parameters()
-        if name not in ignored
-    }
+    return named_parameters(ddp.module, getattr(ddp, "parameters_to_ignore", ()))
+
+
+def named_parameters(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module, with the names that they have without torch.compile."""
+    parameters = module.named_parameters()
+    return {name.replace("_orig_mod.", ""): parameter for name, parameter in parameters if name not in ignored}
 
 
 def only_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
@@ -50,16 +51,6 @@ def only_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
         names = ", ".join(sorted(map(str, devices)))
         raise UsageError(f"the model's parameters are on several devices ({names}): use one device per process")
     return devices.pop()
-
-
-def shapes_of(ddp: DDP) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and type of each trained parameter, as in a plan."""
-    return {name: described(parameter) for name, parameter in parameters_of(ddp).items() if parameter.requires_grad}
-
-
-def described(parameter: Tensor) -> tuple[tuple[int, ...], str]:
-    """Return shape and type of a parameter, as in a plan."""
-    return tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
 
 
 def described_fully(tensor: Tensor) -> str:

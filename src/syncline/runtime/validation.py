@@ -89,21 +89,9 @@ def build_optimizer(optimizer: Optimizer | OptimizerOf, parameters: Mapping[str,
 
 
 def broadcast_from_first(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-    """Collective: overwrite the tensors of all ranks with those of the group's first rank, in chunks of one type."""
-    first = dist.get_global_rank(group, 0)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
-        room = max(1, _BROADCAST_BYTES // dtype.itemsize)
-        chunk: list[Tensor] = []
-        for tensor in [*same, None]:
-            if chunk and (tensor is None or sum(part.numel() for part in chunk) + tensor.numel() > room):
-                flat = torch.cat([part.reshape(-1) for part in chunk])
-                dist.broadcast(flat, first, group=group)
-                for part, received in zip(chunk, flat.split([part.numel() for part in chunk]), strict=True):
-                    part.copy_(received.view(part.shape))
-                chunk = []
-            if tensor is not None:
-                chunk.append(tensor)
+    """Collective: overwrite the tensors of all ranks with those of the group's first rank."""
+    if tensors:  # the function is private, but DDP copies its parameters with it
+        dist._broadcast_coalesced(group, [tensor.detach() for tensor in tensors], _BROADCAST_BYTES, 0)  # type: ignore[attr-defined]
 
 
 def check_timeout(timeout_s: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -16,6 +16,7 @@ from syncline.ddp.hook import forget
 from syncline.ddp.wrap import apply
 from syncline.dist.comm import backend_of
 from syncline.exchange import EXCHANGES, wire
+from syncline.health import meeting
 from syncline.measure.assumed_network import assumed_links
 from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
@@ -26,7 +27,25 @@ from syncline.predict.exchange_time import topology_of
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
-from syncline.runtime.topology import hosts_of
+from syncline.runtime.topology import check_network, hosts_of, read_network
+from syncline.tuning.settings import TuneSettings
+
+
+def agreed_network(
+    group: dist.ProcessGroup, device: torch.device, call: str, check: Callable[[], TuneSettings]
+) -> Network | None:
+    """Return the network of the settings that `check` returns. Raise unless they are valid and equal on all ranks.
+
+    Collective. Without a network it returns None, and the links must be probed.
+    """
+    with meeting.together(group, device, f"the configuration of {call}", call) as fields:
+        settings = check()
+        network = read_network(settings.network, fields)
+        fields |= {"allow": list(settings.allow), "change": settings.change, "budget_s": settings.budget_s}
+        fields |= {"timeout_s": settings.timeout_s, "scaler": settings.scaler is not None}
+    if network is not None:
+        check_network(network, hosts_of(group), backend_of(group))
+    return network
 
 
 def probe_for(group: dist.ProcessGroup, allowed: Sequence[str], budget_s: float) -> Network:

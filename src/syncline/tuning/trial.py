@@ -1,13 +1,9 @@
-"""The trial that `tune` and `follow` share: plain DDP and the plan take turns on the model, and the faster one stays.
-
-The trial is a generator. Each `yield` stands for one training step: `tune` runs its `step` there, and `follow` returns
-to the script until the script has made its next step.
-"""
+"""The trial of `tune` and `follow`: plain DDP and the plan take turns on the model, and the faster one stays."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Generator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,11 +27,6 @@ Turn = Literal["plain", "plan"]
 _FOUR_TURNS: tuple[Turn, ...] = ("plain", "plan", "plan", "plain")
 _TWO_TURNS: tuple[Turn, ...] = ("plain", "plan")
 
-Steps = Generator[None, None, None]
-"""Each `yield` stands for one training step."""
-RunSteps = Callable[[int, int], Generator[None, None, list[float]]]
-"""Runs (settling, counted) steps and returns the seconds that each counted step took."""
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -45,6 +36,14 @@ class Trial:
     plan_s: float
     steps: int
     """Number of counted steps, of plain DDP and of the plan each."""
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup, step_s: Mapping[Turn, Sequence[float]]) -> Trial:
+        """Return the result of steps that took so long on this rank. Collective: it is the same on all ranks."""
+        slowest = torch.tensor([step_s["plain"], step_s["plan"]], dtype=torch.float64, device=group_device(group))
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        plain_s, plan_s = (statistics.median(row) for row in slowest.tolist())
+        return cls(plain_s, plan_s, len(step_s["plan"]))
 
     @property
     def won(self) -> bool:
@@ -82,30 +81,6 @@ class Schedule:
         # Each change of the exchange drops its residual, so a plan with one gets a single turn.
         turns = _TWO_TURNS if long or has_residual(plan) else _FOUR_TURNS
         return cls(turns, 2, _LIVE_STEPS // 2) if long else cls(turns, SETTLING, _LIVE_STEPS)
-
-
-def take_turns(
-    group: dist.ProcessGroup, schedule: Schedule, switch: Callable[[Turn], None], run_steps: RunSteps
-) -> Generator[None, None, Trial]:
-    """Time plain DDP and the plan in turns. Collective.
-
-    Args:
-        group: The model's process group.
-        schedule: The turns.
-        switch: Prepares the model for a turn.
-        run_steps: Runs the steps of a turn.
-
-    Returns:
-        The trial, the same on all ranks. The model is left as the last turn had it.
-    """
-    step_s: dict[Turn, list[float]] = {"plain": [], "plan": []}
-    for turn in schedule.turns:
-        switch(turn)
-        step_s[turn] += yield from run_steps(schedule.settling, schedule.counted)
-    slowest = torch.tensor([step_s["plain"], step_s["plan"]], dtype=torch.float64, device=group_device(group))
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
-    plain_s, plan_s = (statistics.median(row) for row in slowest.tolist())
-    return Trial(plain_s, plan_s, len(step_s["plan"]))
 
 
 def _steps_within(budget_s: float, step_s: float, turns: int, settling: int) -> int:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from syncline.ddp.handle import Handle
 from syncline.dist.comm import backend_of
 from syncline.measure.step_watcher import Moments, Pass, StepWatcher, has_passed
 from syncline.measure.steps import quartiles
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
-from syncline.records.run_record import MOST_STEPS, BucketSpan, Loss, ModelRecord, Pace, PhaseSpan, StepSpan
+from syncline.records.run_record import MOST_STEPS, BucketSpan, Loss, ModelRecord, Pace, StepSpan
 from syncline.runtime.parameters import parameters_of
-from syncline.runtime.stats import Stats
 
 PLAIN = "plain DDP"
 _SETTLING = 2
@@ -30,14 +29,6 @@ _DETAILED = 3
 """Steps of each method whose buckets are recorded: the first ones after settling."""
 
 T = TypeVar("T")
-
-
-class Traced(Protocol):
-    """The part of a handle that the log uses."""
-
-    def stats(self) -> Stats: ...
-
-    def trace(self, on: bool = True) -> None: ...
 
 
 class Thinned(Generic[T]):
@@ -85,12 +76,9 @@ class StepLog:
     """Records the steps of a model."""
 
     def __init__(self, ddp: DDP, watcher: StepWatcher, device: torch.device) -> None:
-        """Create the log of a model.
+        """Create the log of a model, without a reference to it: it may be gone when the record is written.
 
-        Args:
-            ddp: The model. The log keeps no reference to it: the model may be gone when the record is written.
-            watcher: The watcher of its steps, which must call `step_ended`.
-            device: The model's device.
+        The watcher of the model's steps must call `step_ended`.
         """
         self._watcher, self._device = watcher, device
         self._name, self._backend = type(ddp.module).__name__, backend_of(ddp.process_group)
@@ -107,7 +95,8 @@ class StepLog:
         self._recent: deque[Moments] = deque(maxlen=256)
         self._spans: Thinned[tuple[Moments, str]] = Thinned()
         self._losses: Thinned[tuple[int, Tensor]] = Thinned()
-        self._loss: Tensor | None = None
+        self.loss: Tensor | None = None
+        """The loss of the next step, if it is known."""
 
     def switch_to(self, method: str) -> None:
         """Count the next steps as steps of another method."""
@@ -115,31 +104,28 @@ class StepLog:
         self._since = self._watcher.step_count
         self._method.buckets.clear()
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Record the loss of the next step."""
-        self._loss = loss
-
     def step_ended(self, step: Pass) -> None:
         """Add a step. Runs inside backward, so it reads nothing."""
         number = self._watcher.step_count - 1
         self._unread.append(_Unread(step, number, self._method, self._since))
-        loss, self._loss = self._loss, None
-        if loss is not None:
-            self._losses.append((number, loss))
+        if self.loss is not None:
+            self._losses.append((number, self.loss))
+        self.loss = None
 
-    def step_begins(self, handle: Traced | None, *, decided: bool) -> None:
+    def step_begins(self, handle: Handle | None, *, decided: bool) -> None:
         """Read the steps that have ended. Runs between steps.
 
-        Args:
-            handle: The handle of what is attached.
-            decided: Whether the method is final. Only then are the phases of its detailed steps traced: during
-                a trial, tracing would slow down one of the two methods.
+        Phases are traced only once the method is `decided`: in a trial, tracing would slow down one of the methods.
         """
         steps = self._watcher.step_count - self._since
         is_detailed = _SETTLING < steps <= _SETTLING + _DETAILED
         if handle is not None:
             if is_detailed:
-                self._record_buckets(handle)
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)  # in a few steps only
+                stats = handle.stats()
+                self._method.sent_bytes = sum(stats.sent_bytes.values())
+                self._method.buckets[self._watcher.step_count - 1] = stats.buckets
             if decided and steps in (_SETTLING, _SETTLING + _DETAILED):
                 handle.trace(steps == _SETTLING)
         self._read(wait=is_detailed)
@@ -217,25 +203,6 @@ class StepLog:
                 method.detailed.append(moments)
             if moments.number - unread.since >= _SETTLING:
                 method.settled.append(moments)
-
-    def _record_buckets(self, handle: Traced) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # in a few steps only
-        stats = handle.stats()
-        self._method.sent_bytes = sum(stats.sent_bytes.values())
-        self._method.buckets[self._watcher.step_count - 1] = tuple(
-            BucketSpan(
-                bucket=bucket.bucket,
-                lane=bucket.lane,
-                bytes=bucket.bytes,
-                exchange=bucket.exchange,
-                ready_s=bucket.ready_s,
-                start_s=bucket.start_s,
-                end_s=bucket.end_s,
-                phases=tuple(PhaseSpan(**dataclasses.asdict(phase)) for phase in bucket.phases),
-            )
-            for bucket in stats.buckets
-        )
 
 
 def _pace(method: _Method) -> Pace:
