@@ -13,10 +13,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel import distributed as ddp_module
 
+from syncline.ddp.hook import forget
 from syncline.errors import UsageError
 from syncline.predict.schedule import MIB
 
@@ -94,7 +94,7 @@ def own(ddp: DDP) -> Any:
 def planned_from_the_start(ddp: DDP) -> None:
     """Record that a model was built with the buckets of a plan: without a plan it gets DDP's default."""
     if can_change():
-        _original[ddp] = _config().create(bucket_cap_mb=None, bucket_cap_mb_list=None, use_python_reducer=False)
+        _original[ddp] = _config()
 
 
 def own_caps(ddp: DDP) -> tuple[int, ...]:
@@ -105,33 +105,26 @@ def own_caps(ddp: DDP) -> tuple[int, ...]:
 
 
 def change(ddp: DDP, caps: Sequence[int]) -> None:
-    """Give a live model buckets of these sizes in bytes. All ranks call this between steps. The hook is kept."""
-    if not can_change():
-        raise UsageError("this torch cannot change the buckets of a live model: build it with syncline.wrap(net, plan)")
-    arguments = cap_arguments(caps, rebuilt=rebuilds(ddp))
+    """Remove our hook, and give a live model buckets of these sizes in bytes. All ranks call this between steps."""
     _original.setdefault(ddp, own(ddp))
-    _rebuild(
-        ddp,
-        _config().create(
-            bucket_cap_mb=arguments.get("bucket_cap_mb"),
-            bucket_cap_mb_list=arguments.get("bucket_cap_mb_list"),
-            use_python_reducer=getattr(ddp, "_use_python_reducer", False),
-        ),
-    )
+    _rebuild(ddp, _config(**cap_arguments(caps, rebuilt=rebuilds(ddp))))
 
 
-def put_back(ddp: DDP) -> None:
-    """Restore the buckets that a live model has without a plan. All ranks call this between steps."""
+def make_plain(ddp: DDP) -> None:
+    """Remove our hook, and restore the buckets that a live model has without a plan."""
     _rebuild(ddp, own(ddp))
     _original.pop(ddp, None)
 
 
-def _config() -> Any:
-    return ddp_module._BucketCapacityConfig
+def _config(bucket_cap_mb: Any = None, bucket_cap_mb_list: Any = None) -> Any:
+    return ddp_module._BucketCapacityConfig.create(
+        bucket_cap_mb=bucket_cap_mb, bucket_cap_mb_list=bucket_cap_mb_list, use_python_reducer=False
+    )
 
 
 def _rebuild(ddp: DDP, config: Any) -> None:
-    """Build a new reducer with this bucket configuration."""
+    """Build a new reducer with this bucket configuration, and without our hook."""
+    forget(ddp)
     inside: Any = ddp
     if (changed := _changed_parameters(ddp)) is not None:  # a parameter that is frozen now would never be exchanged
         raise UsageError(changed)
@@ -147,6 +140,3 @@ def _rebuild(ddp: DDP, config: Any) -> None:
         inside._static_graph_delay_allreduce_enqueued = False  # otherwise the first step would wait forever
         inside.reducer._set_static_graph()
         inside.logger._set_static_graph()
-    for hook, state in inside._comm_hooks:
-        inside.logger._set_comm_hook_name(hook.__qualname__)
-        dist._register_comm_hook(inside.reducer, state, hook)  # type: ignore[attr-defined]

@@ -49,31 +49,21 @@ class Step(bucket_runner.Step):
     """Whether a callback at the end of the backward pass is scheduled."""
     finite: list[Tensor] = field(default_factory=list)
     """Whether each bucket is finite, as 0-dim tensors."""
+    pieces: dict[str, Tensor] = field(default_factory=dict)
+    """The gradients by parameter name, as views of DDP's buckets, if they are regrouped."""
 
 
 @dataclass
 class Regrouping:
     """The buckets of a checkpoint, which the first steps after a restart use instead of DDP's.
 
-    DDP's buckets are final only after some steps. Sparse results depend on the buckets, so without this a resumed run
-    would not give the same results as an uninterrupted one.
+    Sparse results depend on the buckets, and DDP's are final only after some steps. So without this, a resumed run
+    would differ from an uninterrupted one.
     """
 
     buckets: tuple[tuple[str, ...], ...]
     steps_left: int = 2
     """Steps until DDP's buckets are final. If they still differ then, residuals move to them."""
-    submitted: list[tuple[Layout, Tensor]] = field(default_factory=list)
-    """DDP's buckets in this step."""
-
-    @property
-    def complete(self) -> bool:
-        """Whether all gradients of a step have been submitted."""
-        names = {slot.name for layout, _ in self.submitted for slot in layout.slots}
-        return names.issuperset(name for bucket in self.buckets for name in bucket)
-
-    @property
-    def matches_ddp(self) -> bool:
-        return {names_in(layout) for layout, _ in self.submitted} == set(self.buckets)
 
 
 class Engine:
@@ -119,7 +109,7 @@ class Engine:
         flat: Tensor = grad_bucket.buffer()
         step = self._step_of(grad_bucket)
         if self._regrouping is not None:
-            return self._submit_regrouped(self._regrouping, grad_bucket, flat)
+            return self._submit_regrouped(self._regrouping, step, grad_bucket, flat)
         bucket = self._bucket_of(grad_bucket, flat)
         if not step.jobs:
             self._check_drift()
@@ -143,8 +133,6 @@ class Engine:
         if self._step.complete or key in self._step.submitted:
             self.conclude()  # a rank that has joined early gets no callback at the end of a step
             self._step = Step()
-        if self._regrouping is not None and not self._step.submitted:
-            self._regrouping.submitted.clear()
         step = self._step
         step.submitted.add(key)
         step.complete = grad_bucket.is_last()
@@ -175,9 +163,10 @@ class Engine:
             lanes = self.runner.lanes
             with lanes[0].after(lanes):
                 buckets = list(self.buckets.values())
-                settles = any(bucket.state is not None and bucket.state.settles for bucket in buckets)
-                bucketed = {name for bucket in buckets for name in names_in(bucket.layout)}
-                used = self._reduction.used(self._names, bucketed) if settles else None
+                used = None
+                if any(bucket.state is not None and bucket.state.settles for bucket in buckets):
+                    bucketed = {name for bucket in buckets for name in names_in(bucket.layout)}
+                    used = self._reduction.used(self._names, bucketed)
                 self.runner.settle(buckets, torch.stack(step.finite).all(), used)
         self.runner.end(step)
         self._steps_since_attach += 1
@@ -250,29 +239,25 @@ class Engine:
 
     # --- steps in the buckets of a checkpoint -------------------------------------------------------------------
 
-    def _submit_regrouped(self, regrouping: Regrouping, grad_bucket: Any, flat: Tensor) -> Any:
-        """Collect the buckets of a step, and exchange them regrouped when the last one is submitted."""
-        regrouping.submitted.append((self._layout(grad_bucket.parameters(), flat), flat))
-        if regrouping.complete:  # the first step of a static graph has no last bucket
+    def _submit_regrouped(self, regrouping: Regrouping, step: Step, grad_bucket: Any, flat: Tensor) -> Any:
+        """Collect the gradients of a step, and exchange them regrouped when all of them are ready."""
+        layout = self._layout(grad_bucket.parameters(), flat)
+        step.pieces |= {slot.name: flat[slot.offset : slot.offset + slot.numel] for slot in layout.slots}
+        if all(name in step.pieces for names in regrouping.buckets for name in names):
             try:
-                self._run_regrouped(regrouping)
+                self._run_regrouped(regrouping, step)
             except BaseException as error:
                 raise self.runner.fail(f"bucket {grad_bucket.index()}", error) from error
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
         done.set_result(flat)
         return done
 
-    def _run_regrouped(self, regrouping: Regrouping) -> None:
+    def _run_regrouped(self, regrouping: Regrouping, step: Step) -> None:
         """Exchange a step in the buckets of the checkpoint, on the thread and the stream of backward."""
         if next(iter(self._parameters.values())).is_cuda:
             torch.cuda.synchronize()  # the lanes may still run earlier work
-        parts = {
-            slot.name: flat[slot.offset : slot.offset + slot.numel]
-            for layout, flat in regrouping.submitted
-            for slot in layout.slots
-        }
         for index, names in enumerate(regrouping.buckets):
-            pieces = [parts[name] for name in names]
+            pieces = [step.pieces[name] for name in names]
             whole = torch.cat(pieces)
             parameters: list[Tensor] = [self._parameters[name] for name in names]
             layout = self._layout(parameters, whole)
@@ -281,13 +266,14 @@ class Engine:
             if work is not None:
                 work.wait()
             assert bucket.state is not None  # noqa: S101 - it ran
-            self._step.finite.append(bucket.state.finite(whole))
+            step.finite.append(bucket.state.finite(whole))
             for piece, result in zip(pieces, whole.split([piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(result)
-        if regrouping.matches_ddp or regrouping.steps_left == 0:
+        step.pieces.clear()
+        ddp_buckets = {tuple(self._names[parameter] for parameter in key) for key in step.submitted}
+        regrouping.steps_left -= 1
+        if ddp_buckets == set(regrouping.buckets) or regrouping.steps_left < 0:
             self._regrouping = None
-        else:
-            self._regrouping = Regrouping(regrouping.buckets, regrouping.steps_left - 1)
 
     # --- whether the plan still fits ----------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.ddp import buckets
 from syncline.ddp.engine import Engine, copied
-from syncline.ddp.hook import Switch, attached_to, forget
+from syncline.ddp.hook import Switch, attached_to
 from syncline.ddp.scalars import Log, Writer, scalars_of
 from syncline.errors import ExchangeError, UsageError
 from syncline.exchange import Exchange, Tree
@@ -278,8 +278,7 @@ class Handle:
         _ = self._attached  # raises if the handle is detached
         self._switch.turn_to(None)
         if self.plan is not None and buckets.why_not_change(self._ddp) is None:
-            forget(self._ddp)
-            buckets.put_back(self._ddp)
+            buckets.make_plain(self._ddp)
 
     @property
     def _checkpoints(self) -> Checkpoints:

@@ -90,14 +90,20 @@ def wrap(
     return ddp
 
 
-def apply(
-    ddp: DDP,
-    plan: Plan,
-    *,
-    network: Network | str | os.PathLike[str] | None = None,
-    timeout_s: float | None = None,
-    scaler: GradScaler | None = None,
-) -> Handle:
-    """Attach the exchanges of a plan to a model that has the plan's buckets."""
+def apply(ddp: DDP, plan: Plan, **options: Any) -> Handle:
+    """Attach the exchanges of a plan to a model that has the plan's buckets. The options are those of `attach`."""
     policy = Planned(plan, settled_after=buckets.settled_after(ddp), warns=ddp.process_group.rank() == 0)
-    return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler)
+    return attach_policy(ddp, policy, **options)
+
+
+def make_planned(ddp: DDP, plan: Plan, **options: Any) -> Handle:
+    """Give a live model the plan's buckets, lanes and exchanges. Collective, between steps.
+
+    Gradients that are views of DDP's old buckets stay views of those.
+    """
+    try:
+        buckets.change(ddp, plan.caps)
+        return apply(ddp, plan, **options)
+    except BaseException:
+        buckets.make_plain(ddp)
+        raise

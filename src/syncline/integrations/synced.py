@@ -22,6 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
+from syncline.ddp.buckets import make_plain
 from syncline.ddp.handle import Handle, handle_if_attached
 from syncline.ddp.hook import forget
 from syncline.errors import UsageError
@@ -32,7 +33,6 @@ from syncline.records.plan import Plan
 from syncline.runtime.bucket_policy import difference_of
 from syncline.runtime.parameters import ddp_of, only_device, parameters_of
 from syncline.tuning.follow import Following
-from syncline.tuning.replan import make_plain
 from syncline.tuning.settings import TuneSettings, has_residual
 
 FOLDER = "syncline"

@@ -20,6 +20,7 @@ from syncline.ddp import buckets
 from syncline.ddp.attach import attach
 from syncline.ddp.handle import Handle, handle_if_attached
 from syncline.ddp.hook import Switch, attached_to, other_hooks
+from syncline.ddp.wrap import make_planned
 from syncline.dist.comm import backend_of
 from syncline.errors import SynclineError, UsageError
 from syncline.measure.backward_watch import BackwardWatch
@@ -33,7 +34,7 @@ from syncline.runtime.bucket_policy import difference_of, read_plan
 from syncline.runtime.parameters import only_device, parameters_of
 from syncline.runtime.stats import name_of
 from syncline.runtime.topology import hosts_of
-from syncline.tuning.replan import agreed_network, make_plain, make_planned, plan_for_live, probe_for
+from syncline.tuning.replan import agreed_network, plan_for_live, probe_for
 from syncline.tuning.settings import TuneSettings, has_residual
 from syncline.tuning.step_log import PLAIN, StepLog
 from syncline.tuning.trial import SETTLING, Schedule, Trial, Turn
@@ -236,7 +237,7 @@ class LiveTuner:
 
     def _switch_to_plain(self) -> None:
         self._copy_gradients()
-        make_plain(self.model)
+        buckets.make_plain(self.model)
         self._note_change()
 
     def _copy_gradients(self) -> None:

@@ -1,4 +1,4 @@
-"""What `tune` and `follow` share: probing for a plan, planning for a live model, and changing the model's buckets."""
+"""What `tune` and `follow` share: their arguments, probing for a plan, and planning for a live model."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.ddp import buckets
-from syncline.ddp.handle import Handle
-from syncline.ddp.hook import forget
-from syncline.ddp.wrap import apply
 from syncline.dist.comm import backend_of
 from syncline.exchange import EXCHANGES, wire
 from syncline.health import meeting
@@ -75,30 +71,3 @@ def plan_for_live(
         return msgspec.json.encode(make_plan(profile, network, allowed, caps=caps)) if group.rank() == 0 else b""
 
     return profile, msgspec.json.decode(together(group, encoded_plan)[0], type=Plan)
-
-
-def make_planned(
-    ddp: DDP,
-    plan: Plan,
-    *,
-    network: Network | None,
-    timeout_s: float | None = None,
-    scaler: GradScaler | None = None,
-) -> Handle:
-    """Give the model the plan's buckets, lanes and exchanges. Collective, between steps.
-
-    Gradients that are views of DDP's old buckets stay views of those.
-    """
-    try:
-        forget(ddp)
-        buckets.change(ddp, plan.caps)
-        return apply(ddp, plan, network=network, timeout_s=timeout_s, scaler=scaler)
-    except BaseException:
-        make_plain(ddp)
-        raise
-
-
-def make_plain(ddp: DDP) -> None:
-    """Give the model DDP's own buckets, and remove the exchange."""
-    forget(ddp)
-    buckets.put_back(ddp)

@@ -16,6 +16,7 @@ from syncline.plan.search import check_allowed
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.runtime.checkpoint import ON_WORLD_SIZE
+from syncline.runtime.topology import loaded_from
 from syncline.runtime.validation import check_timeout, checked_exchange
 
 BUDGET_S = 45.0
@@ -85,12 +86,9 @@ class TuneSettings:
 
     def load_files(self) -> TuneSettings:
         """Return a copy in which `plan` and `network` are loaded from their files."""
-        plan, network = self.plan, self.network
-        return dataclasses.replace(
-            self,
-            plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
-            network=network if network is None or isinstance(network, Network) else Network.load(network),
-        )
+        plan = None if self.plan is None else loaded_from("plan", self.plan, Plan)
+        network = None if self.network is None else loaded_from("network", self.network, Network)
+        return dataclasses.replace(self, plan=plan, network=network)
 
 
 def has_residual(plan: Plan) -> bool:

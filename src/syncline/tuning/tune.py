@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from syncline.ddp import buckets
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import attached_to, other_hooks
+from syncline.ddp.wrap import make_planned
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import bound_group, gather_bytes, group_device
 from syncline.errors import UsageError
@@ -35,7 +36,7 @@ from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 from syncline.runtime.parameters import ddp_of, only_device, parameters_of
-from syncline.tuning.replan import agreed_network, make_plain, make_planned, plan_for_live, probe_for
+from syncline.tuning.replan import agreed_network, plan_for_live, probe_for
 from syncline.tuning.settings import BUDGET_S, MIN_BUDGET_S, TuneSettings
 from syncline.tuning.trial import Schedule, Trial, Turn
 
@@ -243,7 +244,7 @@ def _try(
         if turn == "plan":
             make_planned(ddp, plan, network=network, timeout_s=timeout_s)
         else:
-            make_plain(ddp)
+            buckets.make_plain(ddp)
         times_s = [_timed_step(ddp, ddp, step, device, group) for _ in range(schedule.settling + schedule.counted)]
         step_s[turn] += times_s[schedule.settling :]
     return Trial.of(group, step_s)
@@ -265,7 +266,7 @@ def _timed_step(
 
 def _restore_plain(ddp: DDP) -> None:
     _drop_gradients(ddp)  # they may be views of the buckets that are about to go
-    make_plain(ddp)
+    buckets.make_plain(ddp)
 
 
 def _drop_gradients(ddp: DDP) -> None:
