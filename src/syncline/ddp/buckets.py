@@ -16,7 +16,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel import distributed as ddp_module
 
-from syncline.ddp.hook import forget
+from syncline.ddp.hook import forget, other_hook
 from syncline.errors import UsageError
 from syncline.predict.schedule import MIB
 
@@ -71,9 +71,8 @@ def why_not_change(ddp: DDP) -> str | None:
         return "plans do not support DDP's Python reducer, which compiled autograd uses"
     if getattr(ddp, "_delay_all_reduce_params", None):
         return "delay_all_reduce_named_params leaves DDP no buckets"
-    logged = ddp._get_ddp_logging_data()
-    if str(logged.get("comm_hook", "")).startswith("BuiltinCommHookType"):
-        return f"this model has a communication hook already ({logged['comm_hook']}), and DDP takes only one"
+    if (other := other_hook(ddp)) is not None:
+        return f"this model has a communication hook already ({other}), and DDP takes only one"
     return _changed_parameters(ddp)
 
 

@@ -231,10 +231,8 @@ class Engine:
         state = bucket.state
         assert state is not None  # noqa: S101 - it ran
         finite = [state.finite(flat)] if state.settles or (self.keeps and not bucket.exchange.keeps) else []
-        counted = [(flat.count_nonzero(), flat.numel())] if step.counts and bucket.exchange.keeps else []
         with self._lock:
             step.finite += finite
-            step.applied += counted
             step.unfinished -= 1
 
     # --- steps in the buckets of a checkpoint -------------------------------------------------------------------

@@ -6,15 +6,16 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.ddp import buckets
 from syncline.ddp.engine import Engine, copied
 from syncline.ddp.hook import Switch, attached_to
-from syncline.ddp.scalars import Log, Writer, scalars_of
+from syncline.dist.span import span_of
 from syncline.errors import ExchangeError, UsageError
-from syncline.exchange import Exchange, Tree
+from syncline.exchange import Exchange, Tree, wire
 from syncline.records.plan import Plan
 from syncline.runtime.checkpoint import Checkpoints
 from syncline.runtime.parameters import ddp_of, only_device, parameters_of
@@ -29,7 +30,10 @@ class Handle:
 
     Example:
         >>> handle = syncline.attach(model, syncline.OkTopk(density=0.01))
+        >>> handle.load("checkpoint/exchange")
+        >>> handle.trace()
         >>> train(model)
+        >>> print(handle.describe(), handle.stats().sent_bytes, handle.predicted_sent_bytes())
         >>> handle.save("checkpoint/exchange")
         >>> handle.detach()
     """
@@ -79,88 +83,52 @@ class Handle:
         return self._attached.paths
 
     def stats(self) -> Stats:
-        """Return the number of steps, the bytes sent, and the times of the last step's buckets, on this rank.
-
-        Example:
-            >>> handle.stats().sent_bytes
-            {'world': 51114064}
-        """
+        """Return the number of steps, the bytes sent, and the times of the last step's buckets, on this rank."""
         return self._attached.runner.stats()
 
     def trace(self, on: bool = True) -> None:
-        """Record the collectives of each bucket from the next step on, or stop recording if `on` is False.
-
-        Example:
-            >>> handle.trace()
-            >>> train_step(model)
-            >>> [phase.name for phase in handle.stats().buckets[0].phases]
-            ['all_reduce']
-        """
+        """Record the collectives of each bucket from the next step on, for `stats`, or stop if `on` is False."""
         self._attached.runner.tracing = on
 
     def scalars(self, *, deep: bool = False) -> dict[str, float]:
-        """Return numbers about the last step on this rank, with names for TensorBoard.
+        """Return numbers about the last step on this rank, for a logger such as TensorBoard.
 
-        Numbers that are not known yet are left out. Before the first step there are none.
-
-        - `syncline/step_ms`: the time between the first bucket of the previous step and that of this step. This
-          includes the optimizer, loading data and everything else that the script does.
-        - `syncline/exchange_ms`: the time from the gradients of the first bucket to the end of the last bucket.
-        - `syncline/exposed_ms`: the part of `exchange_ms` after the last bucket was ready, which the backward pass
-          cannot hide.
-        - `syncline/sent_bytes`, and `syncline/sent_bytes/LEVEL` for each level: as in `stats`.
-        - `syncline/sent_share`: the sent bytes divided by those that plain DDP would send for the same buckets.
-        - `syncline/residual_norm`: with `deep`, the Euclidean norm of this rank's residual, if the exchange has one.
-        - `syncline/density`: with `deep`, the fraction of nonzero elements in results of exchanges with a residual.
-          Only for steps that `log_to(…, deep=True)` writes.
+        `syncline/exposed_ms` is the communication that the backward pass did not hide; the guide "Traces and curves"
+        describes all numbers. Those that are not known yet are left out. Before the first step there are none.
 
         Args:
-            deep: Also return numbers that need a pass over memory, and on CUDA wait for the device.
+            deep: Also return the norm of the residual. This reads all of it, and on CUDA waits for the device.
 
         Example:
-            >>> handle.scalars()["syncline/exposed_ms"]
-            3.2
+            >>> for name, value in handle.scalars().items():
+            ...     writer.add_scalar(name, value, handle.stats().steps)
         """
         engine = self._attached
-        return scalars_of(engine, engine.runner.last_step, deep=deep)
-
-    def log_to(self, writer: Writer, every: int = 50, *, deep: bool = False) -> Log:
-        """Write `scalars` to TensorBoard at regular intervals, on the ranks that call this.
-
-        If the writer raises an exception, a warning follows, and the writer is not called again.
-
-        Args:
-            writer: An object with a method `add_scalar(name, value, step)`, such as TensorBoard's `SummaryWriter`. The
-                `step` is the number of steps exchanged so far.
-            every: The interval in steps.
-            deep: As for `scalars`.
-
-        Returns:
-            The log. Its `close()` ends it, and so does `detach`.
-
-        Raises:
-            UsageError: An argument is invalid.
-
-        Example:
-            >>> if rank == 0:
-            ...     log = handle.log_to(SummaryWriter("runs"), every=100)
-        """
-        engine = self._attached
-        if isinstance(writer, type) or not callable(getattr(writer, "add_scalar", None)):
-            raise UsageError(
-                f"writer is {writer!r}: pass an object with add_scalar, such as TensorBoard's SummaryWriter"
-            )
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise UsageError(f"every is {every!r}: it must be a number of steps, at least 1")
-        return Log(engine, writer, every, deep)
+        runner, step = engine.runner, engine.runner.last_step
+        values: dict[str, float] = {}
+        if deep and engine.keeps and step.sent_bytes:  # first, because it waits for the device: then times are known
+            squares = [
+                torch.linalg.vector_norm(tensor, dtype=torch.float64) ** 2
+                for kinds in engine.residuals().values()
+                for kind, tensor in kinds.items()
+                if kind != "velocity"  # momentum, which is not part of the residual
+            ]
+            values["residual_norm"] = float(sum(squares)) ** 0.5
+        if step.period_s is not None:
+            values["step_ms"] = step.period_s * 1e3
+        if (span := span_of(step.jobs)) is not None:
+            values |= {"exchange_ms": span.exchange_s * 1e3, "exposed_ms": span.exposed_s * 1e3}
+        sent = sum(step.sent_bytes.values())
+        values |= {"sent_bytes": sent} if step.sent_bytes else {}
+        values |= {f"sent_bytes/{level}": level_bytes for level, level_bytes in step.sent_bytes.items()}
+        backend = runner.groups[0].topology.backend
+        jobs = step.jobs
+        plain = sum(wire.sent_bytes("all_reduce", job.elements, job.itemsize, runner.ranks, backend) for job in jobs)
+        values |= {"sent_share": sent / plain} if plain else {}
+        return {f"syncline/{name}": float(value) for name, value in values.items()}
 
     def describe(self) -> str:
-        """Describe the attached exchange or plan, the topology if the exchange uses it, and the paths of buckets.
-
-        Example:
-            >>> print(handle.describe())
-            Dense(wire='fp32') among 4 ranks
-        """
+        """Describe the attached exchange or plan, the topology if the exchange uses it, and the paths of buckets."""
         ranks = self._attached.runner.ranks
         lines = [f"{self.exchange!r} among {ranks} ranks"]
         if self.plan is not None:
@@ -171,24 +139,15 @@ class Handle:
         return "\n".join([*lines, *(f"buckets: {count} × {path}" for path, count in self.ways.items())])
 
     def predicted_sent_bytes(self) -> dict[str, int]:
-        """Return the bytes per level that the busiest rank should send in a step, by the cost of the exchange.
-
-        Example:
-            >>> handle.predicted_sent_bytes() == handle.stats().sent_bytes
-            True
-        """
+        """Return the bytes per level that the busiest rank should send in a step, by the cost of the exchange."""
         return self._attached.runner.predicted_sent_bytes(self._attached.buckets.values())
 
     def drift(self) -> str | None:
-        """Describe how much longer exchanges take than the plan predicted.
+        """Describe how much longer exchanges take than the plan predicted: a reason to tune again.
 
         Returns:
             A sentence if the median of the last steps is more than 1.5 times the prediction; None otherwise, without a
             plan, or if too few steps were measured.
-
-        Example:
-            >>> if handle.drift() is not None:
-            ...     tuned = syncline.tune(model, step)
         """
         return self._attached.drift()
 
@@ -239,9 +198,6 @@ class Handle:
             ExchangeError: An exchange has failed, so the state is unusable.
             UsageError: This rank cannot write to the folder.
             MismatchError: Another rank cannot write, or the ranks are at different steps.
-
-        Example:
-            >>> handle.save("checkpoint/exchange")
         """
         self._checkpoints.save(folder, self.state_dict())
 
@@ -259,22 +215,12 @@ class Handle:
             UsageError: This rank's file is missing or damaged, it belongs to another exchange or model, or an argument
                 is invalid.
             MismatchError: Another rank cannot load its file, or the files do not belong to the same checkpoint.
-
-        Example:
-            >>> handle = syncline.attach(model, syncline.OkTopk(density=0.01))
-            >>> handle.load("checkpoint/exchange")
         """
         state = self._checkpoints.load(folder, on_world_size)
         self._attached.load(state["tensors"], state["buckets"], state["steps"])
 
     def detach(self) -> None:
-        """Return the model to plain DDP. All ranks call this between steps.
-
-        The model stays the same object. If a plan has changed its buckets, they are restored.
-
-        Example:
-            >>> handle.detach()
-        """
+        """Return the model to plain DDP, with the buckets that it has without a plan. All ranks call this."""
         _ = self._attached  # raises if the handle is detached
         self._switch.turn_to(None)
         if self.plan is not None and buckets.why_not_change(self._ddp) is None:

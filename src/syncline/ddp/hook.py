@@ -66,18 +66,10 @@ def _syncline_hook(state, bucket):  # type: ignore[no-untyped-def]
 def switch_of(ddp: DDP) -> Switch:
     """Return the switch of a model. The first call registers the hook."""
     if ddp not in _switches:
-        switch = Switch(ddp)
-        try:
-            ddp.register_comm_hook(switch, _syncline_hook)
-        except RuntimeError as error:
-            if "can only be called once" not in str(error):
-                raise
-            _remove_refused_hook(ddp)
-            raise UsageError(
-                "this model has a communication hook already, and DDP takes only one: "
-                "attach to the model before registering yours, or leave yours out"
-            ) from None
-        _switches[ddp] = switch
+        if (other := other_hook(ddp)) is not None:
+            raise UsageError(f"this model has a communication hook already ({other}): DDP takes only one. Remove yours")
+        switch = _switches[ddp] = Switch(ddp)
+        ddp.register_comm_hook(switch, _syncline_hook)
         if getattr(ddp, "static_graph", False):
             switch.no_sync_check = ddp.register_forward_pre_hook(_refuse_no_sync)
     return _switches[ddp]
@@ -99,18 +91,10 @@ def attached_to(ddp: DDP) -> Switch | None:
     return _switches.get(ddp)
 
 
-def other_hooks(ddp: DDP) -> list[str]:
-    """Return the names of communication hooks that do not belong to Syncline."""
-    return [hook.__qualname__ for hook, _ in getattr(ddp, "_comm_hooks", ()) if hook is not _syncline_hook]
-
-
-def _remove_refused_hook(ddp: DDP) -> None:
-    """Remove our hook from DDP's list, to which DDP adds a hook before it refuses it."""
-    hooks = getattr(ddp, "_comm_hooks", [])
-    if hooks and hooks[-1][0] is _syncline_hook:
-        hooks.pop()
-    if hooks:
-        cast(Any, ddp.logger)._set_comm_hook_name(hooks[-1][0].__qualname__)
+def other_hook(ddp: DDP) -> str | None:
+    """Return the name of a communication hook that does not belong to Syncline, or None if there is none."""
+    name = str(ddp._get_ddp_logging_data().get("comm_hook", ""))
+    return name if name not in ("", _syncline_hook.__qualname__) else None
 
 
 def _refuse_no_sync(ddp: nn.Module, args: Any) -> None:

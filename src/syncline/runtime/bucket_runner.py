@@ -71,10 +71,6 @@ class Step:
     """When its first bucket was submitted, on the host's monotonic clock."""
     period_s: float | None = None
     """Since the first bucket of the step before was submitted."""
-    counts: bool = False
-    """Whether to count the nonzero elements of the results."""
-    applied: list[tuple[Tensor, int]] = field(default_factory=list)
-    """If counted: nonzero elements and all elements of each bucket whose exchange has a residual."""
 
 
 class BucketRunner:

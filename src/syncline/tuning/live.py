@@ -17,10 +17,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.ddp import buckets
-from syncline.ddp.attach import attach
+from syncline.ddp.attach import attach, make_planned
 from syncline.ddp.handle import Handle, handle_if_attached
-from syncline.ddp.hook import Switch, attached_to, other_hooks
-from syncline.ddp.wrap import make_planned
+from syncline.ddp.hook import Switch, attached_to, other_hook
 from syncline.dist.comm import backend_of
 from syncline.errors import SynclineError, UsageError
 from syncline.measure.backward_watch import BackwardWatch
@@ -34,10 +33,9 @@ from syncline.runtime.bucket_policy import difference_of, read_plan
 from syncline.runtime.parameters import only_device, parameters_of
 from syncline.runtime.stats import name_of
 from syncline.runtime.topology import hosts_of
-from syncline.tuning.replan import agreed_network, plan_for_live, probe_for
 from syncline.tuning.settings import TuneSettings, has_residual
 from syncline.tuning.step_log import PLAIN, StepLog
-from syncline.tuning.trial import SETTLING, Schedule, Trial, Turn
+from syncline.tuning.trial import SETTLING, Schedule, Trial, Turn, agreed_network, plan_for_live, probe_for
 
 _PROFILED = 10
 """Steps that the profile is made from."""
@@ -267,8 +265,8 @@ class LiveTuner:
         """Raise an error if the script itself does something that excludes a change; every rank sees it by itself."""
         if attached_to(self.model) is not None and not self._is_ours:
             raise _CannotChangeError("the script attaches to this model itself")
-        if other_hooks(self.model):
-            raise _CannotChangeError(f"the script registered a communication hook ({other_hooks(self.model)[0]})")
+        if (other := other_hook(self.model)) is not None:
+            raise _CannotChangeError(f"the script registered a communication hook ({other})")
         if getattr(getattr(self.model, "_join_config", None), "enable", False):
             raise _CannotChangeError("under join() ranks make different numbers of steps, and cannot meet between them")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,9 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.ddp import buckets
+from syncline.ddp.attach import make_planned
 from syncline.ddp.handle import Handle
-from syncline.ddp.hook import attached_to, other_hooks
-from syncline.ddp.wrap import make_planned
+from syncline.ddp.hook import attached_to
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import bound_group, gather_bytes, group_device
 from syncline.errors import UsageError
@@ -36,9 +36,8 @@ from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 from syncline.runtime.parameters import ddp_of, only_device, parameters_of
-from syncline.tuning.replan import agreed_network, plan_for_live, probe_for
 from syncline.tuning.settings import BUDGET_S, MIN_BUDGET_S, TuneSettings
-from syncline.tuning.trial import Schedule, Trial, Turn
+from syncline.tuning.trial import Schedule, Trial, Turn, agreed_network, plan_for_live, probe_for
 
 Step = Callable[[nn.Module], object]
 
@@ -60,7 +59,6 @@ class Tuned:
         network: The links that the plan was made for.
         seconds: Time that tuning took.
         model: The model.
-        arguments: The arguments of `tune` that `retune` uses again.
 
     Example:
         >>> tuned = syncline.tune(model, step)  # doctest: +SKIP
@@ -74,22 +72,10 @@ class Tuned:
     network: Network
     seconds: float
     model: DDP = field(repr=False)
-    arguments: Mapping[str, Any] = field(repr=False)
 
     def describe(self) -> str:
         """Return the reason for the plan, and the result of the trial if there was one."""
         return "\n".join([self.plan.reason, *([] if self.trial is None else [self.trial.describe()])])
-
-    def drift(self) -> str | None:
-        """Return a message if exchanges now take much longer than planned, so that `retune` may help; else None."""
-        return None if self.handle is None else self.handle.drift()
-
-    def retune(self, step: Step, **changed: Any) -> Tuned:
-        """Tune the model again, with the same arguments except those in `changed`. See `tune`.
-
-        The links are probed again unless `network` is passed.
-        """
-        return tune(self.model, step, **{**self.arguments, **changed})
 
 
 def tune(
@@ -174,8 +160,7 @@ def tune(
                 watch_plain(ddp)
             if hasattr(ddp.module, "_orig_mod"):  # compiled: DDP splits the graph where its buckets end
                 torch.compiler.reset()
-    arguments = {"allow": allow, "budget_s": budget_s, "timeout_s": timeout_s, "scaler": scaler, "quiet": quiet}
-    tuned = Tuned(plan, trial, handle, profile, links, time.monotonic() - began_s, ddp, arguments)
+    tuned = Tuned(plan, trial, handle, profile, links, time.monotonic() - began_s, ddp)
     if not quiet and group.rank() == 0:
         print(f"syncline: {tuned.describe()}", file=sys.stderr)
     return tuned
@@ -186,8 +171,6 @@ def _check_tunable(model: nn.Module, ddp: DDP, network: object) -> None:
         raise UsageError("this model is compiled around DDP: tune the DDP model, and compile it afterwards")
     if network is None and ddp.process_group.size() != dist.get_world_size():
         raise UsageError("the model's process group is a part of the world, which cannot be probed: pass network=")
-    if other_hooks(ddp):
-        raise UsageError(f"this model has a communication hook already ({other_hooks(ddp)[0]}): DDP takes only one")
     if (why_not := buckets.why_not_change(ddp)) is not None:
         raise UsageError(f"{why_not}: see `syncline plan` and syncline.wrap(net, plan)")
 
