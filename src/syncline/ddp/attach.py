@@ -104,14 +104,12 @@ def attach_policy(
             links = read_network(network, fields)
             fields |= _fingerprint(ddp, policy, parameters)
             fields["scaler"] = scaler is not None and scaler.is_enabled()
+        if (other := other_hook(ddp)) is not None:  # on all ranks, because they have agreed
+            raise UsageError(f"this model has a communication hook already ({other}): DDP takes only one. Remove yours")
         with meeting(group, "attach", users=True):
             topology = find_topology(group, policy.exchanges, links)
             engine = Engine(group, parameters, policy, timeout, topology, lambda: scale_of(scaler), reduction)
-    try:
-        switch = switch_of(ddp)
-    except BaseException:
-        engine.close()
-        raise
+    switch = switch_of(ddp)
     switch.turn_to(engine)
     return Handle(ddp, switch, engine)
 
@@ -187,10 +185,7 @@ def apply(ddp: DDP, plan: Plan, **options: Any) -> Handle:
 
 
 def make_planned(ddp: DDP, plan: Plan, **options: Any) -> Handle:
-    """Give a live model the plan's buckets, lanes and exchanges. Collective, between steps.
-
-    Gradients that are views of DDP's old buckets stay views of those.
-    """
+    """Give a live model the plan's buckets, lanes and exchanges, between steps. Gradients stay views of old buckets."""
     try:
         buckets.change(ddp, plan.caps)
         return apply(ddp, plan, **options)
@@ -203,9 +198,7 @@ def check_scaler(scaler: object) -> None:
     """Raise a UsageError unless `scaler` is a GradScaler or None."""
     known = all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "get_scale"))
     if scaler is not None and (isinstance(scaler, type) or not known):
-        raise UsageError(
-            f"scaler is a {type(scaler).__name__}: pass the GradScaler that the loss is scaled with, or leave it out"
-        )
+        raise UsageError(f"scaler is a {type(scaler).__name__}: pass the GradScaler of the loss, or leave it out")
 
 
 def scale_of(scaler: GradScaler | None) -> Tensor | None:

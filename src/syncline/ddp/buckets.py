@@ -30,18 +30,10 @@ def caps_are_known() -> bool:
 
 
 def cap_arguments(caps: Sequence[int], *, rebuilt: bool = True) -> dict[str, Any]:
-    """Return the arguments with which DDP makes buckets of these sizes.
-
-    A version of torch with a single cap for all buckets gets the median. Its buckets then differ from the plan's, and
-    a warning follows in training.
-
-    Args:
-        caps: The sizes of the buckets in bytes, in the order in which they are exchanged.
-        rebuilt: Whether DDP will rebuild its buckets. If not, it fills them starting at the first parameter, and
-            exchanges them in reverse order.
-    """
-    if not caps_are_known():
+    """Return the arguments with which DDP makes buckets of these sizes in bytes, in the order of their exchange."""
+    if not caps_are_known():  # one cap for all: the buckets will differ from the plan's, and a warning follows
         return {"bucket_cap_mb": sorted(caps)[len(caps) // 2] / MIB}
+    # If DDP does not rebuild its buckets, it fills them from the first parameter on, and exchanges the last one first.
     ordered = caps if rebuilt else tuple(reversed(caps))
     return {"bucket_cap_mb_list": [cap / MIB for cap in ordered]}
 

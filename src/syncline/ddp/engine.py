@@ -28,10 +28,8 @@ from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals
 from syncline.runtime.checkpoint import misfit_of
 from syncline.runtime.topology import RankTopology
 
-_DRIFT_STEPS = 50
-"""Number of steps whose median exchange time is compared with the plan."""
-_SETTLING_STEPS = 3
-"""Number of first steps, which prepare buckets and are not compared."""
+_DRIFT_STEPS, _SETTLING_STEPS = 50, 3
+"""Steps whose median exchange time is compared with the plan, and first steps, which are left out."""
 _DRIFT_FACTOR = 1.5
 """Ratio of measured to planned time above which a warning follows."""
 
@@ -329,13 +327,7 @@ class Engine:
         return misfit_of(shapes, tensors, (name for names in buckets for name in names))
 
     def load(self, tensors: Residuals, buckets: Sequence[Sequence[str]], steps: int) -> None:
-        """Continue from a checkpoint that has no `misfit`.
-
-        Args:
-            tensors: The residuals.
-            buckets: The buckets to use until DDP's are the same, which they are not before its first backward pass.
-            steps: The number of steps before the checkpoint.
-        """
+        """Continue from a checkpoint that has no `misfit`, with its buckets until DDP has rebuilt its own."""
         self._stored.clear()
         self._store(tensors)
         self._regrouping = None

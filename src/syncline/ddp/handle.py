@@ -118,13 +118,13 @@ class Handle:
             values["step_ms"] = step.period_s * 1e3
         if (span := span_of(step.jobs)) is not None:
             values |= {"exchange_ms": span.exchange_s * 1e3, "exposed_ms": span.exposed_s * 1e3}
-        sent = sum(step.sent_bytes.values())
-        values |= {"sent_bytes": sent} if step.sent_bytes else {}
-        values |= {f"sent_bytes/{level}": level_bytes for level, level_bytes in step.sent_bytes.items()}
-        backend = runner.groups[0].topology.backend
-        jobs = step.jobs
-        plain = sum(wire.sent_bytes("all_reduce", job.elements, job.itemsize, runner.ranks, backend) for job in jobs)
-        values |= {"sent_share": sent / plain} if plain else {}
+        values |= {f"sent_bytes/{level}": sent for level, sent in step.sent_bytes.items()}
+        if step.sent_bytes:
+            values["sent_bytes"] = sum(step.sent_bytes.values())
+        ranks, backend = runner.ranks, runner.groups[0].topology.backend
+        plain = sum(wire.sent_bytes("all_reduce", job.elements, job.itemsize, ranks, backend) for job in step.jobs)
+        if plain:
+            values["sent_share"] = sum(step.sent_bytes.values()) / plain
         return {f"syncline/{name}": float(value) for name, value in values.items()}
 
     def describe(self) -> str:
@@ -143,11 +143,9 @@ class Handle:
         return self._attached.runner.predicted_sent_bytes(self._attached.buckets.values())
 
     def drift(self) -> str | None:
-        """Describe how much longer exchanges take than the plan predicted: a reason to tune again.
+        """Return a sentence if the last exchanges took more than 1.5 times as long as planned, or None.
 
-        Returns:
-            A sentence if the median of the last steps is more than 1.5 times the prediction; None otherwise, without a
-            plan, or if too few steps were measured.
+        This is a reason to tune again. It is None without a plan, and before enough steps were measured.
         """
         return self._attached.drift()
 
@@ -156,9 +154,6 @@ class Handle:
 
         Raises:
             ExchangeError: An exchange has failed, so the state is unusable.
-
-        Example:
-            >>> torch.save(handle.state_dict(), f"exchange-{rank}.pt")
         """
         engine = self._attached
         if (error := engine.runner.error) is not None:
@@ -178,9 +173,6 @@ class Handle:
 
         Raises:
             UsageError: The state belongs to another exchange, model, rank or number of ranks.
-
-        Example:
-            >>> handle.load_state_dict(torch.load(f"exchange-{rank}.pt"))
         """
         self._checkpoints.check(state)
         self._attached.load(state["tensors"], state["buckets"], state["steps"])

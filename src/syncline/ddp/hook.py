@@ -64,10 +64,8 @@ def _syncline_hook(state, bucket):  # type: ignore[no-untyped-def]
 
 
 def switch_of(ddp: DDP) -> Switch:
-    """Return the switch of a model. The first call registers the hook."""
+    """Return the switch of a model. The first call registers the hook, which fails if there is an `other_hook`."""
     if ddp not in _switches:
-        if (other := other_hook(ddp)) is not None:
-            raise UsageError(f"this model has a communication hook already ({other}): DDP takes only one. Remove yours")
         switch = _switches[ddp] = Switch(ddp)
         ddp.register_comm_hook(switch, _syncline_hook)
         if getattr(ddp, "static_graph", False):

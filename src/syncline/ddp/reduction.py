@@ -64,9 +64,7 @@ class Reduction:
     def used(self, names: Mapping[int, str], bucketed: Collection[str]) -> dict[str, Tensor] | None:
         """Return for each parameter whether it got a result in the last step, as a 0-dim tensor; None if all did.
 
-        Args:
-            names: The names of all parameters that DDP may exchange, by `id`.
-            bucketed: The names of those that have been seen in a bucket.
+        `names` are those of all parameters that DDP may exchange, by `id`; `bucketed` were seen in a bucket.
         """
         if not self.may_leave_out:
             return None

@@ -1,8 +1,7 @@
 """Choose the exchange and lane of each bucket: the same exchange for all, or as a plan says.
 
-A plan refers to the buckets that DDP makes after its first step (its second with `static_graph`). Until then DDP has
-other buckets, and they are summed losslessly. If DDP's buckets still differ after that, a warning says so, and each
-bucket follows the planned bucket that shares most parameters with it.
+A plan refers to the buckets that DDP makes after its first step (its second with `static_graph`). Until then, DDP's
+other buckets are summed losslessly.
 """
 
 from __future__ import annotations
@@ -53,10 +52,8 @@ class Uniform:
 class Planned:
     """The exchange and lane that a plan gives to each bucket.
 
-    Args:
-        plan: The plan.
-        settled_after: Number of steps after which the buckets are expected to be the plan's.
-        warns: Whether this rank warns if they are not.
+    After `settled_after` steps, the buckets are expected to be the plan's, and if they are not, a rank that `warns`
+    does so. Each bucket then follows the planned bucket that shares most parameters with it.
     """
 
     def __init__(self, plan: Plan, *, settled_after: int = 1, warns: bool = False) -> None:

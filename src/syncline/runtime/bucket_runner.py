@@ -20,7 +20,6 @@ from torch import Tensor
 
 from syncline.dist.agreement import agree
 from syncline.dist.comm import close_lanes, open_lanes
-from syncline.dist.events import Events
 from syncline.dist.lane import Job, Phases
 from syncline.dist.span import span_of
 from syncline.errors import ExchangeError, SynclineError, first_line
@@ -76,13 +75,8 @@ class Step:
 class BucketRunner:
     """Runs the buckets of one model. All ranks create it together, in the same order as their other groups.
 
-    Args:
-        group: The ranks that exchange.
-        device: The device of the gradients.
-        lanes: Number of buckets that may be exchanged at the same time.
-        timeout: Timeout of a collective.
-        topology: The topology of the ranks, for exchanges that use it.
-        after_failure: Advice that is appended to the message of a failed exchange.
+    `lanes` is the number of buckets that may be exchanged at the same time, `topology` is for exchanges that use it,
+    and `after_failure` is appended to the message of a failed exchange.
     """
 
     def __init__(
@@ -99,17 +93,13 @@ class BucketRunner:
         self.tracing = False
         """Whether the collectives of each bucket are recorded."""
         self.last_step = Step()
-        self.events = Events()
-        """Events for listeners, of which the watchdog is the first. Listeners must not refer to the runner."""
         self.ranks = group.size()
         self._after_failure = after_failure
         self._counted: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._watchdog = Watchdog(group, timeout)
+        self._watchdog = Watchdog(group, timeout)  # it must not refer to the runner
         self.groups, self.lanes = open_lanes(group, timeout, lanes, device, topology.topology if topology else None)
         try:
-            self.events.connect(self.groups)
-            self.events.listeners.append(self._watchdog)
             self._watchdog.start(self.groups, self.lanes)
         except BaseException:
             self.close()
@@ -138,7 +128,10 @@ class BucketRunner:
             done: Called with the result, on the lane, before the future completes.
         """
         if not step.jobs:
-            self._begin(step)
+            step.began_s = time.monotonic()
+            if self.last_step.began_s is not None:
+                step.period_s = step.began_s - self.last_step.began_s
+                self._watchdog.step_timed(span_of(self.last_step.jobs), step.period_s)
         lane = self.lanes[bucket.lane]
         marks = lane.marks(step.jobs[0].marks if step.jobs else None)
         phases = Phases(marks) if self.tracing else None
@@ -153,16 +146,9 @@ class BucketRunner:
             exchange=bucket.exchange,
             phases=phases,
         )
-        self.events.bucket_submitted(job, self.steps)
+        self._watchdog.bucket_submitted(job, self.steps)
         step.jobs.append(job)
         return lane.submit(job)
-
-    def _begin(self, step: Step) -> None:
-        step.began_s = time.monotonic()
-        if self.last_step.began_s is not None:
-            step.period_s = step.began_s - self.last_step.began_s
-            self.events.step_timed(span_of(self.last_step.jobs), step.period_s)
-        self.events.step_began(step, self.steps)
 
     def _traced(self, bucket: Bucket, phases: Phases | None, run: Callable[[], Work | None]) -> Work | None:
         notes = self.groups[bucket.lane].notes
@@ -189,7 +175,7 @@ class BucketRunner:
         """
         if self.error is not None:
             raise ExchangeError(f"an earlier bucket of this step failed: {self.explained}")
-        self.events.bucket_started(bucket.lane, self.steps, bucket.index)
+        self._watchdog.bucket_started(bucket.lane, self.steps, bucket.index)
         if bucket.state is None:
             self.prepare(bucket, residuals(bucket))
         assert bucket.state is not None  # noqa: S101 - it is prepared
@@ -202,11 +188,11 @@ class BucketRunner:
         """Collective: compare a bucket between ranks, have its exchange allocate a state, and load residuals."""
         layout, comm = bucket.layout, self.groups[bucket.lane].comm
         slots = {slot.name: f"{tuple(slot.shape)} at {slot.offset}" for slot in layout.slots}
-        self.events.collective_issued(bucket.lane, "agree", WORLD, 0)
+        self._watchdog.collective_issued(bucket.lane, "agree", WORLD, 0)
         agree(comm.group, {"index": bucket.index, "dtype": str(layout.dtype), **slots}, "a gradient bucket")
         state = bucket.exchange.prepare(layout, comm)
         if isinstance(bucket.exchange, Climbing):  # it chose by arithmetic, which other machines may do differently
-            self.events.collective_issued(bucket.lane, "agree", WORLD, 0)
+            self._watchdog.collective_issued(bucket.lane, "agree", WORLD, 0)
             agree(comm.group, {"path": state.describe()}, "the path of a gradient bucket")
         if residuals:
             state.load(layout, residuals)
@@ -219,7 +205,7 @@ class BucketRunner:
                 done(job.flat)
             except BaseException as error:  # noqa: BLE001 - as fatal for the step as an exchange that failed
                 job.error = error
-        self.events.bucket_ended(job)
+        self._watchdog.bucket_ended(job)
         if job.error is not None:
             job.error = self.fail(f"bucket {bucket.index}", job.error)
 
@@ -292,5 +278,5 @@ class BucketRunner:
         self._watchdog.stop()
         close_lanes(self.lanes, self.groups)
         # Jobs refer to their runner: without this, threads and connections would last until a garbage collection.
-        self.groups, self.lanes, self.events.listeners = [], [], []
+        self.groups, self.lanes = [], []
         self.last_step = Step()

@@ -151,15 +151,7 @@ def remove_others(folder: Path, ranks: int) -> None:
 
 
 def load_state(path: Path, *, tensors: bool = True) -> dict[str, Any]:
-    """Read and verify a state file. Whether it fits the model is for the caller to check.
-
-    Args:
-        path: The file.
-        tensors: False to read and verify only the metadata.
-
-    Raises:
-        FileError: The file is missing, damaged, not finite, or not a state file.
-    """
+    """Read and verify a state file, or only its metadata. Raise a FileError if it is damaged, or not a state file."""
     header, flat = _read(path, tensors)
     try:
         about = msgspec.json.decode(header[_ABOUT], type=dict[str, Any])
@@ -228,8 +220,7 @@ def files_saved(folder: Path, world_size: int) -> list[Path]:
     """Return the files of the newest complete checkpoint in a folder, by rank.
 
     An interrupted save may leave several sets of files: of several world sizes, or with drafts that were not renamed.
-    Among the sets that are complete and of one step, the one with the most steps is the newest. If two are equal, the
-    one of this `world_size` is preferred.
+    Complete sets of one step come first, then those with the most steps, then those of this `world_size`.
     """
     placed: dict[int, dict[int, Path]] = {}
     newest: dict[int, dict[int, Path]] = {}

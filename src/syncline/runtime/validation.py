@@ -71,16 +71,14 @@ def check_lanes(lanes: object) -> None:
 
 def build_optimizer(optimizer: Optimizer | OptimizerOf, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
     """Return the optimizer, or call the function that creates it. Raise if it misses a parameter."""
-    built = optimizer if isinstance(optimizer, Optimizer) else None
-    if built is None:
-        if not callable(optimizer):
-            raise UsageError(
-                f"optimizer is a {type(optimizer).__name__}: pass an optimizer, or a function that creates one, like "
-                "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
-            )
+    built: object = optimizer
+    if callable(optimizer) and not isinstance(optimizer, Optimizer):
         built = optimizer(list(parameters.values()))
     if not isinstance(built, Optimizer):
-        raise UsageError(f"the optimizer function returned a {type(built).__name__}, not an optimizer")
+        raise UsageError(
+            f"optimizer is a {type(built).__name__}: pass an optimizer, or a function that creates one, like "
+            "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
+        )
     stepped = {id(p) for group in built.param_groups for p in group["params"]}
     for name, parameter in parameters.items():
         if id(parameter) not in stepped:

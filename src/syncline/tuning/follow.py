@@ -114,7 +114,7 @@ class Following(LiveTuner):
         """Whether no training forward has begun since the last step."""
         # Registered before the watcher's hook, so that a step's clock starts when this one has returned. The hook holds
         # the generator, which holds the model while it is profiled: a reference cycle that goes with the model.
-        work = self._run()
+        work = self._tune_or_keep_plain() if settings.tunes else self._apply_given()
         self._hook = ddp.register_forward_pre_hook(Unseen(lambda *_: self._before_forward(work)))
         self._work = weakref.ref(work)
         self._watcher.watch(ddp, ddp)

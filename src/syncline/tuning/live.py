@@ -52,10 +52,7 @@ class _CannotChangeError(UsageError):
 
 
 class LiveTuner:
-    """Changes a model between steps, and holds what was measured and decided.
-
-    It holds only a weak reference to the model, because the model's hooks refer to it.
-    """
+    """Changes a model between steps. It refers to the model weakly, because the model's hooks refer to it."""
 
     def __init__(
         self,
@@ -87,11 +84,7 @@ class LiveTuner:
 
     @property
     def model(self) -> DDP:
-        """The model.
-
-        Raises:
-            UsageError: It no longer exists.
-        """
+        """The model. Raises a `UsageError` if it no longer exists."""
         if (ddp := self._ddp()) is None:
             raise UsageError("the model that was followed no longer exists")
         return ddp
@@ -117,10 +110,6 @@ class LiveTuner:
     def _print(self, text: str) -> None:
         if not self._settings.quiet and self._group.rank() == 0:
             print(f"syncline: {type(self.model.module).__name__}: {text}", file=sys.stderr, flush=True)
-
-    def _run(self) -> Steps:
-        """Apply the exchange or the plan of the settings, or tune if there is neither."""
-        return self._tune_or_keep_plain() if self._settings.tunes else self._apply_given()
 
     def _apply_given(self) -> Steps:
         self._check_untouched()

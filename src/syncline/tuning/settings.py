@@ -28,34 +28,23 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings:
-    """What to do with a model, checked as far as possible without the model.
+    """What to do with a model: arguments of `tune`, `follow` and `Handle.load`, checked without the model.
 
     Raises:
         UsageError: A setting is invalid, or two settings contradict each other.
     """
 
     exchange: Exchange | None = None
-    """The exchange to attach instead of tuning."""
     plan: Plan | PathLike | None = None
-    """The plan to apply instead of tuning, or its file."""
     allow: Sequence[str] = ()
-    """Kinds of lossy exchanges that a plan may use."""
     network: Network | PathLike | None = None
-    """The links, or the file with them. Without it, they are probed."""
     change: bool = True
-    """Whether `follow` may change the model. If not, it only reports what it would change."""
     budget_s: float = BUDGET_S
-    """Time that `tune` may take, in seconds."""
     probe_s: float = PROBE_S
-    """Time that `follow` may take to probe the links, in seconds."""
     scaler: GradScaler | None = field(default=None, compare=False, repr=False)
-    """The scaler of the loss."""
     timeout_s: float | None = None
-    """Timeout of a collective in seconds; None leaves the process group's timeout as it is."""
     on_world_size: str = "refuse"
-    """What a run that is resumed on another number of ranks does with residuals, as in `Handle.load`."""
     quiet: bool = False
-    """Whether to print nothing."""
 
     def __post_init__(self) -> None:
         if self.exchange is not None and self.plan is not None:

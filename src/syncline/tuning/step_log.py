@@ -59,10 +59,9 @@ class _Method:
 
 
 class StepLog:
-    """Records the steps of a model, without a reference to it: it may be gone when the record is written."""
+    """Records the steps of a model, which may be gone when the record is written. A watcher calls `step_ended`."""
 
     def __init__(self, ddp: DDP, watcher: StepWatcher, device: torch.device) -> None:
-        """Create the log of a model, whose watcher must call `step_ended`."""
         self.loss: Tensor | None = None
         """The loss of the next step, if it is known."""
         self._watcher, self._device = watcher, device

@@ -49,10 +49,7 @@ _TWO_TURNS: tuple[Turn, ...] = ("plain", "plan")
 def agreed_network(
     group: dist.ProcessGroup, device: torch.device, call: str, check: Callable[[], TuneSettings]
 ) -> Network | None:
-    """Return the network of the settings that `check` returns. Raise unless they are valid and equal on all ranks.
-
-    Collective. Without a network it returns None, and the links must be probed.
-    """
+    """Return the network of the settings that `check` returns, if it has one, once all ranks agree. Collective."""
     with meeting.together(group, device, f"the configuration of {call}", call) as fields:
         settings = check()
         network = read_network(settings.network, fields)
@@ -75,10 +72,9 @@ def probe_for(group: dist.ProcessGroup, allowed: Sequence[str], budget_s: float)
 def plan_for_live(
     ddp: DDP, profile: Profile, network: Network, allowed: Sequence[str], device: torch.device
 ) -> tuple[Profile, Plan]:
-    """Measure what exchanges cost on this device, and plan. Collective.
+    """Return the profile with the cost of exchanges on this device, and rank 0's plan. Collective.
 
-    Returns:
-        The profile with these costs, and rank 0's plan: hosts may round differently.
+    All ranks use the plan of rank 0, because hosts may round differently.
     """
     group: dist.ProcessGroup = ddp.process_group
     exchanges = {name: EXCHANGES[name] for name in options(network, allowed)}
@@ -133,9 +129,9 @@ class Schedule:
         """Return the schedule whose steps fit into a budget, by the plan's own predictions."""
         longest_s = max(plan.plain_s, plan.iteration_s, 1e-6)
         fewest, most = _BUDGETED_STEPS
-        turns, settling, counted = _FOUR_TURNS, SETTLING, _steps_within(budget_s, longest_s, 4, SETTLING)
+        turns, settling, counted = _FOUR_TURNS, SETTLING, int(budget_s / (4 * longest_s)) - SETTLING
         if counted < fewest:  # of long steps, a few are enough
-            turns, settling, counted = _TWO_TURNS, 2, _steps_within(budget_s, longest_s, 2, 2)
+            turns, settling, counted = _TWO_TURNS, 2, int(budget_s / (2 * longest_s)) - 2
         return cls(turns, settling, max(2, min(most, counted)))
 
     @classmethod
@@ -145,7 +141,3 @@ class Schedule:
         # Each change of the exchange drops its residual, so a plan with one gets a single turn.
         turns = _TWO_TURNS if long or has_residual(plan) else _FOUR_TURNS
         return cls(turns, 2, _LIVE_STEPS // 2) if long else cls(turns, SETTLING, _LIVE_STEPS)
-
-
-def _steps_within(budget_s: float, step_s: float, turns: int, settling: int) -> int:
-    return int(budget_s / (turns * step_s)) - settling
