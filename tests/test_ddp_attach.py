@@ -45,7 +45,7 @@ from syncline.exchange import Comm, State, Work
 def test_wrong_arguments_are_refused_in_one_line() -> None:
     def main(rank: Rank) -> None:
         model = DDP(seeded(Mlp))
-        assert "not Mlp: wrap it" in refusal(lambda: syncline.attach(Mlp()))
+        assert "the model is a Mlp: wrap it" in refusal(lambda: syncline.attach(Mlp()))
         embedding = DDP(nn.Sequential(nn.Embedding(4, 2, sparse=True)))
         assert "0 makes sparse gradients" in refusal(lambda: syncline.attach(embedding))
         for lanes in (0, -1, 17, "2", 1.5):

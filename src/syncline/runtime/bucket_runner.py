@@ -48,9 +48,7 @@ class Bucket:
     def applied(self, finite: Tensor, used: Mapping[str, Tensor] | None) -> Tensor:
         """Return whether the result of this bucket was applied: a 0-dim tensor, or with `used` one flag per element.
 
-        Args:
-            finite: Whether the step was finite, as a 0-dim tensor.
-            used: Whether each parameter got its result, by name; None if all did.
+        `used` tells by name whether each parameter got its result; None if all did.
         """
         if used is None:
             return finite
@@ -119,13 +117,8 @@ class BucketRunner:
     ) -> Any:
         """Send a bucket to its lane, and return a future of `flat`. All ranks submit their buckets in the same order.
 
-        Args:
-            step: The step that the bucket belongs to.
-            bucket: The bucket.
-            flat: Its gradients, which become the result.
-            run: Calls `exchange`, on the lane.
-            waits: Whether `run` waits for a collective.
-            done: Called with the result, on the lane, before the future completes.
+        On the lane, `run` calls `exchange` and may wait for collectives if `waits`. Then `done` gets the result, before
+        the future completes.
         """
         if not step.jobs:
             step.began_s = time.monotonic()
@@ -167,11 +160,8 @@ class BucketRunner:
     ) -> Work | None:
         """Replace `flat` by its average over the ranks. Return the last collective if the result needs it.
 
-        Args:
-            bucket: The bucket, which is prepared first if it has no state yet.
-            flat: Its gradients.
-            scale: The current factor of GradScaler.
-            residuals: Returns the residuals of parameters that were in other buckets before.
+        A bucket without a state is prepared first, with the `residuals` of parameters that were in other buckets.
+        `scale` is the current factor of GradScaler.
         """
         if self.error is not None:
             raise ExchangeError(f"an earlier bucket of this step failed: {self.explained}")

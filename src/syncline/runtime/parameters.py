@@ -14,9 +14,7 @@ from syncline.errors import UsageError
 def ddp_of(model: nn.Module) -> DDP:
     inner = getattr(model, "_orig_mod", model)  # torch.compile(DDP(net))
     if not isinstance(inner, DDP):
-        raise UsageError(
-            f"attach needs a DistributedDataParallel model, not {type(inner).__name__}: wrap it in DDP first"
-        )
+        raise UsageError(f"the model is a {type(inner).__name__}: wrap it in DistributedDataParallel first")
     refuse_sparse(inner.module)
     return inner
 
@@ -24,16 +22,11 @@ def ddp_of(model: nn.Module) -> DDP:
 def refuse_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise UsageError(
-                f"{name or 'the model'} makes sparse gradients, which are not supported: pass sparse=False"
-            )
+            raise UsageError(f"{name or 'the model'} makes sparse gradients, which are not supported: use sparse=False")
 
 
 def parameters_of(ddp: DDP) -> dict[str, nn.Parameter]:
-    """Return all parameters that DDP may exchange.
-
-    Frozen ones are included, because those that were frozen after DDP was built are still in its buckets.
-    """
+    """Return all parameters that DDP may exchange. Those that were frozen after DDP was built are in its buckets."""
     return named_parameters(ddp.module, getattr(ddp, "parameters_to_ignore", ()))
 
 

@@ -36,12 +36,9 @@ class RankTopology:
 def find_topology(
     group: dist.ProcessGroup, exchanges: Sequence[Exchange], network: Network | None
 ) -> RankTopology | None:
-    """Collective: return the topology, or None if no exchange needs it.
+    """Collective: return the topology, or None if no exchange needs it. Raise if the network is another cluster's.
 
     Hosts are detected. Racks come from `network`, because only measurements of the links reveal them.
-
-    Raises:
-        UsageError: The network was measured on other ranks, hosts or another backend.
     """
     climbing = next((exchange for exchange in exchanges if isinstance(exchange, Climbing)), None)
     if climbing is None and network is None:

@@ -49,10 +49,8 @@ def follow(
 
     With an `exchange` or a `plan`, that is applied in the model's first training forward. Without, the model is tuned:
     about 60 of its steps are measured and tried, and the script waits once while the links are probed. If tuning is not
-    possible, plain DDP stays and rank 0 prints the reason.
-
-    All ranks must call `follow` with the same arguments and train the model in the same forwards. From then on each
-    rank sends heartbeats, and logs one line when another rank stops sending them.
+    possible, plain DDP stays and rank 0 prints the reason. From then on each rank logs one line when another rank stops
+    sending heartbeats. All ranks must call `follow` with the same arguments and train the model in the same forwards.
 
     Args:
         model: A DistributedDataParallel model.
@@ -64,8 +62,7 @@ def follow(
         scaler: The GradScaler of the loss, as in `attach`.
         probe_s: Time for probing the links, in seconds.
         timeout_s: Timeout of a collective in seconds. It becomes the timeout of the model's process group, so it also
-            bounds plain DDP's all-reduces and the script's own collectives in that group. Probes have longer timeouts
-            of their own. By default the group's timeout stays as it is.
+            bounds plain DDP's all-reduces and the script's own collectives in that group, but not probes.
         quiet: Print nothing. By default rank 0 prints what was done.
 
     Returns:
