@@ -1,9 +1,7 @@
 """Set the buckets of a DDP model, when it is built or while it lives.
 
-DDP accepts a cap in bytes for each bucket, and closes a bucket when it reaches its cap. Caps that equal the sizes of
-the planned buckets therefore give exactly these buckets. The buckets of a live model are changed by building a new
-reducer inside the same DDP object, so that references to the model stay valid. This uses private functions of torch;
-`can_change` checks that they exist.
+DDP closes a bucket when it reaches its cap, so caps that equal the sizes of the planned buckets give these buckets. For
+a live model, a new reducer is built inside the same DDP object, with private functions of torch (`can_change`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,6 +32,8 @@ _DRIFT_STEPS, _SETTLING_STEPS = 50, 3
 """Steps whose median exchange time is compared with the plan, and first steps, which are left out."""
 _DRIFT_FACTOR = 1.5
 """Ratio of measured to planned time above which a warning follows."""
+_MOST_REGROUPED = 3
+"""Steps after which DDP's buckets are final."""
 
 
 @dataclass
@@ -49,19 +51,6 @@ class Step(bucket_runner.Step):
     """Whether each bucket is finite, as 0-dim tensors."""
     pieces: dict[str, Tensor] = field(default_factory=dict)
     """The gradients by parameter name, as views of DDP's buckets, if they are regrouped."""
-
-
-@dataclass
-class Regrouping:
-    """The buckets of a checkpoint, which the first steps after a restart use instead of DDP's.
-
-    Sparse results depend on the buckets, and DDP's are final only after some steps. So without this, a resumed run
-    would differ from an uninterrupted one.
-    """
-
-    buckets: tuple[tuple[str, ...], ...]
-    steps_left: int = 2
-    """Steps until DDP's buckets are final. If they still differ then, residuals move to them."""
 
 
 class Engine:
@@ -86,13 +75,14 @@ class Engine:
         self._step = Step()
         self._parameters = dict(parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        device = next(iter(parameters.values())).device
-        self.runner = BucketRunner(group, device, policy.lanes, timeout, topology)
+        self.runner = BucketRunner(group, next(iter(parameters.values())).device, policy.lanes, timeout, topology)
         self._steps_since_attach = 0
         """Steps since attach, without those of a checkpoint."""
         self._stored: dict[str, dict[str, Tensor]] = {}
         """Residuals of a checkpoint or an earlier layout, until the bucket of their parameter is prepared."""
-        self._regrouping: Regrouping | None = None
+        self._regrouped: tuple[tuple[str, ...], ...] = ()
+        """The buckets of a checkpoint, for the first steps after a restart: sparse results depend on the buckets."""
+        self._regrouped_steps = 0
         self._lock = threading.Lock()
         self._spans_s: deque[float] = deque(maxlen=_DRIFT_STEPS)
         """Durations of the last exchanges, from first ready to last end, if the plan predicts them."""
@@ -106,8 +96,8 @@ class Engine:
             raise ExchangeError(f"an earlier exchange of this model failed: {self.runner.explained}") from error
         flat: Tensor = grad_bucket.buffer()
         step = self._step_of(grad_bucket)
-        if self._regrouping is not None:
-            return self._submit_regrouped(self._regrouping, step, grad_bucket, flat)
+        if self._regrouped:
+            return self._submit_regrouped(step, grad_bucket, flat)
         bucket = self._bucket_of(grad_bucket, flat)
         if not step.jobs:
             self._check_drift()
@@ -235,24 +225,24 @@ class Engine:
 
     # --- steps in the buckets of a checkpoint -------------------------------------------------------------------
 
-    def _submit_regrouped(self, regrouping: Regrouping, step: Step, grad_bucket: Any, flat: Tensor) -> Any:
+    def _submit_regrouped(self, step: Step, grad_bucket: Any, flat: Tensor) -> Any:
         """Collect the gradients of a step, and exchange them regrouped when all of them are ready."""
         layout = self._layout(grad_bucket.parameters(), flat)
         step.pieces |= {slot.name: flat[slot.offset : slot.offset + slot.numel] for slot in layout.slots}
-        if all(name in step.pieces for names in regrouping.buckets for name in names):
+        if all(name in step.pieces for names in self._regrouped for name in names):
             try:
-                self._run_regrouped(regrouping, step)
+                self._run_regrouped(step)
             except BaseException as error:
                 raise self.runner.fail(f"bucket {grad_bucket.index()}", error) from error
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
         done.set_result(flat)
         return done
 
-    def _run_regrouped(self, regrouping: Regrouping, step: Step) -> None:
+    def _run_regrouped(self, step: Step) -> None:
         """Exchange a step in the buckets of the checkpoint, on the thread and the stream of backward."""
         if next(iter(self._parameters.values())).is_cuda:
             torch.cuda.synchronize()  # the lanes may still run earlier work
-        for index, names in enumerate(regrouping.buckets):
+        for index, names in enumerate(self._regrouped):
             pieces = [step.pieces[name] for name in names]
             whole = torch.cat(pieces)
             parameters: list[Tensor] = [self._parameters[name] for name in names]
@@ -267,9 +257,9 @@ class Engine:
                 piece.copy_(result)
         step.pieces.clear()
         ddp_buckets = {tuple(self._names[parameter] for parameter in key) for key in step.submitted}
-        regrouping.steps_left -= 1
-        if ddp_buckets == set(regrouping.buckets) or regrouping.steps_left < 0:
-            self._regrouping = None
+        self._regrouped_steps += 1
+        if ddp_buckets == set(self._regrouped) or self._regrouped_steps == _MOST_REGROUPED:
+            self._regrouped = ()  # if DDP's buckets still differ, residuals move to them
 
     # --- whether the plan still fits ----------------------------------------------------------------------------
 
@@ -301,12 +291,6 @@ class Engine:
 
     # --- for the handle -----------------------------------------------------------------------------------------
 
-    @property
-    def paths(self) -> dict[str, int]:
-        """Number of buckets on each path, if an exchange has several paths."""
-        states = [bucket.state for bucket in self.buckets.values() if bucket.state is not None]
-        return dict(Counter(text for state in states if (text := state.describe())))
-
     def residuals(self) -> dict[str, Mapping[str, Tensor]]:
         """Return all residuals by parameter name and kind. They are not copies, and change in the next step."""
         residuals: dict[str, Mapping[str, Tensor]] = dict(self._stored)
@@ -330,13 +314,13 @@ class Engine:
         """Continue from a checkpoint that has no `misfit`, with its buckets until DDP has rebuilt its own."""
         self._stored.clear()
         self._store(tensors)
-        self._regrouping = None
+        self._regrouped, self._regrouped_steps = (), 0
         self.runner.steps = steps
         named = sorted(name for names in buckets for name in names)
         trained = sorted(name for name, parameter in self._parameters.items() if parameter.requires_grad)
         regroups = named == trained and not self._reduction.skips_buckets  # regrouping needs all buckets
         if regroups and list(map(list, buckets)) != self.bucket_names:
-            self._regrouping = Regrouping(tuple(map(tuple, buckets)))
+            self._regrouped = tuple(map(tuple, buckets))
             self.buckets.clear()  # their residuals are replaced by the checkpoint's
         for bucket in self.buckets.values():
             if bucket.state is not None:

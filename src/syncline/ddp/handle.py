@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -80,7 +81,8 @@ class Handle:
     @property
     def ways(self) -> dict[str, int]:
         """The number of buckets on each path, if the exchange has several paths."""
-        return self._attached.paths
+        states = [bucket.state for bucket in self._attached.buckets.values() if bucket.state is not None]
+        return dict(Counter(path for state in states if (path := state.describe())))
 
     def stats(self) -> Stats:
         """Return the number of steps, the bytes sent, and the times of the last step's buckets, on this rank."""
@@ -180,8 +182,8 @@ class Handle:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save the state of the exchange, one file per rank. All ranks call this between steps.
 
-        If a rank cannot write, every rank raises, and the folder is unchanged. Otherwise, files in the folder that
-        jobs with other numbers of ranks have saved are removed.
+        If a rank cannot write, every rank raises, and the folder is unchanged. Otherwise, the files that jobs with
+        other numbers of ranks have saved there are removed.
 
         Args:
             folder: The folder, which is created if necessary.

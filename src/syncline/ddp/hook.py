@@ -1,8 +1,7 @@
 """The communication hook of a DDP model.
 
-DDP accepts one hook per model, which cannot be removed, and calls it with each bucket whose gradients are ready. The
-hook must be a plain function with parameters named `state` and `bucket`, without annotations. Its state is a `Switch`,
-which selects what happens: plain all-reduce, as DDP does it without a hook, or the engine of the attached exchange.
+DDP accepts one hook per model, which cannot be removed, and calls it with each bucket whose gradients are ready. Its
+state is a `Switch`, which selects plain all-reduce, as DDP does it without a hook, or the engine of an exchange.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import weakref
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -44,12 +42,6 @@ class Switch:
 
     def exchange(self, bucket: Any) -> Any:
         """Exchange a bucket of DDP, and return a future of its average."""
-        self._refuse_effective_world_size()
-        if self.engine is not None:
-            return self.engine.submit(bucket)
-        return _plain(self.group, bucket.buffer())
-
-    def _refuse_effective_world_size(self) -> None:
         ddp = self._ddp()
         joining = getattr(getattr(ddp, "_join_config", None), "enable", False)
         if joining and not getattr(ddp, "_divide_by_initial_world_size", True):
@@ -57,9 +49,15 @@ class Switch:
                 "no DDP hook can support join(divide_by_initial_world_size=False), and results would be wrong: "
                 "use join() with its default"
             )
+        if self.engine is not None:
+            return self.engine.submit(bucket)
+        flat = bucket.buffer()
+        flat.mul_(1 / self.group.size())  # as DDP does it without a hook: scale, then sum
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        return work.get_future().then(lambda finished: finished.value()[0])
 
 
-def _syncline_hook(state, bucket):  # type: ignore[no-untyped-def]
+def _syncline_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants these names, and no annotations
     return state.exchange(bucket)
 
 
@@ -102,10 +100,3 @@ def _refuse_no_sync(ddp: nn.Module, args: Any) -> None:
             "no_sync() with static_graph=True silently stops reducing gradients (a defect of DDP): "
             "build the model without static_graph, or accumulate without no_sync()"
         )
-
-
-def _plain(group: dist.ProcessGroup, flat: torch.Tensor) -> Any:
-    """Average a bucket as DDP does without a hook: scale, then sum."""
-    flat.mul_(1 / group.size())
-    work = dist.all_reduce(flat, group=group, async_op=True)
-    return work.get_future().then(lambda finished: finished.value()[0])

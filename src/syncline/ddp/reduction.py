@@ -34,9 +34,8 @@ class Reduction:
         """Raise if an exchange has a residual, which depends on unused parameters, and torch does not report them."""
         if keeps and self.may_leave_out and not hasattr(self._reducer, "_get_local_used_map"):
             raise UsageError(
-                "this version of torch does not report unused parameters, and with find_unused_parameters or "
-                "static_graph part of the residual would be lost: build the model without them, or use a lossless "
-                "exchange"
+                "this version of torch does not report unused parameters, so find_unused_parameters or static_graph "
+                "would lose part of the residual: build the model without them, or use a lossless exchange"
             )
 
     def when_over(self, call: Callable[[], None]) -> bool:

@@ -62,13 +62,12 @@ class Planned:
         """Predicted time from the first bucket's gradients to the end of the last bucket; None without a prediction."""
         self.mismatch: str | None = None
         """How DDP's buckets differ from the planned ones, if they do."""
-        exchanges = plan.exchanges
-        self.exchanges = tuple(dict.fromkeys([Dense(), *exchanges]))
+        self.exchanges = tuple(dict.fromkeys([Dense(), *plan.exchanges]))
         """All exchanges that buckets may use, each once."""
         self._settled_after, self._warns = settled_after, warns
         self._assigned = {
             frozenset(bucket.parameters): (exchange, bucket.lane)
-            for bucket, exchange in zip(plan.buckets, exchanges, strict=True)
+            for bucket, exchange in zip(plan.buckets, plan.exchanges, strict=True)
         }
 
     def assign(self, names: Sequence[str], index: int, steps: int) -> tuple[Exchange, int]:

@@ -35,8 +35,6 @@ _ABOUT, _CHECKSUM, _SEAL = HEADER = ("syncline", "checksum", "seal")
 shapes), and the checksum of these two texts. They detect damage, which safetensors does not, but not forgery."""
 _DRAFT = ".new"
 _NAME = re.compile(rf"rank-(\d{{5}})-of-(\d{{5}})\.safetensors(?:{re.escape(_DRAFT)})?")
-_COMMON = ("exchange", "levels", "steps", "buckets")
-"""Fields that are equal in all files of one save."""
 _WRITTEN_BY = "pass the folder that save(folder) wrote"
 _EARLIER = "load an earlier checkpoint"
 
@@ -166,7 +164,8 @@ def load_state(path: Path, *, tensors: bool = True) -> dict[str, Any]:
     nested: dict[str, dict[str, Tensor]] = {}
     for key, tensor in flat.items():
         kind, slash, name = key.partition("/")
-        if not slash or not _finite(tensor):
+        wide = tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+        if not slash or not torch.isfinite(wide).all():
             defect = "contains NaN or infinity" if slash else "is not named KIND/PARAMETER"
             raise FileError(f"{path}: the tensor {one_line(key)} {defect}: {_EARLIER}")
         nested.setdefault(name, {})[kind] = tensor
@@ -193,11 +192,6 @@ def _read(path: Path, tensors: bool) -> tuple[dict[str, str], dict[str, Tensor]]
         raise FileError(f"{path}: is not a complete safetensors file: {one_line(str(error))}: {_EARLIER}") from error
 
 
-def _finite(tensor: Tensor) -> bool:
-    wide = tensor if tensor.element_size() > 1 or not tensor.is_floating_point() else tensor.to(torch.float32)
-    return bool(torch.isfinite(wide).all())
-
-
 def check_of_one_save(path: Path, state: Mapping[str, Any], first: Path, other: Mapping[str, Any]) -> None:
     """Raise unless the state in `path` was saved together with the state `other` in `first`."""
     match = _NAME.fullmatch(path.name)
@@ -208,7 +202,8 @@ def check_of_one_save(path: Path, state: Mapping[str, Any], first: Path, other: 
                 f"{path}: contains the state of {field} {state[field]}, but its name says {value}: rename it back, or "
                 f"{_EARLIER}"
             )
-    differing = first_difference(*(flatten({field: of[field] for field in _COMMON}) for of in (state, other)))
+    common = ("exchange", "levels", "steps", "buckets")
+    differing = first_difference(*(flatten({field: of[field] for field in common}) for of in (state, other)))
     if differing is not None:
         field, mine, theirs = differing
         raise FileError(

@@ -23,13 +23,14 @@ from syncline.errors import SynclineError
 from syncline.exchange import Exchange
 from syncline.health.watchdog import watch_plain
 from syncline.measure.hooks import Unseen
-from syncline.measure.step_watcher import Pass, in_backward
+from syncline.measure.step_watcher import Pass, StepWatcher, in_backward
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.run_record import ModelRecord
 from syncline.runtime.parameters import ddp_of, parameters_of
 from syncline.tuning.live import LiveTuner, Steps
 from syncline.tuning.settings import PROBE_S, TuneSettings
+from syncline.tuning.step_log import StepLog
 
 
 def follow(
@@ -98,7 +99,9 @@ class Following(LiveTuner):
         self, ddp: DDP, settings: TuneSettings, find_scaler: Callable[[], GradScaler | None] | None = None
     ) -> None:
         """Follow a model. `find_scaler` returns the scaler of the loss; by default it is that of the settings."""
-        super().__init__(ddp, settings, find_scaler or (lambda: settings.scaler), self._after_step)
+        super().__init__(ddp, settings, find_scaler or (lambda: settings.scaler))
+        self._watcher = StepWatcher(self._device, self._after_step)
+        self._log = StepLog(ddp, self._watcher, self._device)
         bound_group(ddp.process_group, settings.timeout_s)
         self.done = False
         """Whether the decision has been made."""
@@ -130,14 +133,8 @@ class Following(LiveTuner):
 
     def record(self) -> ModelRecord:
         """Return what is known so far as a record for a file. The model may be gone."""
-        return self._log.record(
-            outcome=self.describe(),
-            caps=self._caps,
-            host_of_rank=self._hosts,
-            profile=self.profile,
-            network=self.network,
-            plan=self.plan,
-        )
+        known = {"profile": self.profile, "network": self.network, "plan": self.plan}
+        return self._log.record(outcome=self.describe(), caps=self._caps, host_of_rank=self._hosts, **known)
 
     def note_loss(self, loss: Tensor) -> None:
         """Record the loss of the next step: a tensor with one number that nothing changes any more."""

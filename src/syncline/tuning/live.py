@@ -24,7 +24,7 @@ from syncline.dist.comm import backend_of
 from syncline.errors import SynclineError, UsageError
 from syncline.measure.backward_watch import BackwardWatch
 from syncline.measure.preserve_state import same_random_numbers
-from syncline.measure.step_watcher import Pass, StepWatcher
+from syncline.measure.step_watcher import StepWatcher
 from syncline.measure.steps import Subject
 from syncline.records.network import Network
 from syncline.records.plan import Plan
@@ -54,30 +54,22 @@ class _CannotChangeError(UsageError):
 class LiveTuner:
     """Changes a model between steps. It refers to the model weakly, because the model's hooks refer to it."""
 
-    def __init__(
-        self,
-        ddp: DDP,
-        settings: TuneSettings,
-        find_scaler: Callable[[], GradScaler | None],
-        on_step: Callable[[Pass], None],
-    ) -> None:
+    _watcher: StepWatcher
+    _log: StepLog
+
+    def __init__(self, ddp: DDP, settings: TuneSettings, find_scaler: Callable[[], GradScaler | None]) -> None:
         self._ddp = weakref.ref(ddp)
         self._settings, self._find_scaler = settings, find_scaler
         self._group: dist.ProcessGroup = ddp.process_group
         self._device = only_device(parameters_of(ddp))
-        self._watcher = StepWatcher(self._device, on_step)
-        self._log = StepLog(ddp, self._watcher, self._device)
         self._hosts: tuple[int, ...] = ()
         self._attached: weakref.ref[Switch] | None = None
         """What this object attached, as opposed to what the script attached."""
         self.profile: Profile | None = None
-        """The profile of the model, once it was measured."""
         self.network: Network | None = None
-        """The links, once they are known."""
         self.plan: Plan | None = None
         """The plan that was given or found, applied or not."""
         self.trial: Trial | None = None
-        """The times of plain DDP and of the plan, once both were tried."""
         self.seconds = 0.0
         """Time that the script has waited for measurements and changes."""
         self._outcome = "Nothing was decided yet: the script ended too early."
@@ -128,7 +120,7 @@ class LiveTuner:
                 self.plan = plan
                 if not plan.nothing:
                     self._check_changeable()
-                    self._switch_to_plan(plan, self._given_network())
+                    self._switch_to_plan(plan, agreed_network(self._group, self._device, "follow", lambda: settings))
                 self._outcome = f"The plan is applied, as requested: {plan.reason}"
         self._note_change()
         yield from ()  # no step is needed
@@ -161,7 +153,7 @@ class LiveTuner:
         with BackwardWatch(Subject.of(self.model), None, _PROFILED, 0, last_pass_only=True) as watch:
             yield from self._wait_for_steps(_PROFILED)
             with self._paused():
-                given = self._given_network()
+                given = agreed_network(self._group, self._device, "follow", lambda: settings)
                 if settings.change:
                     self._check_changeable()
                 profile = watch.profile(self._group)
@@ -262,6 +254,3 @@ class LiveTuner:
     def _check_changeable(self) -> None:
         if (why_not := buckets.why_not_change(self.model)) is not None:
             raise _CannotChangeError(f"{why_not}; see `syncline plan` and syncline.wrap(net, plan)")
-
-    def _given_network(self) -> Network | None:
-        return agreed_network(self._group, self._device, "follow", lambda: self._settings)

@@ -54,9 +54,7 @@ class TuneSettings:
                 raise UsageError(f"{name} is a {type(value).__name__}: pass a {kind.__name__}, or its file")
         object.__setattr__(self, "allow", check_allowed(self.allow))
         if not self.tunes and (self.allow or not self.change):
-            raise UsageError(
-                "allow and change=False are for tuning: with an exchange or a plan there is nothing to tune"
-            )
+            raise UsageError("allow and change=False are for tuning, which an exchange or a plan replaces")
         if not _is_number(self.budget_s, MIN_BUDGET_S):
             raise UsageError(f"budget_s is {self.budget_s!r}: tuning takes at least {MIN_BUDGET_S:g} s")
         if not _is_number(self.probe_s, 1.0):

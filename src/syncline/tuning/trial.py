@@ -1,7 +1,4 @@
-"""What `tune` and `follow` share: agree on arguments, probe, plan for a live model, and try the plan.
-
-In a trial, plain DDP and the plan take turns on the model, and the faster one stays.
-"""
+"""What `tune` and `follow` share: agree on arguments, probe, plan for a live model, and try the plan."""
 
 from __future__ import annotations
 
@@ -90,7 +87,7 @@ def plan_for_live(
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a trial: medians over steps, each step as long as on its slowest rank."""
+    """The times of plain DDP and of a plan that took turns: medians over steps, each as long as on its slowest rank."""
 
     plain_s: float
     plan_s: float

@@ -223,11 +223,9 @@ def _try(
     schedule = Schedule.within(budget_s, plan)
     step_s: dict[Turn, list[float]] = {"plain": [], "plan": []}
     for turn in schedule.turns:
-        _drop_gradients(ddp)
+        _restore_plain(ddp)
         if turn == "plan":
             make_planned(ddp, plan, network=network, timeout_s=timeout_s)
-        else:
-            buckets.make_plain(ddp)
         times_s = [_timed_step(ddp, ddp, step, device, group) for _ in range(schedule.settling + schedule.counted)]
         step_s[turn] += times_s[schedule.settling :]
     return Trial.of(group, step_s)
