@@ -95,8 +95,8 @@ class Handle:
     def scalars(self, *, deep: bool = False) -> dict[str, float]:
         """Return numbers about the last step on this rank, for a logger such as TensorBoard.
 
-        `syncline/exposed_ms` is the communication that the backward pass did not hide; the guide "Traces and curves"
-        describes all numbers. Those that are not known yet are left out. Before the first step there are none.
+        For example, `syncline/exposed_ms` is the communication that the backward pass did not hide. The guide "Traces
+        and TensorBoard" describes all numbers. Those that are not known yet are left out.
 
         Args:
             deep: Also return the norm of the residual. This reads all of it, and on CUDA waits for the device.
