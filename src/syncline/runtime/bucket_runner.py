@@ -48,7 +48,7 @@ class Bucket:
     def applied(self, finite: Tensor, used: Mapping[str, Tensor] | None) -> Tensor:
         """Return whether the result of this bucket was applied: a 0-dim tensor, or with `used` one flag per element.
 
-        `used` tells by name whether each parameter got its result; None if all did.
+        `used` maps the name of each parameter to whether it got its result; None if all did.
         """
         if used is None:
             return finite
