@@ -36,7 +36,8 @@ from syncline.bench.forecast import Forecast, profile_workload
 from syncline.bench.methods import make_planned
 from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.ddp.wrap import handle_of, wrap
+from syncline.ddp.attach import wrap
+from syncline.ddp.handle import handle_of
 from syncline.exchange import EXCHANGES
 from syncline.files import write_text
 from syncline.measure.probe import probe

@@ -344,8 +344,8 @@ def test_a_folder_without_a_state_and_an_unknown_policy_are_refused_in_one_line(
         _, _, handle = start()
         folders = {
             tmp_path: "contains no exchange state: pass the folder that save(folder) wrote",
-            tmp_path / "x": "there is no such folder: pass the folder",
-            tmp_path / "file": "is not a folder: pass the folder",
+            tmp_path / "x": "cannot be read: No such file or directory: pass the folder",
+            tmp_path / "file": "cannot be read: Not a directory: pass the folder",
             "a\0b": "the checkpoint folder is 'a\\x00b': pass the path of a folder",
             "": "the checkpoint folder is '': pass",
             b"x": "the checkpoint folder is b'x': pass",

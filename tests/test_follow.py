@@ -24,7 +24,7 @@ import syncline
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.measure.assumed_network import assumed_links
 from syncline.records.network import Network
-from syncline.runtime.step_log import Thinned
+from syncline.tuning.step_log import Thinned
 
 TWO = ClusterSpec(hosts=1, per_host=(2,))
 

@@ -413,7 +413,7 @@ def test_an_interrupted_backward_is_reported_and_cannot_be_saved() -> None:
     [
         ({"exchange": 3}, "is not an exchange"),
         ({"optimizer": 3}, "pass an optimizer, or a function that creates one"),
-        ({"optimizer": lambda p: None}, "not an optimizer"),
+        ({"optimizer": lambda p: None}, "optimizer is a NoneType: pass an optimizer"),
         ({"optimizer": lambda p: SGD(list(p)[:1], lr=1.0)}, "the optimizer does not have it"),
         ({"optimizer": torch.optim.LBFGS}, "cannot step layer by layer"),
         ({"optimizer": adam, "mirror": True}, "mirror=True supports only torch.optim.SGD"),

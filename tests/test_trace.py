@@ -79,7 +79,7 @@ def _trained(rank: Rank, name: str, exchange: syncline.Exchange) -> tuple[ModelR
         )
         spans.append(step)
         seen["sent"] = handle.stats().sent_bytes
-    jobs = [weakref.ref(job) for job in handle._engine.last_step.jobs]
+    jobs = [weakref.ref(job) for job in handle._engine.runner.last_step.jobs]
     gc.collect()
     gc.disable()
     handle.detach()

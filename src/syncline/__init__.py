@@ -22,9 +22,8 @@ from syncline.errors import (
 )
 
 if TYPE_CHECKING:
-    from syncline.ddp.attach import attach
-    from syncline.ddp.handle import Handle
-    from syncline.ddp.wrap import handle_of, wrap
+    from syncline.ddp.attach import attach, wrap
+    from syncline.ddp.handle import Handle, handle_of
     from syncline.exchange import Dense, Exchange, Hierarchical, OkTopk
     from syncline.layerwise.trainer import Layerwise
     from syncline.measure.backward import measure_backward
@@ -85,12 +84,12 @@ _MODULES = {
     "Tuned": "syncline.tuning.tune",
     "attach": "syncline.ddp.attach",
     "follow": "syncline.tuning.follow",
-    "handle_of": "syncline.ddp.wrap",
+    "handle_of": "syncline.ddp.handle",
     "make_plan": "syncline.plan.make",
     "measure_backward": "syncline.measure.backward",
     "tune": "syncline.tuning.tune",
     "watch_backward": "syncline.measure.backward_watch",
-    "wrap": "syncline.ddp.wrap",
+    "wrap": "syncline.ddp.attach",
 }
 """The module of each public name. Modules are imported on first use, because torch takes seconds to import and
 `syncline --help` does not need it."""

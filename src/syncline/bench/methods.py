@@ -16,9 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.bench.baselines import TopK, with_topk
-from syncline.ddp.attach import attach
-from syncline.ddp.handle import Handle
-from syncline.ddp.wrap import handle_of, wrap
+from syncline.ddp.attach import attach, wrap
+from syncline.ddp.handle import Handle, handle_of
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, AllgatherTopk, Cost, Dense, Exchange, OkTopk, Phase, Topology
 from syncline.exchange.wire import sent_bytes

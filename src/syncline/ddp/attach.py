@@ -1,8 +1,9 @@
-"""`attach`: make a DistributedDataParallel model exchange its gradients through an exchange."""
+"""`attach` an exchange to a DistributedDataParallel model, or `wrap` a module in one that follows a plan."""
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
@@ -13,21 +14,24 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from syncline.ddp import buckets
 from syncline.ddp.engine import Engine
 from syncline.ddp.handle import Handle
-from syncline.ddp.hook import other_hooks, switch_of
+from syncline.ddp.hook import other_hook, switch_of
 from syncline.ddp.reduction import Reduction
 from syncline.dist.agreement import current_device, flatten, versions_here
-from syncline.dist.comm import backend_of, group_timeout
-from syncline.errors import SynclineError, UsageError
+from syncline.dist.comm import backend_of, bound_group, group_timeout
+from syncline.errors import UsageError
 from syncline.exchange import Exchange, default_lanes
 from syncline.health.heartbeat import shared_heartbeat
-from syncline.health.meeting import meet, meeting
+from syncline.health.meeting import meeting, together
+from syncline.health.watchdog import watch_plain
 from syncline.records.network import Network
-from syncline.runtime.bucket_policy import BucketPolicy, Uniform
-from syncline.runtime.parameters import ddp_of, described_fully, only_device, parameters_of
-from syncline.runtime.topology import find_topology, mark_of, read_network
-from syncline.runtime.validation import check_lanes, check_timeout, checked_exchange
+from syncline.records.plan import Plan
+from syncline.runtime.bucket_policy import BucketPolicy, Planned, Uniform, difference_of, read_plan
+from syncline.runtime.parameters import ddp_of, described_fully, named_parameters, only_device, parameters_of
+from syncline.runtime.topology import find_topology, read_network
+from syncline.runtime.validation import check_lanes, check_timeout, checked_exchange, group_or_default
 
 
 def attach(
@@ -47,16 +51,13 @@ def attach(
     Args:
         model: A DistributedDataParallel model, or the result of `torch.compile` for one.
         exchange: The exchange. Default: `Dense()`.
-        lanes: The number of buckets that may be exchanged at the same time, each over its own connections. Default: 2
-            for exchanges over gloo that wait between their collectives, so that another bucket uses the links in the
-            meantime, and 1 otherwise.
-        timeout_s: The time in seconds after which a collective counts as failed. Default: the timeout of the model's
-            process group.
-        network: The cluster's network, or the path of the file that `syncline probe` wrote. Exchanges that climb
-            levels, such as `Hierarchical`, use it to find racks and to choose paths. Without it they detect hosts and
-            assume typical links.
-        scaler: The GradScaler that scales the loss, if there is one. An exchange with a residual needs it, because the
-            residual must follow changes of the scale.
+        lanes: Number of buckets that may be exchanged at the same time, each over its own connections. Default: 2 for
+            exchanges over gloo that wait between their collectives, and 1 otherwise.
+        timeout_s: Timeout of a collective in seconds. Default: that of the model's process group.
+        network: The network, or the file that `syncline probe` wrote. Exchanges that use levels, such as
+            `Hierarchical`, find racks and choose paths with it. Without it they detect hosts and assume typical links.
+        scaler: The GradScaler of the loss, if there is one. An exchange with a residual needs it, because the residual
+            must follow changes of the scale.
 
     Returns:
         A handle, for statistics, checkpoints and `detach`.
@@ -67,9 +68,7 @@ def attach(
         MismatchError: The arguments, the models or the versions differ between ranks, or not all ranks call `attach`.
 
     Example:
-        >>> model = DistributedDataParallel(net)
-        >>> handle = syncline.attach(model, syncline.Dense(wire="bf16"))
-        >>> train(model)
+        >>> handle = syncline.attach(DistributedDataParallel(net), syncline.Dense(wire="bf16"))
         >>> print(handle.stats().sent_bytes)
     """
     ddp = ddp_of(model)
@@ -78,50 +77,125 @@ def attach(
         lanes = default_lanes(exchange, backend_of(ddp.process_group))
     check_lanes(lanes)
     check_timeout(timeout_s)
-    return attach_route(ddp, Uniform(exchange, lanes), timeout_s=timeout_s, network=network, scaler=scaler)
+    return attach_policy(ddp, Uniform(exchange, lanes), timeout_s=timeout_s, network=network, scaler=scaler)
 
 
-def attach_route(
+def attach_policy(
     ddp: DDP,
-    route: BucketPolicy,
+    policy: BucketPolicy,
     *,
     timeout_s: float | None = None,
     network: Network | str | os.PathLike[str] | None = None,
     scaler: GradScaler | None = None,
 ) -> Handle:
-    """Attach a route, which chooses an exchange and a lane for each bucket. See `attach` for the arguments."""
+    """Attach the exchanges of a bucket policy. See `attach` for the arguments."""
     check_scaler(scaler)
     group: dist.ProcessGroup = ddp.process_group
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
     parameters = parameters_of(ddp)
+    device = only_device(parameters)
     reduction = Reduction(ddp)
-    reduction.check(any(exchange.keeps for exchange in route.exchanges))
-    with current_device(only_device(parameters)):
-        known = read_network(network)
-        scaled = scaler is not None and scaler.is_enabled()
-        with shared_heartbeat():
-            meet(group, {**_fingerprint(ddp, group, route, parameters, known), "scaler": scaled})
-            if isinstance(known, SynclineError):
-                raise known
-            with meeting(group, "attach", users=True):
-                place = find_topology(group, route.exchanges, known)
-                engine = Engine(group, parameters, route, timeout, place, lambda: scale_of(scaler), reduction=reduction)
-    try:
-        switch = switch_of(ddp)
-    except BaseException:
-        engine.close()
-        raise
+    reduction.check(any(exchange.keeps for exchange in policy.exchanges))
+    with current_device(device), shared_heartbeat():
+        with together(group, device, "what is attached", "attach") as fields:
+            links = read_network(network, fields)
+            fields |= _fingerprint(ddp, policy, parameters)
+            fields["scaler"] = scaler is not None and scaler.is_enabled()
+        if (other := other_hook(ddp)) is not None:  # on all ranks, because they have agreed
+            raise UsageError(f"this model has a communication hook already ({other}): DDP takes only one. Remove yours")
+        with meeting(group, "attach", users=True):
+            topology = find_topology(group, policy.exchanges, links)
+            engine = Engine(group, parameters, policy, timeout, topology, lambda: scale_of(scaler), reduction)
+    switch = switch_of(ddp)
     switch.turn_to(engine)
     return Handle(ddp, switch, engine)
+
+
+def wrap(
+    net: nn.Module,
+    plan: Plan | str | os.PathLike[str],
+    *,
+    on_mismatch: str = "refuse",
+    network: Network | str | os.PathLike[str] | None = None,
+    timeout_s: float | None = None,
+    scaler: GradScaler | None = None,
+    **ddp_arguments: Any,
+) -> DDP:
+    """Build a DistributedDataParallel model whose buckets, lanes and exchanges follow a plan.
+
+    All ranks call this with the same plan. `handle_of` returns the model's handle, unless the plan is plain DDP.
+
+    Args:
+        net: The module, not yet in DistributedDataParallel.
+        plan: The plan, or the path of its file.
+        on_mismatch: What to do if the plan was made for another model or cluster: `"refuse"` raises an error, and
+            `"fallback"` warns and returns a plain DDP model.
+        network, timeout_s, scaler: As for `attach`.
+        **ddp_arguments: Further arguments of DistributedDataParallel, except `bucket_cap_mb` and `bucket_cap_mb_list`.
+
+    Returns:
+        The DistributedDataParallel model.
+
+    Raises:
+        UsageError: An argument is invalid, or the plan was made for another model or cluster.
+        MismatchError: The plan or the model differs between ranks, or a rank cannot read the plan.
+
+    Example:
+        >>> model = syncline.wrap(net, plan="plan.json")
+        >>> print(syncline.handle_of(model).describe())
+    """
+    for name in ("bucket_cap_mb", "bucket_cap_mb_list"):
+        if ddp_arguments.get(name) is not None:
+            raise UsageError(f"wrap(…, {name}=…): the plan sets the sizes of buckets: leave {name} out")
+    if on_mismatch not in ("refuse", "fallback"):
+        raise UsageError(f"on_mismatch is {on_mismatch!r}: it must be one of refuse, fallback")
+    check_timeout(timeout_s)
+    if isinstance(net, DDP):
+        raise UsageError("wrap takes a module, but this one is already in DistributedDataParallel: pass model.module")
+    mesh = ddp_arguments.get("device_mesh")
+    group = group_or_default(ddp_arguments.get("process_group") if mesh is None else mesh.get_group(0))
+    parameters = named_parameters(net, getattr(net, "_ddp_params_and_buffers_to_ignore", ()))
+    device = only_device(parameters)
+    with current_device(device):
+        loaded = read_plan(plan, group, device, "wrap")
+        different = difference_of(loaded, parameters, group, "wrap")
+    if different is not None and on_mismatch == "refuse":
+        raise UsageError(f"the plan is for something else: {different}. Plan again, or pass on_mismatch='fallback'")
+    if different is not None or loaded.nothing:
+        if different is not None and group.rank() == 0:
+            warnings.warn(f"the plan is not applied, and this is plain DDP: {different}", stacklevel=2)
+        plain = DDP(net, **ddp_arguments)
+        bound_group(group, timeout_s)
+        watch_plain(plain)
+        return plain
+    rebuilt = bool(ddp_arguments.get("static_graph")) or not ddp_arguments.get("find_unused_parameters")
+    ddp = DDP(net, **ddp_arguments, **buckets.cap_arguments(loaded.caps, rebuilt=rebuilt))
+    buckets.planned_from_the_start(ddp)
+    apply(ddp, loaded, network=network, timeout_s=timeout_s, scaler=scaler)
+    return ddp
+
+
+def apply(ddp: DDP, plan: Plan, **options: Any) -> Handle:
+    """Attach the exchanges of a plan to a model that has the plan's buckets. The options are those of `attach`."""
+    policy = Planned(plan, settled_after=buckets.settled_after(ddp), warns=ddp.process_group.rank() == 0)
+    return attach_policy(ddp, policy, **options)
+
+
+def make_planned(ddp: DDP, plan: Plan, **options: Any) -> Handle:
+    """Give a live model the plan's buckets, lanes and exchanges, between steps. Gradients stay views of old buckets."""
+    try:
+        buckets.change(ddp, plan.caps)
+        return apply(ddp, plan, **options)
+    except BaseException:
+        buckets.make_plain(ddp)
+        raise
 
 
 def check_scaler(scaler: object) -> None:
     """Raise a UsageError unless `scaler` is a GradScaler or None."""
     known = all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "get_scale"))
     if scaler is not None and (isinstance(scaler, type) or not known):
-        raise UsageError(
-            f"scaler is a {type(scaler).__name__}: pass the GradScaler that the loss is scaled with, or leave it out"
-        )
+        raise UsageError(f"scaler is a {type(scaler).__name__}: pass the GradScaler of the loss, or leave it out")
 
 
 def scale_of(scaler: GradScaler | None) -> Tensor | None:
@@ -133,23 +207,16 @@ def scale_of(scaler: GradScaler | None) -> Tensor | None:
     return torch.tensor(scaler.get_scale()) if scale is None else scale
 
 
-def _fingerprint(
-    ddp: DDP,
-    group: dist.ProcessGroup,
-    route: BucketPolicy,
-    parameters: Mapping[str, nn.Parameter],
-    network: Network | SynclineError | None,
-) -> dict[str, Any]:
-    """Return all settings that must match on every rank."""
+def _fingerprint(ddp: DDP, policy: BucketPolicy, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
+    """Return the settings that must match on every rank."""
     flags = {
         "static_graph": bool(getattr(ddp, "static_graph", False)),
         "find_unused_parameters": ddp.find_unused_parameters,
         "skip_all_reduce_unused_params": bool(getattr(ddp, "skip_all_reduce_unused_params", False)),
         "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
         "bucket_bytes_cap": ddp.bucket_bytes_cap,
-        "other hooks": other_hooks(ddp),
+        "other hook": other_hook(ddp),
     }
-    versions = {**versions_here(), "backend": backend_of(group)}
+    versions = {**versions_here(), "backend": backend_of(ddp.process_group)}
     model = {name: described_fully(parameter) for name, parameter in parameters.items()}
-    fields = flatten({**route.fingerprint(), "ddp": flags, "version": versions, "parameter": model})
-    return {**fields, "network": mark_of(network)}
+    return flatten({**policy.fingerprint(), "ddp": flags, "version": versions, "parameter": model})

@@ -1,9 +1,7 @@
 """Set the buckets of a DDP model, when it is built or while it lives.
 
-DDP accepts a cap in bytes for each bucket, and closes a bucket when it reaches its cap. Caps that equal the sizes of
-the planned buckets therefore give exactly these buckets. The buckets of a live model are changed by building a new
-reducer inside the same DDP object, so that references to the model stay valid. This uses private functions of torch;
-`can_change` checks that they exist.
+DDP closes a bucket when it reaches its cap, so caps that equal the sizes of the planned buckets give these buckets. For
+a live model, a new reducer is built inside the same DDP object, with private functions of torch (`can_change`).
 """
 
 from __future__ import annotations
@@ -13,10 +11,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel import distributed as ddp_module
 
+from syncline.ddp.hook import forget, other_hook
 from syncline.errors import UsageError
 from syncline.predict.schedule import MIB
 
@@ -30,18 +28,10 @@ def caps_are_known() -> bool:
 
 
 def cap_arguments(caps: Sequence[int], *, rebuilt: bool = True) -> dict[str, Any]:
-    """Return the arguments with which DDP makes buckets of these sizes.
-
-    A version of torch with a single cap for all buckets gets the median. Its buckets then differ from the plan's, and
-    a warning follows in training.
-
-    Args:
-        caps: The sizes of the buckets in bytes, in the order in which they are exchanged.
-        rebuilt: Whether DDP will rebuild its buckets. If not, it fills them starting at the first parameter, and
-            exchanges them in reverse order.
-    """
-    if not caps_are_known():
+    """Return the arguments with which DDP makes buckets of these sizes in bytes, in the order of their exchange."""
+    if not caps_are_known():  # one cap for all: the buckets will differ from the plan's, and a warning follows
         return {"bucket_cap_mb": sorted(caps)[len(caps) // 2] / MIB}
+    # If DDP does not rebuild its buckets, it fills them from the first parameter on, and exchanges the last one first.
     ordered = caps if rebuilt else tuple(reversed(caps))
     return {"bucket_cap_mb_list": [cap / MIB for cap in ordered]}
 
@@ -71,9 +61,8 @@ def why_not_change(ddp: DDP) -> str | None:
         return "plans do not support DDP's Python reducer, which compiled autograd uses"
     if getattr(ddp, "_delay_all_reduce_params", None):
         return "delay_all_reduce_named_params leaves DDP no buckets"
-    logged = ddp._get_ddp_logging_data()
-    if str(logged.get("comm_hook", "")).startswith("BuiltinCommHookType"):
-        return f"this model has a communication hook already ({logged['comm_hook']}), and DDP takes only one"
+    if (other := other_hook(ddp)) is not None:
+        return f"this model has a communication hook already ({other}), and DDP takes only one"
     return _changed_parameters(ddp)
 
 
@@ -94,7 +83,7 @@ def own(ddp: DDP) -> Any:
 def planned_from_the_start(ddp: DDP) -> None:
     """Record that a model was built with the buckets of a plan: without a plan it gets DDP's default."""
     if can_change():
-        _original[ddp] = _config().create(bucket_cap_mb=None, bucket_cap_mb_list=None, use_python_reducer=False)
+        _original[ddp] = _config()
 
 
 def own_caps(ddp: DDP) -> tuple[int, ...]:
@@ -105,33 +94,26 @@ def own_caps(ddp: DDP) -> tuple[int, ...]:
 
 
 def change(ddp: DDP, caps: Sequence[int]) -> None:
-    """Give a live model buckets of these sizes in bytes. All ranks call this between steps. The hook is kept."""
-    if not can_change():
-        raise UsageError("this torch cannot change the buckets of a live model: build it with syncline.wrap(net, plan)")
-    arguments = cap_arguments(caps, rebuilt=rebuilds(ddp))
+    """Remove our hook, and give a live model buckets of these sizes in bytes. All ranks call this between steps."""
     _original.setdefault(ddp, own(ddp))
-    _rebuild(
-        ddp,
-        _config().create(
-            bucket_cap_mb=arguments.get("bucket_cap_mb"),
-            bucket_cap_mb_list=arguments.get("bucket_cap_mb_list"),
-            use_python_reducer=getattr(ddp, "_use_python_reducer", False),
-        ),
-    )
+    _rebuild(ddp, _config(**cap_arguments(caps, rebuilt=rebuilds(ddp))))
 
 
-def put_back(ddp: DDP) -> None:
-    """Restore the buckets that a live model has without a plan. All ranks call this between steps."""
+def make_plain(ddp: DDP) -> None:
+    """Remove our hook, and restore the buckets that a live model has without a plan."""
     _rebuild(ddp, own(ddp))
     _original.pop(ddp, None)
 
 
-def _config() -> Any:
-    return ddp_module._BucketCapacityConfig
+def _config(bucket_cap_mb: Any = None, bucket_cap_mb_list: Any = None) -> Any:
+    return ddp_module._BucketCapacityConfig.create(
+        bucket_cap_mb=bucket_cap_mb, bucket_cap_mb_list=bucket_cap_mb_list, use_python_reducer=False
+    )
 
 
 def _rebuild(ddp: DDP, config: Any) -> None:
-    """Build a new reducer with this bucket configuration."""
+    """Build a new reducer with this bucket configuration, and without our hook."""
+    forget(ddp)
     inside: Any = ddp
     if (changed := _changed_parameters(ddp)) is not None:  # a parameter that is frozen now would never be exchanged
         raise UsageError(changed)
@@ -147,6 +129,3 @@ def _rebuild(ddp: DDP, config: Any) -> None:
         inside._static_graph_delay_allreduce_enqueued = False  # otherwise the first step would wait forever
         inside.reducer._set_static_graph()
         inside.logger._set_static_graph()
-    for hook, state in inside._comm_hooks:
-        inside.logger._set_comm_hook_name(hook.__qualname__)
-        dist._register_comm_hook(inside.reducer, state, hook)  # type: ignore[attr-defined]

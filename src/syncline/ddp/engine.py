@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from syncline.ddp.reduction import Reduction
-from syncline.ddp.regrouping import Regrouping
 from syncline.dist.span import span_of
 from syncline.errors import ExchangeError, UsageError, tell
 from syncline.exchange import Layout, Slot, stride_in_bucket
@@ -27,15 +26,14 @@ from syncline.runtime import bucket_runner
 from syncline.runtime.bucket_policy import BucketPolicy
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals
 from syncline.runtime.checkpoint import misfit_of
-from syncline.runtime.stats import predicted_for
 from syncline.runtime.topology import RankTopology
 
-_DRIFT_STEPS = 50
-"""Number of steps whose median exchange time is compared with the plan."""
-_SETTLING_STEPS = 3
-"""Number of first steps, which prepare buckets and are not compared."""
+_DRIFT_STEPS, _SETTLING_STEPS = 50, 3
+"""Steps whose median exchange time is compared with the plan, and first steps, which are left out."""
 _DRIFT_FACTOR = 1.5
 """Ratio of measured to planned time above which a warning follows."""
+_MOST_REGROUPED = 3
+"""Steps after which DDP's buckets are final."""
 
 
 @dataclass
@@ -51,6 +49,8 @@ class Step(bucket_runner.Step):
     """Whether a callback at the end of the backward pass is scheduled."""
     finite: list[Tensor] = field(default_factory=list)
     """Whether each bucket is finite, as 0-dim tensors."""
+    pieces: dict[str, Tensor] = field(default_factory=dict)
+    """The gradients by parameter name, as views of DDP's buckets, if they are regrouped."""
 
 
 class Engine:
@@ -60,27 +60,29 @@ class Engine:
         self,
         group: dist.ProcessGroup,
         parameters: Mapping[str, torch.nn.Parameter],
-        route: BucketPolicy,
+        policy: BucketPolicy,
         timeout: timedelta,
-        place: RankTopology | None = None,
-        scale: Callable[[], Tensor | None] = lambda: None,
-        *,
+        topology: RankTopology | None,
+        scale: Callable[[], Tensor | None],
         reduction: Reduction,
     ) -> None:
-        self.route, self.place = route, place
+        self.policy, self.topology = policy, topology
+        self.keeps = any(exchange.keeps for exchange in policy.exchanges)
+        """Whether any exchange has a residual."""
         self.buckets: dict[tuple[int, ...], Bucket] = {}
         """The buckets, by the `id` of their parameters."""
         self._reduction, self._scale = reduction, scale
         self._step = Step()
         self._parameters = dict(parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        device = next(iter(parameters.values())).device
-        self.runner = BucketRunner(group, device, route.lanes, timeout, place)
+        self.runner = BucketRunner(group, next(iter(parameters.values())).device, policy.lanes, timeout, topology)
         self._steps_since_attach = 0
         """Steps since attach, without those of a checkpoint."""
         self._stored: dict[str, dict[str, Tensor]] = {}
         """Residuals of a checkpoint or an earlier layout, until the bucket of their parameter is prepared."""
-        self._regrouping: Regrouping | None = None
+        self._regrouped: tuple[tuple[str, ...], ...] = ()
+        """The buckets of a checkpoint, for the first steps after a restart: sparse results depend on the buckets."""
+        self._regrouped_steps = 0
         self._lock = threading.Lock()
         self._spans_s: deque[float] = deque(maxlen=_DRIFT_STEPS)
         """Durations of the last exchanges, from first ready to last end, if the plan predicts them."""
@@ -90,12 +92,12 @@ class Engine:
 
     def submit(self, grad_bucket: Any) -> Any:
         """Exchange a bucket whose gradients are ready, and return a future of its average."""
-        if self.error is not None:
-            raise ExchangeError(f"an earlier exchange of this model failed: {self.runner.explained}") from self.error
+        if (error := self.runner.error) is not None:
+            raise ExchangeError(f"an earlier exchange of this model failed: {self.runner.explained}") from error
         flat: Tensor = grad_bucket.buffer()
         step = self._step_of(grad_bucket)
-        if self._regrouping is not None:
-            return self._submit_regrouped(self._regrouping, grad_bucket, flat)
+        if self._regrouped:
+            return self._submit_regrouped(step, grad_bucket, flat)
         bucket = self._bucket_of(grad_bucket, flat)
         if not step.jobs:
             self._check_drift()
@@ -119,8 +121,6 @@ class Engine:
         if self._step.complete or key in self._step.submitted:
             self.conclude()  # a rank that has joined early gets no callback at the end of a step
             self._step = Step()
-        if self._regrouping is not None and not self._step.submitted:
-            self._regrouping.submitted.clear()
         step = self._step
         step.submitted.add(key)
         step.complete = grad_bucket.is_last()
@@ -138,7 +138,7 @@ class Engine:
     def conclude(self) -> None:
         """End the step whose last bucket has been exchanged, if it has not been ended."""
         step = self._step
-        if not step.complete or step.awaits_end or step.unfinished or self.error is not None:
+        if not step.complete or step.awaits_end or step.unfinished or self.runner.error is not None:
             return
         self._step = Step()
         try:
@@ -151,9 +151,10 @@ class Engine:
             lanes = self.runner.lanes
             with lanes[0].after(lanes):
                 buckets = list(self.buckets.values())
-                settles = any(bucket.state is not None and bucket.state.settles for bucket in buckets)
-                bucketed = {slot.name for bucket in buckets for slot in bucket.layout.slots}
-                used = self._reduction.used(self._names, bucketed) if settles else None
+                used = None
+                if any(bucket.state is not None and bucket.state.settles for bucket in buckets):
+                    bucketed = {name for bucket in buckets for name in names_in(bucket.layout)}
+                    used = self._reduction.used(self._names, bucketed)
                 self.runner.settle(buckets, torch.stack(step.finite).all(), used)
         self.runner.end(step)
         self._steps_since_attach += 1
@@ -172,7 +173,7 @@ class Engine:
         return self.buckets[key]
 
     def _new_bucket(self, index: int, layout: Layout) -> Bucket:
-        exchange, lane = self.route.assign([slot.name for slot in layout.slots], index, self._steps_since_attach)
+        exchange, lane = self.policy.assign(names_in(layout), index, self._steps_since_attach)
         return Bucket(index, lane, exchange, layout)
 
     def _layout(self, parameters: list[Tensor], flat: Tensor) -> Layout:
@@ -190,25 +191,23 @@ class Engine:
 
     def _retire(self, new: Layout) -> None:
         """Remove buckets whose parameters are now in a new one, and store their residuals for it."""
-        names = {slot.name for slot in new.slots}
+        names = set(names_in(new))
         for key, old in list(self.buckets.items()):
-            if names & {slot.name for slot in old.layout.slots}:
+            if not names.isdisjoint(names_in(old.layout)):
                 if old.state is not None:
                     self._store(old.state.tensors(old.layout))
                 del self.buckets[key]
 
     def _store(self, residuals: Residuals) -> None:
         with self._lock:
-            for name, kinds in residuals.items():
-                self._stored[name] = {kind: tensor.detach().clone() for kind, tensor in kinds.items()}
+            self._stored |= copied(residuals)
 
     # --- on the lane --------------------------------------------------------------------------------------------
 
     def _take_residuals(self, bucket: Bucket) -> dict[str, dict[str, Tensor]]:
         """Take the stored residuals of the parameters of a bucket."""
-        names = [slot.name for slot in bucket.layout.slots]
         with self._lock:
-            mine = {name: self._stored.pop(name) for name in names if name in self._stored}
+            mine = {name: self._stored.pop(name) for name in names_in(bucket.layout) if name in self._stored}
         for tensor in (tensor for kinds in mine.values() for tensor in kinds.values()):
             if tensor.is_cuda:  # allocated on backward's stream: its memory must last until this lane has read it
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
@@ -220,37 +219,31 @@ class Engine:
         state = bucket.state
         assert state is not None  # noqa: S101 - it ran
         finite = [state.finite(flat)] if state.settles or (self.keeps and not bucket.exchange.keeps) else []
-        counted = [(flat.count_nonzero(), flat.numel())] if step.counts and bucket.exchange.keeps else []
         with self._lock:
             step.finite += finite
-            step.applied += counted
             step.unfinished -= 1
 
     # --- steps in the buckets of a checkpoint -------------------------------------------------------------------
 
-    def _submit_regrouped(self, regrouping: Regrouping, grad_bucket: Any, flat: Tensor) -> Any:
-        """Collect the buckets of a step, and exchange them regrouped when the last one is submitted."""
-        regrouping.submitted.append((self._layout(grad_bucket.parameters(), flat), flat))
-        if regrouping.complete:  # the first step of a static graph has no last bucket
+    def _submit_regrouped(self, step: Step, grad_bucket: Any, flat: Tensor) -> Any:
+        """Collect the gradients of a step, and exchange them regrouped when all of them are ready."""
+        layout = self._layout(grad_bucket.parameters(), flat)
+        step.pieces |= {slot.name: flat[slot.offset : slot.offset + slot.numel] for slot in layout.slots}
+        if all(name in step.pieces for names in self._regrouped for name in names):
             try:
-                self._run_regrouped(regrouping)
+                self._run_regrouped(step)
             except BaseException as error:
                 raise self.runner.fail(f"bucket {grad_bucket.index()}", error) from error
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
         done.set_result(flat)
         return done
 
-    def _run_regrouped(self, regrouping: Regrouping) -> None:
+    def _run_regrouped(self, step: Step) -> None:
         """Exchange a step in the buckets of the checkpoint, on the thread and the stream of backward."""
         if next(iter(self._parameters.values())).is_cuda:
             torch.cuda.synchronize()  # the lanes may still run earlier work
-        parts = {
-            slot.name: flat[slot.offset : slot.offset + slot.numel]
-            for layout, flat in regrouping.submitted
-            for slot in layout.slots
-        }
-        for index, names in enumerate(regrouping.buckets):
-            pieces = [parts[name] for name in names]
+        for index, names in enumerate(self._regrouped):
+            pieces = [step.pieces[name] for name in names]
             whole = torch.cat(pieces)
             parameters: list[Tensor] = [self._parameters[name] for name in names]
             layout = self._layout(parameters, whole)
@@ -259,32 +252,33 @@ class Engine:
             if work is not None:
                 work.wait()
             assert bucket.state is not None  # noqa: S101 - it ran
-            self._step.finite.append(bucket.state.finite(whole))
+            step.finite.append(bucket.state.finite(whole))
             for piece, result in zip(pieces, whole.split([piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(result)
-        if regrouping.matches_ddp or regrouping.steps_left == 0:
-            self._regrouping = None
-        else:
-            self._regrouping = Regrouping(regrouping.buckets, regrouping.steps_left - 1)
+        step.pieces.clear()
+        ddp_buckets = {tuple(self._names[parameter] for parameter in key) for key in step.submitted}
+        self._regrouped_steps += 1
+        if ddp_buckets == set(self._regrouped) or self._regrouped_steps == _MOST_REGROUPED:
+            self._regrouped = ()  # if DDP's buckets still differ, residuals move to them
 
     # --- whether the plan still fits ----------------------------------------------------------------------------
 
     def _check_drift(self) -> None:
         """Record how long the exchange of the last step took, and warn once if that is much longer than planned."""
-        if self.route.expected_s is None or self.last_step.began_s is None:
+        last_step = self.runner.last_step
+        if self.policy.expected_s is None or last_step.began_s is None:
             return
-        span = span_of(self.last_step.jobs)
+        span = span_of(last_step.jobs)
         if span is not None and self._steps_since_attach > _SETTLING_STEPS:
             self._spans_s.append(span.exchange_s)
-        if not self._warned and len(self._spans_s) == _DRIFT_STEPS and self.runner.groups[0].comm.rank == 0:
-            text = self.drift()
-            if text is not None:
-                self._warned = True
-                tell(text)
+        warns = not self._warned and len(self._spans_s) == _DRIFT_STEPS and self.runner.groups[0].comm.rank == 0
+        if warns and (text := self.drift()) is not None:
+            self._warned = True
+            tell(text)
 
     def drift(self) -> str | None:
         """Describe how much longer exchanges take than planned, or return None if they do not."""
-        expected_s = self.route.expected_s
+        expected_s = self.policy.expected_s
         if expected_s is None or len(self._spans_s) < _DRIFT_STEPS // 5:
             return None
         took_s = statistics.median(self._spans_s)
@@ -297,55 +291,19 @@ class Engine:
 
     # --- for the handle -----------------------------------------------------------------------------------------
 
-    @property
-    def error(self) -> BaseException | None:
-        return self.runner.error
-
-    @property
-    def steps(self) -> int:
-        return self.runner.steps
-
-    @property
-    def last_step(self) -> bucket_runner.Step:
-        return self.runner.last_step
-
-    @property
-    def predicted_sent_bytes(self) -> dict[str, int]:
-        """Bytes per step and level, from the cost that the exchanges state for the current buckets."""
-        return predicted_for(self.buckets.values(), self.runner.groups)
-
-    @property
-    def keeps(self) -> bool:
-        """Whether any exchange has a residual."""
-        return any(exchange.keeps for exchange in self.route.exchanges)
-
-    @property
-    def ways(self) -> dict[str, int]:
-        """Number of buckets on each path, if an exchange has several paths."""
-        states = [bucket.state for bucket in self.buckets.values() if bucket.state is not None]
-        return dict(Counter(text for state in states if (text := state.describe())))
-
-    def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Return copies of all residuals, by parameter name and kind."""
-        tensors = {name: dict(kinds) for name, kinds in self._stored.items()}
+    def residuals(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return all residuals by parameter name and kind. They are not copies, and change in the next step."""
+        residuals: dict[str, Mapping[str, Tensor]] = dict(self._stored)
         for bucket in self.buckets.values():
             if bucket.state is not None:
-                for name, kinds in bucket.state.tensors(bucket.layout).items():
-                    tensors[name] = {kind: tensor.detach().clone() for kind, tensor in kinds.items()}
-        return tensors
-
-    def residuals(self) -> Iterator[Mapping[str, Tensor]]:
-        """Yield the residuals of each parameter by kind. They are not copies, and change in the next step."""
-        yield from self._stored.values()
-        for bucket in self.buckets.values():
-            if bucket.state is not None:
-                yield from bucket.state.tensors(bucket.layout).values()
+                residuals |= bucket.state.tensors(bucket.layout)
+        return residuals
 
     @property
     def bucket_names(self) -> list[list[str]]:
         """The parameters of each bucket; empty without a residual, because only sparse results depend on buckets."""
         ordered = sorted(self.buckets.values(), key=lambda bucket: bucket.index)
-        return [[slot.name for slot in bucket.layout.slots] for bucket in ordered] if self.keeps else []
+        return [list(names_in(bucket.layout)) for bucket in ordered] if self.keeps else []
 
     def misfit(self, tensors: Residuals, buckets: Sequence[Sequence[str]] = ()) -> str | None:
         """Return why a checkpoint does not belong to this model, or None if it does."""
@@ -353,32 +311,35 @@ class Engine:
         return misfit_of(shapes, tensors, (name for names in buckets for name in names))
 
     def load(self, tensors: Residuals, buckets: Sequence[Sequence[str]], steps: int) -> None:
-        """Continue from a checkpoint that has no `misfit`.
-
-        Args:
-            tensors: The residuals.
-            buckets: The buckets to use until DDP's are the same, which they are not before its first backward pass.
-            steps: The number of steps before the checkpoint.
-        """
+        """Continue from a checkpoint that has no `misfit`, with its buckets until DDP has rebuilt its own."""
         self._stored.clear()
         self._store(tensors)
-        self._regrouping = None
+        self._regrouped, self._regrouped_steps = (), 0
         self.runner.steps = steps
         named = sorted(name for names in buckets for name in names)
         trained = sorted(name for name, parameter in self._parameters.items() if parameter.requires_grad)
         regroups = named == trained and not self._reduction.skips_buckets  # regrouping needs all buckets
         if regroups and list(map(list, buckets)) != self.bucket_names:
-            self._regrouping = Regrouping(tuple(map(tuple, buckets)))
+            self._regrouped = tuple(map(tuple, buckets))
             self.buckets.clear()  # their residuals are replaced by the checkpoint's
         for bucket in self.buckets.values():
             if bucket.state is not None:
-                names = [slot.name for slot in bucket.layout.slots]
-                bucket.state.load(bucket.layout, {n: self._stored.pop(n) for n in names if n in self._stored})
+                bucket.state.load(bucket.layout, self._take_residuals(bucket))
 
     def close(self) -> None:
         """Close the lanes, and drop all buckets."""
         self.runner.close()
         self.buckets, self._step = {}, Step()
+
+
+def names_in(layout: Layout) -> tuple[str, ...]:
+    return tuple(slot.name for slot in layout.slots)
+
+
+def copied(residuals: Residuals) -> dict[str, dict[str, Tensor]]:
+    return {
+        name: {kind: tensor.detach().clone() for kind, tensor in kinds.items()} for name, kinds in residuals.items()
+    }
 
 
 def _as_real(parameter: Tensor) -> Tensor:

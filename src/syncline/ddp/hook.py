@@ -1,8 +1,7 @@
 """The communication hook of a DDP model.
 
-DDP accepts one hook per model, which cannot be removed, and calls it with each bucket whose gradients are ready. The
-hook must be a plain function with parameters named `state` and `bucket`, without annotations. Its state is a `Switch`,
-which selects what happens: plain all-reduce, as DDP does it without a hook, or the engine of the attached exchange.
+DDP accepts one hook per model, which cannot be removed, and calls it with each bucket whose gradients are ready. Its
+state is a `Switch`, which selects plain all-reduce, as DDP does it without a hook, or the engine of an exchange.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import weakref
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -44,12 +42,6 @@ class Switch:
 
     def exchange(self, bucket: Any) -> Any:
         """Exchange a bucket of DDP, and return a future of its average."""
-        self._refuse_effective_world_size()
-        if self.engine is not None:
-            return self.engine.submit(bucket)
-        return _plain(self.group, bucket.buffer())
-
-    def _refuse_effective_world_size(self) -> None:
         ddp = self._ddp()
         joining = getattr(getattr(ddp, "_join_config", None), "enable", False)
         if joining and not getattr(ddp, "_divide_by_initial_world_size", True):
@@ -57,27 +49,23 @@ class Switch:
                 "no DDP hook can support join(divide_by_initial_world_size=False), and results would be wrong: "
                 "use join() with its default"
             )
+        if self.engine is not None:
+            return self.engine.submit(bucket)
+        flat = bucket.buffer()
+        flat.mul_(1 / self.group.size())  # as DDP does it without a hook: scale, then sum
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        return work.get_future().then(lambda finished: finished.value()[0])
 
 
-def _syncline_hook(state, bucket):  # type: ignore[no-untyped-def]
+def _syncline_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants these names, and no annotations
     return state.exchange(bucket)
 
 
 def switch_of(ddp: DDP) -> Switch:
-    """Return the switch of a model. The first call registers the hook."""
+    """Return the switch of a model. The first call registers the hook, which fails if there is an `other_hook`."""
     if ddp not in _switches:
-        switch = Switch(ddp)
-        try:
-            ddp.register_comm_hook(switch, _syncline_hook)
-        except RuntimeError as error:
-            if "can only be called once" not in str(error):
-                raise
-            _remove_refused_hook(ddp)
-            raise UsageError(
-                "this model has a communication hook already, and DDP takes only one: "
-                "attach to the model before registering yours, or leave yours out"
-            ) from None
-        _switches[ddp] = switch
+        switch = _switches[ddp] = Switch(ddp)
+        ddp.register_comm_hook(switch, _syncline_hook)
         if getattr(ddp, "static_graph", False):
             switch.no_sync_check = ddp.register_forward_pre_hook(_refuse_no_sync)
     return _switches[ddp]
@@ -99,18 +87,10 @@ def attached_to(ddp: DDP) -> Switch | None:
     return _switches.get(ddp)
 
 
-def other_hooks(ddp: DDP) -> list[str]:
-    """Return the names of communication hooks that do not belong to Syncline."""
-    return [hook.__qualname__ for hook, _ in getattr(ddp, "_comm_hooks", ()) if hook is not _syncline_hook]
-
-
-def _remove_refused_hook(ddp: DDP) -> None:
-    """Remove our hook from DDP's list, to which DDP adds a hook before it refuses it."""
-    hooks = getattr(ddp, "_comm_hooks", [])
-    if hooks and hooks[-1][0] is _syncline_hook:
-        hooks.pop()
-    if hooks:
-        cast(Any, ddp.logger)._set_comm_hook_name(hooks[-1][0].__qualname__)
+def other_hook(ddp: DDP) -> str | None:
+    """Return the name of a communication hook that does not belong to Syncline, or None if there is none."""
+    name = str(ddp._get_ddp_logging_data().get("comm_hook", ""))
+    return name if name not in ("", _syncline_hook.__qualname__) else None
 
 
 def _refuse_no_sync(ddp: nn.Module, args: Any) -> None:
@@ -120,10 +100,3 @@ def _refuse_no_sync(ddp: nn.Module, args: Any) -> None:
             "no_sync() with static_graph=True silently stops reducing gradients (a defect of DDP): "
             "build the model without static_graph, or accumulate without no_sync()"
         )
-
-
-def _plain(group: dist.ProcessGroup, flat: torch.Tensor) -> Any:
-    """Average a bucket as DDP does without a hook: scale, then sum."""
-    flat.mul_(1 / group.size())
-    work = dist.all_reduce(flat, group=group, async_op=True)
-    return work.get_future().then(lambda finished: finished.value()[0])

@@ -1,9 +1,8 @@
 """Find out from DDP when a backward pass is over, and which parameters got a result.
 
-DDP does not change the gradient of a parameter that no rank has used in a step, although the parameter's elements are
-in a bucket. With `skip_all_reduce_unused_params` it skips whole buckets, possibly including the last one. So the
-buckets alone show neither the end of a step nor which results were applied. DDP's reducer knows both after it has
-finished.
+DDP does not change the gradient of a parameter that no rank has used in a step, although the parameter is in a bucket.
+With `skip_all_reduce_unused_params` it skips whole buckets, possibly the last one. So the buckets alone show neither
+the end of a step nor which results were applied. DDP's reducer knows both after it has finished.
 """
 
 from __future__ import annotations
@@ -32,26 +31,17 @@ class Reduction:
         self._static_use: tuple[Any, Tensor] = (None, torch.empty(0))
 
     def check(self, keeps: bool) -> None:
-        """Refuse a model whose unused parameters cannot be determined.
-
-        Args:
-            keeps: Whether an exchange has a residual, which depends on them.
-
-        Raises:
-            UsageError: The exchange needs to know the unused parameters, and torch does not provide them.
-        """
+        """Raise if an exchange has a residual, which depends on unused parameters, and torch does not report them."""
         if keeps and self.may_leave_out and not hasattr(self._reducer, "_get_local_used_map"):
             raise UsageError(
-                "this version of torch does not report unused parameters, and with find_unused_parameters or "
-                "static_graph part of the residual would be lost: build the model without them, or use a lossless "
-                "exchange"
+                "this version of torch does not report unused parameters, so find_unused_parameters or static_graph "
+                "would lose part of the residual: build the model without them, or use a lossless exchange"
             )
 
     def when_over(self, call: Callable[[], None]) -> bool:
         """Schedule `call` for when this backward pass is over and DDP has finished with it.
 
-        Returns:
-            False outside a backward pass: a rank that has joined early takes part in the steps of the others.
+        Return False outside a backward pass: a rank that has joined early takes part in the steps of the others.
         """
         engine: Any = torch.autograd.Variable._execution_engine
         try:
@@ -63,10 +53,7 @@ class Reduction:
 
     @property
     def finished(self) -> bool:
-        """Whether DDP is done with the buckets of this backward pass.
-
-        It is not at the end of a nested backward pass, as activation checkpointing runs it.
-        """
+        """Whether DDP is done with the buckets. It is not after a nested backward pass (activation checkpointing)."""
         try:
             self._reducer._check_reducer_finalized()
         except RuntimeError:
@@ -76,9 +63,7 @@ class Reduction:
     def used(self, names: Mapping[int, str], bucketed: Collection[str]) -> dict[str, Tensor] | None:
         """Return for each parameter whether it got a result in the last step, as a 0-dim tensor; None if all did.
 
-        Args:
-            names: The names of all parameters that DDP may exchange, by `id`.
-            bucketed: The names of those that have been seen in a bucket.
+        `names` are those of all parameters that DDP may exchange, by `id`; `bucketed` were seen in a bucket.
         """
         if not self.may_leave_out:
             return None
@@ -98,13 +83,12 @@ class Reduction:
         DDP numbers the parameters that were trained when it was built, module by module. A parameter that was frozen
         later keeps its number, and is in a bucket.
         """
-        ddp = self._ddp()
-        assert ddp is not None  # noqa: S101 - its hook runs
-        parameters: dict[str, Tensor] = {}
-        for module in ddp.module.modules():
-            for parameter in module.parameters(recurse=False):
-                if id(parameter) in names:
-                    parameters.setdefault(names[id(parameter)], parameter)
+        parameters = {
+            names[id(parameter)]: parameter
+            for module in self._model.module.modules()
+            for parameter in module.parameters(recurse=False)
+            if id(parameter) in names
+        }
         ordered = [name for name, parameter in parameters.items() if parameter.requires_grad or name in bucketed]
         if len(ordered) != count:
             raise UsageError(
@@ -114,7 +98,11 @@ class Reduction:
         return ordered
 
     @property
-    def _reducer(self) -> Any:
+    def _model(self) -> DDP:
         ddp = self._ddp()
         assert ddp is not None  # noqa: S101 - its hook runs
-        return ddp.reducer
+        return ddp
+
+    @property
+    def _reducer(self) -> Any:
+        return self._model.reducer

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.dist.comm import LaneGroups, backend_of, group_timeout
-from syncline.dist.events import Listener
 from syncline.dist.lane import Job, Lane
 from syncline.dist.span import Span
 from syncline.errors import first_line, tell
@@ -76,7 +75,7 @@ class _LaneState:
         return now_s - self.moved_s if self.unfinished and self.last == "start" else 0.0
 
 
-class Watchdog(Listener):
+class Watchdog:
     """The watchdog of one engine, from `start` to `stop`."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta) -> None:
@@ -104,6 +103,8 @@ class Watchdog(Listener):
     def start(self, groups: Sequence[LaneGroups], lanes: Sequence[Lane]) -> None:
         """Watch these lanes."""
         self._lanes, self._groups = tuple(lanes), tuple(groups)
+        for lane, lane_groups in enumerate(groups):
+            lane_groups.comm.counter.issued = functools.partial(_issued, weakref.ref(self), lane)
         self.watch(groups[0].comm.group.group_name)
 
     def watch(self, name: str) -> None:
@@ -288,6 +289,12 @@ class Watchdog(Listener):
             pending=tuple(bucket.pending(now_s) for bucket in unfinished if bucket.under_way()),
             events=tuple(Event(now_s - event[0], *event[1:]) for event in events),
         )
+
+
+def _issued(watchdog: weakref.ref[Watchdog], lane: int, kind: str, level: str, sent_bytes: int) -> None:
+    """Record a collective. A comm is in a reference cycle, which must not keep the watchdog of a released model."""
+    if (alive := watchdog()) is not None:
+        alive.collective_issued(lane, kind, level, sent_bytes)
 
 
 _plain: weakref.WeakKeyDictionary[DDP, Watchdog] = weakref.WeakKeyDictionary()

@@ -22,18 +22,17 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
-from syncline.ddp.handle import Handle
+from syncline.ddp.buckets import make_plain
+from syncline.ddp.handle import Handle, handle_if_attached
 from syncline.ddp.hook import forget
-from syncline.ddp.wrap import handle_of
 from syncline.errors import UsageError
 from syncline.files import write_bytes
 from syncline.health.meeting import together
 from syncline.measure.hooks import Unseen
 from syncline.records.plan import Plan
 from syncline.runtime.bucket_policy import difference_of
-from syncline.runtime.parameters import ddp_of, only_device, parameters_of, shapes_of
+from syncline.runtime.parameters import ddp_of, only_device, parameters_of
 from syncline.tuning.follow import Following
-from syncline.tuning.replan import make_plain
 from syncline.tuning.settings import TuneSettings, has_residual
 
 FOLDER = "syncline"
@@ -101,10 +100,7 @@ class Synced:
     @property
     def handle(self) -> Handle | None:
         """The handle of what is attached to the model, by Syncline or by the script."""
-        try:
-            return handle_of(self.model)
-        except UsageError:
-            return None
+        return handle_if_attached(self.model)
 
     def figures(self) -> dict[str, float]:
         """Return the last step's numbers for a logger; nothing if nothing is attached."""
@@ -204,7 +200,7 @@ class Synced:
 
     def _resume_plan(self, plan: Plan, folder: Path, has_state: bool) -> bool:
         """Make the model use a plan that was found before. Return False if it does not fit. Collective."""
-        difference = difference_of(plan, shapes_of(self.model), self._group, self._device.type, "load")
+        difference = difference_of(plan, parameters_of(self.model), self._group, "load")
         if difference is not None and has_state and self._settings.on_world_size != "reset":
             raise UsageError(
                 f"{folder}: the saved plan does not fit: {difference}. on_world_size='reset' drops its residual and "

@@ -12,16 +12,16 @@ from torch import nn
 
 from syncline.dist.agreement import flatten, versions_here
 from syncline.dist.comm import backend_of
-from syncline.errors import SynclineError, UsageError
+from syncline.errors import UsageError
 from syncline.exchange import Exchange
-from syncline.health.meeting import meet
+from syncline.health.meeting import together
 from syncline.layerwise.bucketing import BucketPieces, Piece
 from syncline.predict.memory import layerwise_lanes
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.runtime.bucket_policy import BucketPolicy, Planned, Uniform, difference_of, read_plan
-from syncline.runtime.parameters import described, described_fully
-from syncline.runtime.topology import mark_of, read_network
+from syncline.runtime.parameters import described_fully
+from syncline.runtime.topology import read_network
 from syncline.runtime.validation import check_lanes, checked_exchange
 from syncline.units import parse_bytes
 
@@ -59,13 +59,12 @@ def policy_of(
 
 
 def planned_buckets(
-    plan: Plan | None, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, device: torch.device
+    plan: Plan | None, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup
 ) -> BucketPieces | None:
     """Collective: return the buckets of a plan, if any. Raise unless it was made for this model and cluster."""
     if plan is None:
         return None
-    shapes = {name: described(parameter) for name, parameter in parameters.items()}
-    different = difference_of(plan, shapes, group, device.type, "Layerwise")
+    different = difference_of(plan, parameters, group, "Layerwise")
     if different is not None:
         raise UsageError(f"the plan was made for another model or cluster: {different}. Plan again, or leave it out")
     return tuple(
@@ -95,13 +94,11 @@ def agree_on_arguments(
     **arguments: Any,
 ) -> Network | None:
     """Collective: return the network, read from its file. Raise unless all arguments are equal on all ranks."""
-    loaded = read_network(network)
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    parameters = {name: described_fully(tensor) for name, tensor in tensors}
-    fields = {**arguments, "version": versions_here(), "parameter": parameters, "network": mark_of(loaded)}
-    meet(group, flatten(fields), "the configuration", "Layerwise")
-    if isinstance(loaded, SynclineError):
-        raise loaded
+    with together(group, tensors[0][1].device, "the configuration", "Layerwise") as fields:
+        loaded = read_network(network, fields)
+        parameters = {name: described_fully(tensor) for name, tensor in tensors}
+        fields |= flatten({**arguments, "version": versions_here(), "parameter": parameters})
     return loaded
 
 

@@ -49,7 +49,7 @@ from syncline.records.activations import KEEP, PARK, RECOMPUTE
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.runtime.parameters import only_device
-from syncline.runtime.stats import Stats, predicted_for, timings_of
+from syncline.runtime.stats import Stats
 from syncline.runtime.topology import find_topology
 from syncline.runtime.validation import (
     OptimizerOf,
@@ -179,7 +179,7 @@ class Layerwise:
                     backlog_bytes=self._backlog_bytes,
                     find_unused=find_unused_parameters,
                     residuals_on_host=residual == "host",
-                    planned=planned_buckets(loaded, self._parameters, self._group, self._device),
+                    planned=planned_buckets(loaded, self._parameters, self._group),
                 )
             try:
                 if step is not None and self._budget_bytes is not None:
@@ -285,13 +285,11 @@ class Layerwise:
 
     def predicted_sent_bytes(self) -> dict[str, int]:
         """Return the bytes that a step should send, per level, by the cost that the exchange states."""
-        return predicted_for(self._pipeline.buckets, self._pipeline.runner.groups)
+        return self._pipeline.runner.predicted_sent_bytes(self._pipeline.buckets)
 
     def stats(self) -> Stats:
         """Return the number of steps, the bytes sent, and the times of the last step's buckets."""
-        runner = self._pipeline.runner
-        last = runner.last_step
-        return Stats(runner.steps, dict(last.sent_bytes), runner.sent_bytes, timings_of(last.jobs))
+        return self._pipeline.runner.stats()
 
     def describe(self) -> str:
         """Return a summary in a few lines: exchange, buckets, memory, activations and topology."""

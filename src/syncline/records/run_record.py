@@ -32,28 +32,48 @@ MOST_STEPS = 2000
 
 
 class PhaseSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One collective of a bucket, or one part of the exchange's own work."""
+    """One collective of a bucket. Several may run at the same time. `syncline.PhaseTiming` is the same class.
+
+    Example:
+        >>> handle.trace()
+        >>> train_step(model)
+        >>> for phase in handle.stats().buckets[0].phases:
+        ...     print(phase.name, phase.level, phase.end_s - phase.start_s)
+    """
 
     name: str
-    """The collective, as `all_reduce`."""
+    """The kind of collective, such as `all_reduce`."""
     level: str
-    """The level of the collective; empty for the rank's own work."""
+    """The level of the topology on which it ran."""
     sent_bytes: int
+    """Bytes that the busiest rank sent."""
     start_s: float
+    """When it was issued; on CUDA, when the lane's stream reached it."""
     end_s: float
+    """When it ended; on CUDA, when the lane's stream had waited for it, which may be later."""
 
 
 class BucketSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One bucket of one step."""
+    """The exchange of one bucket in one step. `syncline.BucketTiming` is the same class.
+
+    Example:
+        >>> for bucket in handle.stats().buckets:
+        ...     print(bucket.bucket, bucket.bytes, bucket.end_s - bucket.start_s)
+    """
 
     bucket: int
+    """The index of the bucket."""
     lane: int
     bytes: int
+    """The size of its gradients."""
     exchange: str
+    """The short name of its exchange, such as `oktopk(density=0.05)`."""
     ready_s: float
+    """When its gradients were ready."""
     start_s: float
     end_s: float
     phases: tuple[PhaseSpan, ...] = ()
+    """Its collectives in the order in which they were issued, if `handle.trace()` is on."""
 
 
 class StepSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

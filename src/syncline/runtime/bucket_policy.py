@@ -1,8 +1,7 @@
 """Choose the exchange and lane of each bucket: the same exchange for all, or as a plan says.
 
-A plan refers to the buckets that DDP makes after its first step (its second with `static_graph`). Until then DDP has
-other buckets, and they are summed losslessly. If DDP's buckets still differ after that, a warning says so, and each
-bucket follows the planned bucket that shares most parameters with it.
+A plan refers to the buckets that DDP makes after its first step (its second with `static_graph`). Until then, DDP's
+other buckets are summed losslessly.
 """
 
 from __future__ import annotations
@@ -10,46 +9,20 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from syncline.dist.agreement import digest
 from syncline.dist.comm import backend_of
-from syncline.errors import UsageError, tell
+from syncline.errors import tell
 from syncline.exchange import Dense, Exchange, settings
 from syncline.health.meeting import meet, together
 from syncline.records.plan import Plan, Where
-from syncline.runtime.topology import hosts_of
-
-
-class BucketPolicy(Protocol):
-    """Chooses the exchange and lane of each bucket."""
-
-    @property
-    def lanes(self) -> int: ...
-
-    @property
-    def exchanges(self) -> tuple[Exchange, ...]:
-        """All exchanges that buckets may use, each once."""
-
-    @property
-    def mismatch(self) -> str | None:
-        """How the buckets differ from the planned ones, if they do."""
-
-    @property
-    def expected_s(self) -> float | None:
-        """Predicted time from the first bucket's gradients to the end of the last bucket; None without a prediction."""
-
-    def assign(self, names: Sequence[str], index: int, steps: int) -> tuple[Exchange, int]:
-        """Return the exchange and lane of the bucket `index` with these parameters, after `steps` steps."""
-
-    def settings(self) -> dict[str, Any]:
-        """Return the settings that a checkpoint must have been saved with."""
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return the fields that must be equal on all ranks."""
+from syncline.runtime.parameters import only_device
+from syncline.runtime.topology import hosts_of, loaded_from
 
 
 @dataclass(frozen=True)
@@ -58,8 +31,9 @@ class Uniform:
 
     exchange: Exchange
     lanes: int
-    mismatch: str | None = None
-    expected_s: float | None = None
+    plan: None = None
+    mismatch: None = None
+    expected_s: None = None
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -78,36 +52,26 @@ class Uniform:
 class Planned:
     """The exchange and lane that a plan gives to each bucket.
 
-    Args:
-        plan: The plan.
-        settled_after: Number of steps after which the buckets are expected to be the plan's.
-        warns: Whether this rank warns if they are not.
+    After `settled_after` steps, the buckets are expected to be the plan's, and if they are not, a rank that `warns`
+    does so. Each bucket then follows the planned bucket that shares most parameters with it.
     """
 
     def __init__(self, plan: Plan, *, settled_after: int = 1, warns: bool = False) -> None:
-        self.plan = plan
+        self.plan, self.lanes = plan, plan.lanes
+        self.expected_s = plan.exchange_s
+        """Predicted time from the first bucket's gradients to the end of the last bucket; None without a prediction."""
         self.mismatch: str | None = None
+        """How DDP's buckets differ from the planned ones, if they do."""
+        self.exchanges = tuple(dict.fromkeys([Dense(), *plan.exchanges]))
+        """All exchanges that buckets may use, each once."""
         self._settled_after, self._warns = settled_after, warns
-        exchanges = plan.exchanges
         self._assigned = {
             frozenset(bucket.parameters): (exchange, bucket.lane)
-            for bucket, exchange in zip(plan.buckets, exchanges, strict=True)
+            for bucket, exchange in zip(plan.buckets, plan.exchanges, strict=True)
         }
-        self._exchanges = tuple(dict.fromkeys([Dense(), *exchanges]))
-
-    @property
-    def lanes(self) -> int:
-        return self.plan.lanes
-
-    @property
-    def expected_s(self) -> float | None:
-        return self.plan.exchange_s
-
-    @property
-    def exchanges(self) -> tuple[Exchange, ...]:
-        return self._exchanges
 
     def assign(self, names: Sequence[str], index: int, steps: int) -> tuple[Exchange, int]:
+        """Return the exchange and lane of the bucket `index` with these parameters, after `steps` steps."""
         bucket = frozenset(names)
         if bucket in self._assigned:
             return self._assigned[bucket]
@@ -130,9 +94,11 @@ class Planned:
         )
 
     def settings(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint must have been saved with."""
         return {"type": "Plan", "digest": digest(self.fingerprint()).hex()[:16]}
 
     def fingerprint(self) -> dict[str, Any]:
+        """Return the fields that must be equal on all ranks."""
         fields: dict[str, Any] = {"plan.lanes": self.lanes, "plan.buckets": len(self.plan.buckets)}
         for index, bucket in enumerate(self.plan.buckets):
             names = bucket.parameters
@@ -143,25 +109,27 @@ class Planned:
         return fields
 
 
+BucketPolicy = Uniform | Planned
+
+
 def read_plan(plan: Plan | str | os.PathLike[str], group: dist.ProcessGroup, device: torch.device, call: str) -> Plan:
     """Collective: return the plan, or read it from its file. If one rank cannot read it, all ranks raise."""
     with together(group, device, "the plan", call) as fields:
-        if not isinstance(plan, Plan | str | os.PathLike):
-            raise UsageError(f"plan is a {type(plan).__name__}: pass a Plan, or the path of a file that syncline wrote")
-        loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
+        loaded = loaded_from("plan", plan, Plan)
         fields |= Planned(loaded).fingerprint()
     return loaded
 
 
 def difference_of(
-    plan: Plan, shapes: Mapping[str, tuple[tuple[int, ...], str]], group: dist.ProcessGroup, device: str, call: str
+    plan: Plan, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, call: str
 ) -> str | None:
-    """Collective: return how the model or the cluster differs from the plan's, or None if the plan fits.
-
-    Raises:
-        MismatchError: The ranks find different answers.
-    """
-    where = Where(host_of_rank=hosts_of(group), backend=backend_of(group), device=device)
+    """Collective: return how the model or the cluster differs from the plan's, or None if the plan fits."""
+    shapes = {
+        name: (tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
+        for name, parameter in parameters.items()
+        if parameter.requires_grad
+    }
+    where = Where(host_of_rank=hosts_of(group), backend=backend_of(group), device=only_device(parameters).type)
     different = plan.difference(shapes, where)
     meet(group, {"difference": different}, "the difference from the plan", call)
     return different

@@ -1,21 +1,14 @@
-"""The way of a bucket from gradients to their average: prepare → agree → run → settle.
+"""Turn the gradients of a bucket into their average: submit, prepare, exchange, settle. Only this code runs exchanges.
 
-This is the only place that runs exchanges. Its hosts are the DDP hook (`ddp.engine`) and `Layerwise`
-(`layerwise.gradient_pipeline`). A host knows when a bucket is ready and when a step is over. The runner owns what a
-bucket needs on its way:
-
-- `submit` sends a bucket to its lane, which runs it in order, and returns a future of its result.
-- `prepare`, on the first run: all ranks compare the bucket, and the exchange allocates its state.
-- `exchange`: the state learns that a step begins, the bucket is averaged, and the exchange runs.
-- `settle`: the state keeps what the exchange changed where the result was applied, and restores it elsewhere.
-
-After an error nothing runs any more: `error` says why, and who is suspected.
+Its users are `ddp.engine` and `layerwise.gradient_pipeline`, which know when a bucket is ready and when a step is over.
+After an error, the runner refuses to run anything else, and `error` gives the reason and the suspected ranks.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,13 +20,12 @@ from torch import Tensor
 
 from syncline.dist.agreement import agree
 from syncline.dist.comm import close_lanes, open_lanes
-from syncline.dist.events import Events
 from syncline.dist.lane import Job, Phases
 from syncline.dist.span import span_of
 from syncline.errors import ExchangeError, SynclineError, first_line
 from syncline.exchange import WORLD, Climbing, Exchange, Layout, State, Work
 from syncline.health.watchdog import Watchdog
-from syncline.runtime.stats import sent_over
+from syncline.runtime.stats import Stats, timings_of
 from syncline.runtime.topology import RankTopology
 
 Residuals = Mapping[str, Mapping[str, Tensor]]
@@ -53,20 +45,10 @@ class Bucket:
     averages: bool = False
     """True if the state applies the factor 1/world_size itself."""
 
-    @property
-    def label(self) -> str:
-        """How an error names this bucket."""
-        return f"bucket {self.index}"
-
     def applied(self, finite: Tensor, used: Mapping[str, Tensor] | None) -> Tensor:
-        """Return where the result of this bucket was applied.
+        """Return whether the result of this bucket was applied: a 0-dim tensor, or with `used` one flag per element.
 
-        Args:
-            finite: Whether the step was finite, as a 0-dim tensor.
-            used: Whether each parameter got its result, by name; None if all did.
-
-        Returns:
-            A 0-dim tensor, or one flag per element if `used` is given.
+        `used` maps the name of each parameter to whether it got its result; None if all did.
         """
         if used is None:
             return finite
@@ -86,22 +68,13 @@ class Step:
     """When its first bucket was submitted, on the host's monotonic clock."""
     period_s: float | None = None
     """Since the first bucket of the step before was submitted."""
-    counts: bool = False
-    """Whether to count the nonzero elements of the results."""
-    applied: list[tuple[Tensor, int]] = field(default_factory=list)
-    """If counted: nonzero elements and all elements of each bucket whose exchange has a residual."""
 
 
 class BucketRunner:
     """Runs the buckets of one model. All ranks create it together, in the same order as their other groups.
 
-    Args:
-        group: The ranks that exchange.
-        device: Where the gradients are.
-        lanes: How many buckets may be exchanged at the same time.
-        timeout: How long a collective may take.
-        place: Where ranks sit, for exchanges that need to know.
-        after_failure: What an error tells users to do next.
+    `lanes` is the number of buckets that may be exchanged at the same time, `topology` is for exchanges that use it,
+    and `after_failure` is appended to the message of a failed exchange.
     """
 
     def __init__(
@@ -110,7 +83,7 @@ class BucketRunner:
         device: torch.device,
         lanes: int,
         timeout: timedelta,
-        place: RankTopology | None,
+        topology: RankTopology | None,
         after_failure: str = "",
     ) -> None:
         self.error: BaseException | None = None
@@ -118,23 +91,19 @@ class BucketRunner:
         self.tracing = False
         """Whether the collectives of each bucket are recorded."""
         self.last_step = Step()
-        self.events = Events()
-        """For whoever watches the model; the watchdog is the first of them. Listeners must not hold the runner."""
         self.ranks = group.size()
         self._after_failure = after_failure
         self._counted: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._watchdog = Watchdog(group, timeout)
-        self.groups, self.lanes = open_lanes(group, timeout, lanes, device, None if place is None else place.topology)
+        self._watchdog = Watchdog(group, timeout)  # it must not refer to the runner
+        self.groups, self.lanes = open_lanes(group, timeout, lanes, device, topology.topology if topology else None)
         try:
-            self.events.connect(self.groups)
-            self.events.listeners.append(self._watchdog)
             self._watchdog.start(self.groups, self.lanes)
         except BaseException:
             self.close()
             raise
 
-    # --- a bucket, in the order of its way ----------------------------------------------------------------------
+    # --- a bucket, in the order of calls ------------------------------------------------------------------------
 
     def submit(
         self,
@@ -146,21 +115,16 @@ class BucketRunner:
         waits: bool = True,
         done: Callable[[Tensor], None] = lambda flat: None,
     ) -> Any:
-        """Send a bucket to its lane. All ranks submit their buckets in the same order.
+        """Send a bucket to its lane, and return a future of `flat`. All ranks submit their buckets in the same order.
 
-        Args:
-            step: The step that the bucket belongs to.
-            bucket: The bucket.
-            flat: Its gradients, which become the result.
-            run: Calls `exchange`, on the lane.
-            waits: Whether `run` waits for a collective.
-            done: Called with the result, on the lane, before the future completes.
-
-        Returns:
-            A future of `flat`.
+        On the lane, `run` calls `exchange` and may wait for collectives if `waits`. Then `done` gets the result, before
+        the future completes.
         """
         if not step.jobs:
-            self._begin(step)
+            step.began_s = time.monotonic()
+            if self.last_step.began_s is not None:
+                step.period_s = step.began_s - self.last_step.began_s
+                self._watchdog.step_timed(span_of(self.last_step.jobs), step.period_s)
         lane = self.lanes[bucket.lane]
         marks = lane.marks(step.jobs[0].marks if step.jobs else None)
         phases = Phases(marks) if self.tracing else None
@@ -175,16 +139,9 @@ class BucketRunner:
             exchange=bucket.exchange,
             phases=phases,
         )
-        self.events.bucket_submitted(job, self.steps)
+        self._watchdog.bucket_submitted(job, self.steps)
         step.jobs.append(job)
         return lane.submit(job)
-
-    def _begin(self, step: Step) -> None:
-        step.began_s = time.monotonic()
-        if self.last_step.began_s is not None:
-            step.period_s = step.began_s - self.last_step.began_s
-            self.events.step_timed(span_of(self.last_step.jobs), step.period_s)
-        self.events.step_began(step, self.steps)
 
     def _traced(self, bucket: Bucket, phases: Phases | None, run: Callable[[], Work | None]) -> Work | None:
         recorder = self.groups[bucket.lane].comm.counter
@@ -201,20 +158,14 @@ class BucketRunner:
         scale: Tensor | None = None,
         residuals: Callable[[Bucket], Residuals] = lambda bucket: {},
     ) -> Work | None:
-        """Replace `flat` by its average over the ranks.
+        """Replace `flat` by its average over the ranks. Return the last collective if the result needs it.
 
-        Args:
-            bucket: The bucket, which is prepared first if it has no state yet.
-            flat: Its gradients.
-            scale: The factor by which the gradients are multiplied, as GradScaler does it.
-            residuals: Returns the residuals of parameters that were in other buckets before.
-
-        Returns:
-            The last collective, if the result is there only after it.
+        A bucket without a state is prepared first, with the `residuals` of parameters that were in other buckets.
+        `scale` is the current factor of GradScaler.
         """
         if self.error is not None:
             raise ExchangeError(f"an earlier bucket of this step failed: {self.explained}")
-        self.events.bucket_started(bucket.lane, self.steps, bucket.index)
+        self._watchdog.bucket_started(bucket.lane, self.steps, bucket.index)
         if bucket.state is None:
             self.prepare(bucket, residuals(bucket))
         assert bucket.state is not None  # noqa: S101 - it is prepared
@@ -227,12 +178,12 @@ class BucketRunner:
         """Collective: compare a bucket between ranks, have its exchange allocate a state, and load residuals."""
         layout, comm = bucket.layout, self.groups[bucket.lane].comm
         slots = {slot.name: f"{tuple(slot.shape)} at {slot.offset}" for slot in layout.slots}
-        self.events.collective_issued(bucket.lane, "agree", WORLD, 0)
+        self._watchdog.collective_issued(bucket.lane, "agree", WORLD, 0)
         agree(comm.group, {"index": bucket.index, "dtype": str(layout.dtype), **slots}, "a gradient bucket")
         state = bucket.exchange.prepare(layout, comm)
         if isinstance(bucket.exchange, Climbing):  # it chose by arithmetic, which other machines may do differently
-            self.events.collective_issued(bucket.lane, "agree", WORLD, 0)
-            agree(comm.group, {"way": state.describe()}, "the way of a gradient bucket")
+            self._watchdog.collective_issued(bucket.lane, "agree", WORLD, 0)
+            agree(comm.group, {"path": state.describe()}, "the path of a gradient bucket")
         if residuals:
             state.load(layout, residuals)
         bucket.state, bucket.averages = state, state.average(1 / self.ranks)
@@ -244,12 +195,12 @@ class BucketRunner:
                 done(job.flat)
             except BaseException as error:  # noqa: BLE001 - as fatal for the step as an exchange that failed
                 job.error = error
-        self.events.bucket_ended(job)
+        self._watchdog.bucket_ended(job)
         if job.error is not None:
-            job.error = self.fail(bucket.label, job.error)
+            job.error = self.fail(f"bucket {bucket.index}", job.error)
 
     def settle(self, buckets: Iterable[Bucket], finite: Tensor, used: Mapping[str, Tensor] | None = None) -> None:
-        """Have the states of these buckets keep what was applied, and restore the rest. See `State.settle`."""
+        """Commit the states of these buckets where the result was applied, and restore them elsewhere."""
         for bucket in buckets:
             if bucket.state is not None and bucket.state.settles:
                 bucket.state.settle(bucket.applied(finite, used))
@@ -265,7 +216,7 @@ class BucketRunner:
     # --- errors -------------------------------------------------------------------------------------------------
 
     def fail(self, label: str, error: BaseException) -> BaseException:
-        """Return the error as users see it, and refuse all that comes. The step is never settled."""
+        """Return the error for users, with suspects. From now on the runner refuses to run, and settles no step."""
         if not isinstance(error, SynclineError):
             text = f"exchanging {label} failed in step {self.steps}: {first_line(error)}"
             preliminary = ExchangeError(text)
@@ -276,7 +227,7 @@ class BucketRunner:
             error = failed
             with self._lock:
                 self.error = failed if self.error is preliminary else self.error
-        elif self.error is None:  # the error says all there is to say on this rank; the others should know
+        elif self.error is None:  # this rank needs no explanation, but the other ranks do
             self._watchdog.explain(first_line(error), own=True)
         with self._lock:
             self.error = self.error or error
@@ -295,16 +246,27 @@ class BucketRunner:
     @property
     def sent_bytes(self) -> dict[str, int]:
         """Bytes that the busiest rank has sent since the runner was created, per level."""
-        return sent_over(self.groups)
+        total: Counter[str] = Counter()
+        for groups in self.groups:
+            total.update(groups.comm.counter.sent_bytes)
+        return dict(total)
 
-    @property
-    def backend(self) -> str:
-        return self.groups[0].comm.topology.backend
+    def predicted_sent_bytes(self, buckets: Iterable[Bucket]) -> dict[str, int]:
+        """Return the bytes that a step with these buckets should send, per level, by the cost of their exchanges."""
+        total: Counter[str] = Counter()
+        for bucket in buckets:
+            topology = self.groups[bucket.lane].comm.topology
+            total.update(bucket.exchange.cost(bucket.layout.numel, bucket.layout.dtype, topology).sent_bytes)
+        return dict(total)
+
+    def stats(self) -> Stats:
+        step = self.last_step
+        return Stats(self.steps, dict(step.sent_bytes), self.sent_bytes, timings_of(step.jobs))
 
     def close(self) -> None:
         """Stop the lanes and destroy their process groups."""
         self._watchdog.stop()
         close_lanes(self.lanes, self.groups)
-        # Jobs refer to their runner: without this, threads and connections would stay until a garbage collection.
-        self.groups, self.lanes, self.events.listeners = [], [], []
+        # Jobs refer to their runner: without this, threads and connections would last until a garbage collection.
+        self.groups, self.lanes = [], []
         self.last_step = Step()

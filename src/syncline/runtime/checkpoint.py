@@ -17,6 +17,7 @@ from syncline.errors import MismatchError, UsageError
 from syncline.health.meeting import together
 from syncline.runtime.state_files import (
     SCHEMA,
+    Tensors,
     check_of_one_save,
     files_saved,
     folder_of,
@@ -28,8 +29,6 @@ from syncline.runtime.state_files import (
     shares,
     write_draft,
 )
-
-Misfit = Callable[[Mapping[str, Mapping[str, Tensor]], Sequence[Sequence[str]]], str | None]
 
 ON_WORLD_SIZE = ("refuse", "reset", "redistribute")
 _RESET = "'reset', which drops the residuals"
@@ -45,7 +44,7 @@ class Checkpoints:
     """Settings that must be the same when a state is loaded."""
     levels: str | None
     """The topology, if residuals depend on it."""
-    misfit: Misfit
+    misfit: Callable[[Tensors, Sequence[Sequence[str]]], str | None]
     """Returns why tensors or buckets do not fit the model, or None if they do."""
     redistributable: bool = True
     """Whether another number of ranks can share the residuals. If not, they can only be dropped."""
@@ -87,10 +86,7 @@ class Checkpoints:
     ) -> Mapping[str, Any]:
         """Collective: return this rank's part of a checkpoint, fully checked, so that applying it cannot fail.
 
-        Args:
-            folder: The folder that `save` wrote.
-            on_world_size: One of `ON_WORLD_SIZE`.
-            examine: Raises if it refuses the state, and returns further fields that must be equal on all ranks.
+        `examine` raises if it refuses the state, and returns further fields that must be equal on all ranks.
         """
         with together(self.group, self.device, "the checkpoint", "load") as fields:
             state = self._saved(folder_of(folder), on_world_size)
@@ -105,20 +101,19 @@ class Checkpoints:
         here = self.identity
         expected = {field: here[field] for field in ("rank", "world_size", "levels")}
         files = files_saved(folder, here["world_size"])
-        first, saved = files[0], len(files)
-        common = load_state(first, tensors=False)
-        moved = saved != here["world_size"] or common["levels"] != here["levels"]
+        common = load_state(files[0], tensors=False)
+        moved = len(files) != here["world_size"] or common["levels"] != here["levels"]
         if moved and "levels" in here["exchange"]:  # a user may name levels, which differ for another topology
             expected["exchange"] = {**common["exchange"], "levels": here["exchange"]["levels"]}
-        self.check({**common, **expected}, first)
+        self.check({**common, **expected}, f"{files[0]}: ")
         if moved:
             self._check_move(folder, common, on_world_size)
-        parts = shares(here["rank"], here["world_size"], saved)
+        parts = shares(here["rank"], here["world_size"], len(files))
         states = {}
         for old in parts:
             states[old] = load_state(files[old], tensors=not moved or on_world_size != "reset")
-            check_of_one_save(files[old], states[old], first, common)
-            self.check({**states[old], **expected}, files[old])
+            check_of_one_save(files[old], states[old], files[0], common)
+            self.check({**states[old], **expected}, f"{files[old]}: ")
         if not moved:
             return states[here["rank"]]
         return {**common, "tensors": redistributed({old: state["tensors"] for old, state in states.items()}, parts)}
@@ -136,15 +131,11 @@ class Checkpoints:
             choice = _RESET if only_reset else f"'redistribute', or {_RESET}"
             raise UsageError(f"{folder}: the checkpoint was {problem}: pass on_world_size={choice}")
         if on_world_size == "redistribute" and only_reset:
-            owner = "host" if hosts else "rank"
-            what = "residuals" if hosts else "velocities"
-            raise UsageError(
-                f"{folder}: {what} that belong to one {owner} cannot be redistributed: pass on_world_size={_RESET}"
-            )
+            what = "residuals that belong to one host" if hosts else "velocities that belong to one rank"
+            raise UsageError(f"{folder}: {what} cannot be redistributed: pass on_world_size={_RESET}")
 
-    def check(self, state: Mapping[str, Any], path: Path | None = None) -> None:
+    def check(self, state: Mapping[str, Any], prefix: str = "") -> None:
         """Raise unless the state is valid and fits this model, exchange, rank and topology."""
-        prefix = "" if path is None else f"{path}: "
         problem = problem_of(state, "pass what state_dict() returned") or self._mismatch(state)
         if problem is not None:
             raise UsageError(prefix + problem)
@@ -153,35 +144,26 @@ class Checkpoints:
         here = self.identity
         other = first_difference(flatten(state["exchange"]), flatten(here["exchange"]))
         if other is not None:
-            setting, there, now = other
-            if setting == "digest":  # of a plan
-                return "the checkpoint was saved with another plan: use the same plan, or start without the checkpoint"
-            return (
-                f"the checkpoint was saved with {setting}={there}, but this model uses {now}: use the same setting, or "
-                "start without the checkpoint"
-            )
-        there, now = state["rank"], here["rank"]
-        if there != now:
-            return f"the state was saved by rank {there}, but this is rank {now}: load the state of this rank"
-        there, now = state["world_size"], here["world_size"]
-        if there != now:
+            setting, then, now = other
+            saved = f"{setting}={then}, but this model uses {now}: use the same setting"
+            saved = "another plan: use the same plan" if setting == "digest" else saved
+            return f"the checkpoint was saved with {saved}, or start without the checkpoint"
+        if (then := state["rank"]) != (now := here["rank"]):
+            return f"the state was saved by rank {then}, but this is rank {now}: load the state of this rank"
+        if (then := state["world_size"]) != (now := here["world_size"]):
             remedy = "; load(folder, on_world_size=…) accepts other numbers" if self.redistributable else ""
-            return f"the state was saved by {there} ranks, but there are {now} now: load it on {there} ranks{remedy}"
-        there, now = state["levels"], here["levels"]
-        if there != now:
+            return f"the state was saved by {then} ranks, but there are {now} now: load it on {then} ranks{remedy}"
+        if (then := state["levels"]) != (now := here["levels"]):
             return (
-                f"the state was saved with the ranks on hosts {there}, but they are on {now} now: load it on the same "
+                f"the state was saved with the ranks on hosts {then}, but they are on {now} now: load it on the same "
                 "hosts; load(folder, on_world_size='reset') accepts others and drops the residuals"
             )
         misfit = self.misfit(state["tensors"], state["buckets"])
-        if misfit is not None:
-            return f"{misfit}: load it into the model that it was saved with, or start without the checkpoint"
-        return None
+        remedy = "load it into the model that it was saved with, or start without the checkpoint"
+        return None if misfit is None else f"{misfit}: {remedy}"
 
 
-def misfit_of(
-    shapes: Mapping[str, torch.Size], tensors: Mapping[str, Mapping[str, Tensor]], names: Iterable[str] = ()
-) -> str | None:
+def misfit_of(shapes: Mapping[str, torch.Size], tensors: Tensors, names: Iterable[str] = ()) -> str | None:
     """Return why tensors or parameter names do not fit a model with these parameter shapes, or None if they do."""
     for name in [*tensors, *names]:
         if name not in shapes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,7 @@ from syncline.errors import UsageError
 def ddp_of(model: nn.Module) -> DDP:
     inner = getattr(model, "_orig_mod", model)  # torch.compile(DDP(net))
     if not isinstance(inner, DDP):
-        raise UsageError(
-            f"attach needs a DistributedDataParallel model, not {type(inner).__name__}: wrap it in DDP first"
-        )
+        raise UsageError(f"the model is a {type(inner).__name__}: wrap it in DistributedDataParallel first")
     refuse_sparse(inner.module)
     return inner
 
@@ -24,22 +22,18 @@ def ddp_of(model: nn.Module) -> DDP:
 def refuse_sparse(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise UsageError(
-                f"{name or 'the model'} makes sparse gradients, which are not supported: pass sparse=False"
-            )
+            raise UsageError(f"{name or 'the model'} makes sparse gradients, which are not supported: use sparse=False")
 
 
 def parameters_of(ddp: DDP) -> dict[str, nn.Parameter]:
-    """Return all parameters that DDP may exchange.
+    """Return all parameters that DDP may exchange. Those that were frozen after DDP was built are in its buckets."""
+    return named_parameters(ddp.module, getattr(ddp, "parameters_to_ignore", ()))
 
-    Frozen ones are included, because those that were frozen after DDP was built are still in its buckets.
-    """
-    ignored = getattr(ddp, "parameters_to_ignore", ())
-    return {
-        name.replace("_orig_mod.", ""): parameter
-        for name, parameter in ddp.module.named_parameters()
-        if name not in ignored
-    }
+
+def named_parameters(module: nn.Module, ignored: Collection[str]) -> dict[str, nn.Parameter]:
+    """Return the parameters of a module, with the names that they have without torch.compile."""
+    parameters = module.named_parameters()
+    return {name.replace("_orig_mod.", ""): parameter for name, parameter in parameters if name not in ignored}
 
 
 def only_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
@@ -50,16 +44,6 @@ def only_device(parameters: Mapping[str, nn.Parameter]) -> torch.device:
         names = ", ".join(sorted(map(str, devices)))
         raise UsageError(f"the model's parameters are on several devices ({names}): use one device per process")
     return devices.pop()
-
-
-def shapes_of(ddp: DDP) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and type of each trained parameter, as in a plan."""
-    return {name: described(parameter) for name, parameter in parameters_of(ddp).items() if parameter.requires_grad}
-
-
-def described(parameter: Tensor) -> tuple[tuple[int, ...], str]:
-    """Return shape and type of a parameter, as in a plan."""
-    return tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
 
 
 def described_fully(tensor: Tensor) -> str:

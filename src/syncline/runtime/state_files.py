@@ -1,18 +1,9 @@
 """Write and read the files of a checkpoint: one safetensors file per rank, with metadata and checksums in its header.
 
 A save has three phases, and all ranks meet after each: every rank writes a draft, renames it to the final name, and
-rank 0 removes the files of other world sizes. Writing and renaming are atomic, so a file is complete or absent. If a
-rank cannot write, the previous checkpoint is unchanged. If the whole job crashes at any moment, the folder contains a
-complete set of files and drafts: the old one until the last draft is written, and the new one from then on. Loading
-takes the complete set with the most steps.
-
-The residuals of all ranks add up to what has not been applied yet. So they can be redistributed when the world size
-changes: a new rank takes over the residuals of some old ranks, or an equal share of the residual of one. Nothing is
-lost, and nothing is applied twice.
-
-safetensors does not detect flipped bits, and a damaged residual would be applied like any other. So a file has a
-checksum over its tensors (with their names, types and shapes) and a seal over that checksum and the metadata. They
-detect damage, not forgery: anyone who can write the file can also write a matching seal.
+rank 0 removes the files of other world sizes. Writing and renaming are atomic. So if a rank cannot write, the previous
+checkpoint is unchanged, and if the whole job crashes at any moment, the folder contains a complete set of files and
+drafts: the old one until the last draft is written, and then the new one. Loading takes the set with the most steps.
 """
 
 from __future__ import annotations
@@ -21,7 +12,6 @@ import contextlib
 import hashlib
 import os
 import re
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,41 +28,35 @@ from syncline.files import FileError, one_line, write_bytes
 
 SCHEMA = 2
 """Version of the file format. Version 1 had no checksums."""
-MOST_RANKS = 99_999
+_MOST_RANKS = 99_999
 """The largest world size that fits in a file name."""
 _ABOUT, _CHECKSUM, _SEAL = HEADER = ("syncline", "checksum", "seal")
-"""Keys of a file's metadata: `About` as JSON, the checksum of the tensors, and the checksum of these two texts."""
+"""Keys of a file's metadata: the fields of a state as JSON, the checksum of its tensors (with their names, types and
+shapes), and the checksum of these two texts. They detect damage, which safetensors does not, but not forgery."""
 _DRAFT = ".new"
 _NAME = re.compile(rf"rank-(\d{{5}})-of-(\d{{5}})\.safetensors(?:{re.escape(_DRAFT)})?")
-_COMMON = ("exchange", "levels", "steps", "buckets")
-"""Fields that are equal in all files of one save."""
 _WRITTEN_BY = "pass the folder that save(folder) wrote"
 _EARLIER = "load an earlier checkpoint"
-_OF_TORCH = (RuntimeError, TypeError, ValueError)
-"""Errors that torch raises for types and shapes that safetensors supports and torch does not."""
 
 Tensors = Mapping[str, Mapping[str, Tensor]]
 """Tensors by parameter name, then by kind."""
 
 
-class About(msgspec.Struct, frozen=True):
-    """The metadata of a state: the exchange, rank and step that its tensors belong to."""
+class State(msgspec.Struct, frozen=True):
+    """The state of an exchange on one rank."""
 
     schema: int
     exchange: dict[str, Any]
-    rank: Annotated[int, msgspec.Meta(ge=0, lt=MOST_RANKS)]
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)]
+    rank: Annotated[int, msgspec.Meta(ge=0, lt=_MOST_RANKS)]
+    world_size: Annotated[int, msgspec.Meta(ge=1, le=_MOST_RANKS)]
     levels: str | None
     steps: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     buckets: list[list[str]]
+    tensors: dict[str, dict[str, Tensor]]
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:
             raise ValueError(f"rank is {self.rank}, but world_size is only {self.world_size}")
-
-
-def file_of(folder: Path, rank: int, ranks: int) -> Path:
-    return folder / f"rank-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def folder_of(path: str | os.PathLike[str]) -> Path:
@@ -89,46 +73,24 @@ def problem_of(state: object, remedy: str) -> str | None:
             f"the checkpoint has schema {state['schema']!r}, but this version of syncline reads schema {SCHEMA}: load "
             "it with the version that saved it"
         )
-    problem = _invalid_field(state)
-    return None if problem is None else f"this is not a valid exchange state: {problem}: {remedy}"
-
-
-def _invalid_field(state: object) -> str | None:
-    if not isinstance(state, Mapping):
-        return f"it is a {type(state).__name__}"
-    missing = [field for field in (*About.__struct_fields__, "tensors") if field not in state]
-    if missing:
-        return f"{missing[0]!r} is missing"
-    about = {field: state[field] for field in About.__struct_fields__}
     try:
-        msgspec.convert(about, About)
-        msgspec.json.encode(about)
-    except msgspec.ValidationError as error:
+        valid = msgspec.convert(state, State)
+        msgspec.json.encode(msgspec.structs.replace(valid, tensors={}))
+    except (AttributeError, RecursionError, TypeError, ValueError) as error:
         text, _, where = str(error).partition(" - at `$.")
         field = f"{where.rstrip('`')}: " if where else ""
-        return one_line(f"{field}{text[:1].lower()}{text[1:].replace('`', '')}")
-    except RecursionError:
-        return "it is nested too deeply"
-    except (TypeError, ValueError) as error:
-        return one_line(str(error))
-    tensors = state["tensors"]
-    if not isinstance(tensors, Mapping) or not all(isinstance(kinds, Mapping) for kinds in tensors.values()):
-        return "tensors: expected a mapping by parameter name, then by kind"
-    for name, kinds in tensors.items():
-        for kind, tensor in kinds.items():
-            if not isinstance(tensor, Tensor):
-                return f"tensors: {kind} of {name!r} is a {type(tensor).__name__}, not a tensor"
+        text = one_line(f"{field}{text[:1].lower()}{text[1:].replace('`', '')}")
+        return f"this is not a valid exchange state: {text}: {remedy}"
     return None
 
 
 def sealed(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> bytes:
     """Return the content of a file. Tensors are named KIND/PARAMETER, like `residual/layer.weight`."""
-    text, checksum = msgspec.json.encode(about).decode(), checksum_of(tensors)
+    text, checksum = msgspec.json.encode(about).decode(), _checksum_of(tensors)
     return safetensors.torch.save(dict(tensors), {_ABOUT: text, _CHECKSUM: checksum, _SEAL: seal_of(text, checksum)})
 
 
-def checksum_of(tensors: Mapping[str, Tensor]) -> str:
-    """Return a checksum of the names, types, shapes and bits of tensors, whatever their order in a file."""
+def _checksum_of(tensors: Mapping[str, Tensor]) -> str:
     checksum = hashlib.sha256()
     for key, tensor in sorted(tensors.items()):
         label = f"{key}\n{tensor.dtype}\n{list(tensor.shape)}".encode()
@@ -143,7 +105,7 @@ def seal_of(about: str, checksum: str) -> str:
 
 def write_draft(folder: Path, state: Mapping[str, Any]) -> Path:
     """Write a rank's state to a draft, which `put_in_place` renames, and return the path of the draft."""
-    path = file_of(folder, state["rank"], state["world_size"])
+    path = folder / f"rank-{state['rank']:05d}-of-{state['world_size']:05d}.safetensors"
     about = {field: value for field, value in state.items() if field != "tensors"}
     flat = {
         f"{kind}/{name}": tensor.detach().cpu().contiguous()
@@ -187,58 +149,8 @@ def remove_others(folder: Path, ranks: int) -> None:
 
 
 def load_state(path: Path, *, tensors: bool = True) -> dict[str, Any]:
-    """Read and verify a state file. Whether it fits the model is for the caller to check.
-
-    Args:
-        path: The file.
-        tensors: False to read and verify only the metadata.
-
-    Returns:
-        The fields of `About`, and `tensors` by parameter name and kind.
-
-    Raises:
-        FileError: The file is missing, damaged, not finite, or not a state file.
-    """
+    """Read and verify a state file, or only its metadata. Raise a FileError if it is damaged, or not a state file."""
     header, flat = _read(path, tensors)
-    about = _about_in(path, header)
-    if tensors and checksum_of(flat) != header[_CHECKSUM]:
-        raise FileError(f"{path}: is damaged: the checksum of its tensors does not match: {_EARLIER}")
-    kept: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in flat.items():
-        kind, slash, name = key.partition("/")
-        if not slash or not _finite(tensor):
-            defect = "contains NaN or infinity" if slash else "is not named KIND/PARAMETER"
-            raise FileError(f"{path}: the tensor {one_line(key)} {defect}: {_EARLIER}")
-        kept.setdefault(name, {})[kind] = tensor
-    state = {**about, "tensors": kept}
-    problem = problem_of(state, _EARLIER)
-    if problem is not None:
-        raise FileError(f"{path}: {problem}")
-    return state
-
-
-def _read(path: Path, tensors: bool) -> tuple[dict[str, str], dict[str, Tensor]]:
-    """Return a file's metadata and, if requested, its tensors. Nothing is verified yet."""
-    try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):  # opening a pipe would block until another process writes to it
-            what = "folder" if stat.S_ISDIR(mode) else "pipe or a device"
-            raise FileError(f"{path}: is a {what}, not a state file: {_EARLIER}")
-        with safetensors.safe_open(str(path), framework="pt") as file:
-            keys = list(file.keys()) if tensors else []
-            return file.metadata() or {}, {key: file.get_tensor(key) for key in keys}
-    except FileError:
-        raise
-    except FileNotFoundError as error:
-        raise FileError(f"{path}: there is no such file: {_EARLIER}") from error
-    except OSError as error:
-        raise FileError(f"{path}: cannot be read: {error.strerror or error}: {_EARLIER}") from error
-    except (safetensors.SafetensorError, *_OF_TORCH) as error:
-        raise FileError(f"{path}: is not a complete safetensors file: {one_line(str(error))}: {_EARLIER}") from error
-
-
-def _about_in(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
-    """Return the metadata of a state from a file's header, after verifying its seal."""
     try:
         about = msgspec.json.decode(header[_ABOUT], type=dict[str, Any])
     except (KeyError, msgspec.DecodeError, RecursionError) as error:
@@ -247,12 +159,37 @@ def _about_in(path: Path, header: Mapping[str, str]) -> dict[str, Any]:
         raise FileError(f"{path}: {one_line(str(problem_of(about, _EARLIER)))}")
     if header.keys() != set(HEADER) or seal_of(header[_ABOUT], header[_CHECKSUM]) != header[_SEAL]:
         raise FileError(f"{path}: is damaged: the checksum of its header does not match: {_EARLIER}")
-    return about
+    if tensors and _checksum_of(flat) != header[_CHECKSUM]:
+        raise FileError(f"{path}: is damaged: the checksum of its tensors does not match: {_EARLIER}")
+    nested: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in flat.items():
+        kind, slash, name = key.partition("/")
+        wide = tensor.float() if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+        if not slash or not torch.isfinite(wide).all():
+            defect = "contains NaN or infinity" if slash else "is not named KIND/PARAMETER"
+            raise FileError(f"{path}: the tensor {one_line(key)} {defect}: {_EARLIER}")
+        nested.setdefault(name, {})[kind] = tensor
+    state = {**about, "tensors": nested}
+    if (problem := problem_of(state, _EARLIER)) is not None:
+        raise FileError(f"{path}: {problem}")
+    return state
 
 
-def _finite(tensor: Tensor) -> bool:
-    wide = tensor if tensor.element_size() > 1 or not tensor.is_floating_point() else tensor.to(torch.float32)
-    return bool(torch.isfinite(wide).all())
+def _read(path: Path, tensors: bool) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Return a file's metadata and, if requested, its tensors. Nothing is verified yet."""
+    try:
+        if path.exists() and not path.is_file():  # opening a pipe would block until another process writes to it
+            what = "folder" if path.is_dir() else "pipe or a device"
+            raise FileError(f"{path}: is a {what}, not a state file: {_EARLIER}")
+        with safetensors.safe_open(str(path), framework="pt") as file:
+            keys = list(file.keys()) if tensors else []
+            return file.metadata() or {}, {key: file.get_tensor(key) for key in keys}
+    except FileError:
+        raise
+    except OSError as error:
+        raise FileError(f"{path}: cannot be read: {error.strerror or error}: {_EARLIER}") from error
+    except (safetensors.SafetensorError, RuntimeError, TypeError, ValueError) as error:  # the last three are torch's
+        raise FileError(f"{path}: is not a complete safetensors file: {one_line(str(error))}: {_EARLIER}") from error
 
 
 def check_of_one_save(path: Path, state: Mapping[str, Any], first: Path, other: Mapping[str, Any]) -> None:
@@ -265,7 +202,8 @@ def check_of_one_save(path: Path, state: Mapping[str, Any], first: Path, other: 
                 f"{path}: contains the state of {field} {state[field]}, but its name says {value}: rename it back, or "
                 f"{_EARLIER}"
             )
-    differing = first_difference(*(flatten({field: of[field] for field in _COMMON}) for of in (state, other)))
+    common = ("exchange", "levels", "steps", "buckets")
+    differing = first_difference(*(flatten({field: of[field] for field in common}) for of in (state, other)))
     if differing is not None:
         field, mine, theirs = differing
         raise FileError(
@@ -277,8 +215,7 @@ def files_saved(folder: Path, world_size: int) -> list[Path]:
     """Return the files of the newest complete checkpoint in a folder, by rank.
 
     An interrupted save may leave several sets of files: of several world sizes, or with drafts that were not renamed.
-    Among the sets that are complete and of one step, the one with the most steps is the newest. If two are equal, the
-    one of this `world_size` is preferred.
+    Complete sets of one step come first, then those with the most steps, then those of this `world_size`.
     """
     placed: dict[int, dict[int, Path]] = {}
     newest: dict[int, dict[int, Path]] = {}
@@ -293,10 +230,8 @@ def files_saved(folder: Path, world_size: int) -> list[Path]:
     if not complete:
         missing = {ranks: [rank for rank in range(ranks) if rank not in newest[ranks]] for ranks in newest}
         ranks = min(missing, key=lambda ranks: len(missing[ranks]))
-        raise FileError(
-            f"{folder}: the files of ranks {missing[ranks]} of {ranks} are missing: copy them into the folder, or "
-            f"{_EARLIER}"
-        )
+        text = f"the files of ranks {missing[ranks]} of {ranks} are missing: copy them into the folder, or {_EARLIER}"
+        raise FileError(f"{folder}: {text}")
     if len(complete) == 1:
         return complete[0]
     steps = [{load_state(path, tensors=False)["steps"] for path in paths} for paths in complete]
@@ -308,10 +243,6 @@ def _files(folder: Path) -> list[tuple[int, int, Path]]:
     """Return rank, world size and path of each state file and draft, sorted by name."""
     try:
         matches = [(_NAME.fullmatch(path.name), path) for path in sorted(folder.iterdir())]
-    except FileNotFoundError as error:
-        raise FileError(f"{folder}: there is no such folder: {_WRITTEN_BY}") from error
-    except NotADirectoryError as error:
-        raise FileError(f"{folder}: is not a folder: {_WRITTEN_BY}") from error
     except OSError as error:
         raise FileError(f"{folder}: cannot be read: {error.strerror or error}: {_WRITTEN_BY}") from error
     named = [(int(match[1]), int(match[2]), path) for match, path in matches if match is not None]
@@ -321,12 +252,13 @@ def _files(folder: Path) -> list[tuple[int, int, Path]]:
 def shares(rank: int, ranks: int, saved: int) -> dict[int, float]:
     """Return the share of each old rank's residual that this rank takes over, when `saved` ranks become `ranks`.
 
-    The shares of an old rank add up to 1 over all new ranks, so the sum of all residuals does not change.
+    The residuals of all ranks add up to what has not been applied yet. The shares of an old rank add up to 1 over all
+    new ranks, so this sum does not change.
     """
     if ranks <= saved:
         return {old: 1.0 for old in range(saved) if old % ranks == rank}
     old = rank % saved
-    return {old: 1 / len([new for new in range(ranks) if new % saved == old])}
+    return {old: 1 / len(range(old, ranks, saved))}
 
 
 def redistributed(states: Mapping[int, Tensors], parts: Mapping[int, float]) -> dict[str, dict[str, Tensor]]:

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed as dist
 
 from syncline.dist.agreement import agree, digest
 from syncline.dist.comm import backend_of, gather_bytes
-from syncline.errors import SynclineError, UsageError
+from syncline.errors import UsageError
 from syncline.exchange import Climbing, Exchange, Topology, Tree
 from syncline.measure.assumed_network import assumed_links
 from syncline.measure.topology import host_identity, number
 from syncline.predict.exchange_time import topology_of
 from syncline.records.network import Network
+from syncline.records.plan import Plan
+
+T = TypeVar("T", Network, Plan)
 
 
 @dataclass(frozen=True)
@@ -32,12 +36,9 @@ class RankTopology:
 def find_topology(
     group: dist.ProcessGroup, exchanges: Sequence[Exchange], network: Network | None
 ) -> RankTopology | None:
-    """Collective: return the topology, or None if no exchange needs it.
+    """Collective: return the topology, or None if no exchange needs it. Raise if the network is another cluster's.
 
     Hosts are detected. Racks come from `network`, because only measurements of the links reveal them.
-
-    Raises:
-        UsageError: The network was measured on other ranks, hosts or another backend.
     """
     climbing = next((exchange for exchange in exchanges if isinstance(exchange, Climbing)), None)
     if climbing is None and network is None:
@@ -71,21 +72,18 @@ def check_network(network: Network, host_of_rank: tuple[int, ...], backend: str)
         raise UsageError(f"the network was measured with {network.backend}, but the model uses {backend}: {again}")
 
 
-def read_network(network: object) -> Network | SynclineError | None:
-    """Return the network, or read it from its file. An error is returned, so that all ranks can meet and raise it."""
-    if network is None or isinstance(network, Network):
-        return network
-    if not isinstance(network, str | os.PathLike):
-        kind = type(network).__name__
-        return UsageError(f"network is a {kind}: pass a Network, or the path of a file that syncline probe wrote")
-    try:
-        return Network.load(network)
-    except SynclineError as error:
-        return error
+def loaded_from(name: str, value: T | str | os.PathLike[str], kind: type[T]) -> T:
+    """Return the argument `name`, which is a Plan or a Network, or load it if it is the path of a file."""
+    if isinstance(value, kind):
+        return value
+    if not isinstance(value, str | os.PathLike):
+        raise UsageError(f"{name} is a {type(value).__name__}: pass a {kind.__name__}, or the path of its file")
+    loaded: T = kind.load(value)
+    return loaded
 
 
-def mark_of(network: Network | SynclineError | None) -> str | None:
-    """Return a digest of the network for the fingerprint: all ranks must use the same one."""
-    if isinstance(network, SynclineError):
-        return f"unreadable: {network}"
-    return None if network is None else f"digest {digest(msgspec.to_builtins(network)).hex()[:8]}"
+def read_network(network: Network | str | os.PathLike[str] | None, fields: dict[str, Any]) -> Network | None:
+    """Return the network, or read it from its file. Its digest is added to the fields that ranks compare."""
+    loaded = None if network is None else loaded_from("network", network, Network)
+    fields["network"] = None if loaded is None else f"digest {digest(msgspec.to_builtins(loaded)).hex()[:8]}"
+    return loaded

@@ -16,9 +16,6 @@ from syncline.records.plan import MAX_LANES
 from syncline.runtime.parameters import refuse_sparse
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
-_BROADCAST_BYTES = 2**26
-_LONGEST_S = 1e9
-"""Below the largest value of a timedelta."""
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -71,16 +68,12 @@ def check_lanes(lanes: object) -> None:
 
 def build_optimizer(optimizer: Optimizer | OptimizerOf, parameters: Mapping[str, nn.Parameter]) -> Optimizer:
     """Return the optimizer, or call the function that creates it. Raise if it misses a parameter."""
-    built = optimizer if isinstance(optimizer, Optimizer) else None
-    if built is None:
-        if not callable(optimizer):
-            raise UsageError(
-                f"optimizer is a {type(optimizer).__name__}: pass an optimizer, or a function that creates one, like "
-                "lambda parameters: torch.optim.SGD(parameters, lr=0.1)"
-            )
+    built: object = optimizer
+    if callable(optimizer) and not isinstance(optimizer, Optimizer):
         built = optimizer(list(parameters.values()))
     if not isinstance(built, Optimizer):
-        raise UsageError(f"the optimizer function returned a {type(built).__name__}, not an optimizer")
+        kind = type(built).__name__
+        raise UsageError(f"optimizer is a {kind}: pass an optimizer, or a function that creates one from parameters")
     stepped = {id(p) for group in built.param_groups for p in group["params"]}
     for name, parameter in parameters.items():
         if id(parameter) not in stepped:
@@ -89,26 +82,14 @@ def build_optimizer(optimizer: Optimizer | OptimizerOf, parameters: Mapping[str,
 
 
 def broadcast_from_first(group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> None:
-    """Collective: overwrite the tensors of all ranks with those of the group's first rank, in chunks of one type."""
-    first = dist.get_global_rank(group, 0)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
-        room = max(1, _BROADCAST_BYTES // dtype.itemsize)
-        chunk: list[Tensor] = []
-        for tensor in [*same, None]:
-            if chunk and (tensor is None or sum(part.numel() for part in chunk) + tensor.numel() > room):
-                flat = torch.cat([part.reshape(-1) for part in chunk])
-                dist.broadcast(flat, first, group=group)
-                for part, received in zip(chunk, flat.split([part.numel() for part in chunk]), strict=True):
-                    part.copy_(received.view(part.shape))
-                chunk = []
-            if tensor is not None:
-                chunk.append(tensor)
+    """Collective: overwrite the tensors of all ranks with those of the group's first rank."""
+    if tensors:  # the function is private, but DDP copies its parameters with it
+        dist._broadcast_coalesced(group, [tensor.detach() for tensor in tensors], 2**26, 0)  # type: ignore[attr-defined]
 
 
 def check_timeout(timeout_s: object) -> None:
     number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
-    if timeout_s is not None and not (number and 0 < timeout_s < _LONGEST_S):  # type: ignore[operator]
+    if timeout_s is not None and not (number and 0 < timeout_s < 1e9):  # type: ignore[operator]
         raise UsageError(f"timeout_s must be greater than 0, and is {timeout_s!r}")
 
 

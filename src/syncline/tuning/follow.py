@@ -1,11 +1,8 @@
 """`follow`: tune a DDP model while a script trains it, from the steps that the script makes anyway.
 
-    following = syncline.follow(model)
-
 The call itself changes nothing. During the model's forwards, between two steps and on all ranks alike, some steps are
 profiled, the links are probed, a plan is made, the plan and plain DDP take turns over the script's own steps, and the
-faster one stays. The script's steps, data and random numbers are what they would have been. Gradients are what the
-chosen exchange makes of them, which by default is the same up to summation order.
+faster one stays. The script's data and random numbers stay the same.
 """
 
 from __future__ import annotations
@@ -20,7 +17,6 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.ddp import buckets
-from syncline.ddp.handle import Handle
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import bound_group
 from syncline.errors import SynclineError
@@ -30,13 +26,11 @@ from syncline.measure.hooks import Unseen
 from syncline.measure.step_watcher import Pass, StepWatcher, in_backward
 from syncline.records.network import Network
 from syncline.records.plan import Plan
-from syncline.records.profile import Profile
 from syncline.records.run_record import ModelRecord
-from syncline.runtime.parameters import ddp_of, only_device, parameters_of
-from syncline.runtime.step_log import StepLog
-from syncline.tuning.live import LiveTuner
+from syncline.runtime.parameters import ddp_of, parameters_of
+from syncline.tuning.live import LiveTuner, Steps
 from syncline.tuning.settings import PROBE_S, TuneSettings
-from syncline.tuning.trial import Steps, Trial
+from syncline.tuning.step_log import StepLog
 
 
 def follow(
@@ -56,10 +50,8 @@ def follow(
 
     With an `exchange` or a `plan`, that is applied in the model's first training forward. Without, the model is tuned:
     about 60 of its steps are measured and tried, and the script waits once while the links are probed. If tuning is not
-    possible, plain DDP stays and rank 0 prints the reason.
-
-    All ranks must call `follow` with the same arguments and train the model in the same forwards. From then on each
-    rank sends heartbeats, and logs one line when another rank stops sending them.
+    possible, plain DDP stays and rank 0 prints the reason. From then on each rank logs one line when another rank stops
+    sending heartbeats. All ranks must call `follow` with the same arguments and train the model in the same forwards.
 
     Args:
         model: A DistributedDataParallel model.
@@ -71,8 +63,7 @@ def follow(
         scaler: The GradScaler of the loss, as in `attach`.
         probe_s: Time for probing the links, in seconds.
         timeout_s: Timeout of a collective in seconds. It becomes the timeout of the model's process group, so it also
-            bounds plain DDP's all-reduces and the script's own collectives in that group. Probes have longer timeouts
-            of their own. By default the group's timeout stays as it is.
+            bounds plain DDP's all-reduces and the script's own collectives in that group, but not probes.
         quiet: Print nothing. By default rank 0 prints what was done.
 
     Returns:
@@ -87,7 +78,6 @@ def follow(
         >>> train()  # doctest: +SKIP
         >>> print(following.describe())  # doctest: +SKIP
     """
-    ddp = ddp_of(model)
     settings = TuneSettings(
         exchange=exchange,
         plan=plan,
@@ -99,116 +89,57 @@ def follow(
         timeout_s=timeout_s,
         quiet=quiet,
     )
-    return Following(ddp, settings)
+    return Following(ddp_of(model), settings)
 
 
-class Following:
-    """A model that `follow` watches: what was measured and done, and how long its steps took.
-
-    Attributes:
-        working: Whether it is measuring or changing something now. Models built meanwhile are not the script's.
-        error: The reason why the requested exchange or plan could not be applied, if it could not.
-    """
+class Following(LiveTuner):
+    """A model that `follow` watches: what was measured and done, and how long its steps took."""
 
     def __init__(
         self, ddp: DDP, settings: TuneSettings, find_scaler: Callable[[], GradScaler | None] | None = None
     ) -> None:
-        """Follow a model.
-
-        Args:
-            ddp: The model.
-            settings: What to do.
-            find_scaler: Returns the scaler of the loss when something is attached. By default that of the settings.
-        """
-        self.working = False
-        self.error: SynclineError | None = None
-        self._device = only_device(parameters_of(ddp))
+        """Follow a model. `find_scaler` returns the scaler of the loss; by default it is that of the settings."""
+        super().__init__(ddp, settings, find_scaler or (lambda: settings.scaler))
+        self._watcher = StepWatcher(self._device, self._after_step)
+        self._log = StepLog(ddp, self._watcher, self._device)
         bound_group(ddp.process_group, settings.timeout_s)
-        self._in_eval = False
+        self.done = False
+        """Whether the decision has been made."""
+        self.working = False
+        """Whether it is measuring or changing something now. Models built meanwhile are not the script's."""
+        self.error: SynclineError | None = None
+        """Why the requested exchange or plan could not be applied, if it could not."""
+        self._closed = self._in_eval = False
         self._is_first_forward = True
         """Whether no training forward has begun since the last step."""
-        self._closed = self._decided = False
         # Registered before the watcher's hook, so that a step's clock starts when this one has returned. The hook holds
         # the generator, which holds the model while it is profiled: a reference cycle that goes with the model.
+        work = self._tune_or_keep_plain() if settings.tunes else self._apply_given()
         self._hook = ddp.register_forward_pre_hook(Unseen(lambda *_: self._before_forward(work)))
-        self._watcher = StepWatcher(self._device, self._after_step)
-        self._watcher.watch(ddp, ddp)
-        self._log = StepLog(ddp, self._watcher, self._device)
-        self._tuner = LiveTuner(ddp, settings, find_scaler or (lambda: settings.scaler), self._watcher, self._log)
-        work = self._tuner.run()
         self._work = weakref.ref(work)
+        self._watcher.watch(ddp, ddp)
         self._caps = buckets.own_caps(ddp) if buckets.can_change() else ()
-        self._trained = frozenset(id(p) for p in parameters_of(ddp).values() if p.requires_grad)
+        self._trained = _trained(ddp)
         self._watchdog = watch_plain(ddp)
-
-    @property
-    def model(self) -> DDP:
-        """The model.
-
-        Raises:
-            UsageError: It no longer exists.
-        """
-        return self._tuner.model
-
-    @property
-    def handle(self) -> Handle | None:
-        """The handle of what is attached now, or None."""
-        return self._tuner.handle
-
-    @property
-    def done(self) -> bool:
-        """Whether the decision has been made."""
-        return self._decided
-
-    @property
-    def profile(self) -> Profile | None:
-        """The profile of the model, once it was measured."""
-        return self._tuner.profile
-
-    @property
-    def network(self) -> Network | None:
-        """The links, once they are known."""
-        return self._tuner.network
-
-    @property
-    def plan(self) -> Plan | None:
-        """The plan that was given or found, applied or not."""
-        return self._tuner.plan
-
-    @property
-    def trial(self) -> Trial | None:
-        """The times of plain DDP and of the plan, once both were tried."""
-        return self._tuner.trial
-
-    @property
-    def seconds(self) -> float:
-        """Time that the script has waited for measurements and changes."""
-        return self._tuner.seconds
 
     def describe(self) -> str:
         """Return what was done and why."""
-        if not self._decided and not self._watcher.step_count and self._watcher.forward_count:
+        if not self.done and not self._watcher.step_count and self._watcher.forward_count:
             return (
                 "Nothing was decided: no backward from the model's output was seen. The output must contain tensors "
                 "that backward starts from, and the script must call the model, not its forward method."
             )
-        return self._tuner.outcome
+        return self._outcome
 
     def record(self) -> ModelRecord:
         """Return what is known so far as a record for a file. The model may be gone."""
-        return self._log.record(
-            outcome=self.describe(),
-            caps=self._caps,
-            host_of_rank=self._tuner.hosts,
-            profile=self.profile,
-            network=self.network,
-            plan=self.plan,
-        )
+        known = {"profile": self.profile, "network": self.network, "plan": self.plan}
+        return self._log.record(outcome=self.describe(), caps=self._caps, host_of_rank=self._hosts, **known)
 
     def note_loss(self, loss: Tensor) -> None:
         """Record the loss of the next step: a tensor with one number that nothing changes any more."""
-        if self._tuner.exists:
-            self._log.note_loss(loss)
+        if self._ddp() is not None:
+            self._log.loss = loss
 
     def close(self) -> None:
         """Stop following. What is attached stays attached."""
@@ -239,8 +170,9 @@ class Following:
             return
         self._is_first_forward = False
         with current_device(self._device):
-            self._log.step_begins(self.handle, decided=self._decided and self._tuner.is_ours)
-            if not self._decided and not self._is_partly_frozen:
+            self._log.step_begins(self.handle, decided=self.done and self._is_ours)
+            # Another set of trained parameters, as when two models train in turns, is not the step that is tuned.
+            if not self.done and _trained(ddp) == self._trained:
                 self._continue(work)
 
     def _continue(self, work: Steps) -> None:
@@ -248,17 +180,15 @@ class Following:
         try:
             next(work)
         except SynclineError as error:
-            self.error, self._decided = error, True
+            self.error, self.done = error, True
             raise
         except StopIteration:
-            self._decided = True
-            self._log.switch_to(self._tuner.method)  # the steps from now on are those that count
-            self._tuner.print(self.describe())
+            self.done = True
+            self._log.switch_to(self._method)  # the steps from now on are those that count
+            self._print(self.describe())
         finally:
             self.working = False
 
-    @property
-    def _is_partly_frozen(self) -> bool:
-        """Whether this forward trains other parameters than DDP was built for, as when two models train in turns."""
-        parameters = parameters_of(self.model).values()
-        return frozenset(id(p) for p in parameters if p.requires_grad) != self._trained
+
+def _trained(ddp: DDP) -> frozenset[int]:
+    return frozenset(id(parameter) for parameter in parameters_of(ddp).values() if parameter.requires_grad)

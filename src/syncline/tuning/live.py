@@ -17,12 +17,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.ddp import buckets
-from syncline.ddp.attach import attach
-from syncline.ddp.handle import Handle
-from syncline.ddp.hook import Switch, attached_to, other_hooks
+from syncline.ddp.attach import attach, make_planned
+from syncline.ddp.handle import Handle, handle_if_attached
+from syncline.ddp.hook import Switch, attached_to, other_hook
 from syncline.dist.comm import backend_of
 from syncline.errors import SynclineError, UsageError
-from syncline.health import meeting
 from syncline.measure.backward_watch import BackwardWatch
 from syncline.measure.preserve_state import same_random_numbers
 from syncline.measure.step_watcher import StepWatcher
@@ -31,16 +30,18 @@ from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 from syncline.runtime.bucket_policy import difference_of, read_plan
-from syncline.runtime.parameters import only_device, parameters_of, shapes_of
+from syncline.runtime.parameters import only_device, parameters_of
 from syncline.runtime.stats import name_of
-from syncline.runtime.step_log import PLAIN, StepLog
-from syncline.runtime.topology import check_network, hosts_of, mark_of, read_network
-from syncline.tuning.replan import make_plain, make_planned, plan_for_live, probe_for
+from syncline.runtime.topology import hosts_of
 from syncline.tuning.settings import TuneSettings, has_residual
-from syncline.tuning.trial import SETTLING, Schedule, Steps, Trial, Turn, take_turns
+from syncline.tuning.step_log import PLAIN, StepLog
+from syncline.tuning.trial import SETTLING, Schedule, Trial, Turn, agreed_network, plan_for_live, probe_for
 
 _PROFILED = 10
 """Steps that the profile is made from."""
+
+Steps = Generator[None, None, None]
+"""Each `yield` stands for one training step."""
 
 _probed: dict[tuple[object, ...], Network] = {}
 """Links that were probed in this process, by (ranks, backend, allowed exchanges)."""
@@ -51,98 +52,76 @@ class _CannotChangeError(UsageError):
 
 
 class LiveTuner:
-    """Changes a model between steps, and holds what was measured and decided.
+    """Changes a model between steps. It refers to the model weakly, because the model's hooks refer to it."""
 
-    It holds only a weak reference to the model, because the model's hooks refer to it.
-    """
+    _watcher: StepWatcher
+    _log: StepLog
 
-    def __init__(
-        self,
-        ddp: DDP,
-        settings: TuneSettings,
-        find_scaler: Callable[[], GradScaler | None],
-        watcher: StepWatcher,
-        log: StepLog,
-    ) -> None:
+    def __init__(self, ddp: DDP, settings: TuneSettings, find_scaler: Callable[[], GradScaler | None]) -> None:
         self._ddp = weakref.ref(ddp)
         self._settings, self._find_scaler = settings, find_scaler
-        self._watcher, self._log = watcher, log
         self._group: dist.ProcessGroup = ddp.process_group
         self._device = only_device(parameters_of(ddp))
+        self._hosts: tuple[int, ...] = ()
         self._attached: weakref.ref[Switch] | None = None
         """What this object attached, as opposed to what the script attached."""
         self.profile: Profile | None = None
         self.network: Network | None = None
         self.plan: Plan | None = None
+        """The plan that was given or found, applied or not."""
         self.trial: Trial | None = None
-        self.hosts: tuple[int, ...] = ()
         self.seconds = 0.0
         """Time that the script has waited for measurements and changes."""
-        self.outcome = "Nothing was decided yet: the script ended too early."
+        self._outcome = "Nothing was decided yet: the script ended too early."
 
     @property
     def model(self) -> DDP:
+        """The model. Raises a `UsageError` if it no longer exists."""
         if (ddp := self._ddp()) is None:
             raise UsageError("the model that was followed no longer exists")
         return ddp
 
     @property
-    def exists(self) -> bool:
-        """Whether the model still exists."""
-        return self._ddp() is not None
-
-    @property
     def handle(self) -> Handle | None:
-        switch = attached_to(self.model)
-        return None if switch is None or switch.engine is None else Handle(self.model, switch, switch.engine)
+        """The handle of what is attached now, or None."""
+        return handle_if_attached(self.model)
 
     @property
-    def is_ours(self) -> bool:
+    def _is_ours(self) -> bool:
         """Whether this object attached what is attached now."""
         switch = attached_to(self.model)
         return switch is not None and self._attached is not None and self._attached() is switch
 
     @property
-    def method(self) -> str:
+    def _method(self) -> str:
         """The name of what exchanges the gradients now, as in run records."""
         if self.handle is None:
             return PLAIN
         return "the plan" if self.handle.plan is not None else name_of(self.handle.exchange)
 
-    def print(self, text: str) -> None:
-        """Print a line on rank 0, unless the settings say not to."""
+    def _print(self, text: str) -> None:
         if not self._settings.quiet and self._group.rank() == 0:
             print(f"syncline: {type(self.model.module).__name__}: {text}", file=sys.stderr, flush=True)
 
-    def run(self) -> Steps:
-        """Apply the exchange or the plan of the settings, or tune if there is neither."""
-        return self._tune_or_keep_plain() if self._settings.tunes else self._apply_given()
-
-    # --- a given exchange or plan -------------------------------------------------------------------------------
-
     def _apply_given(self) -> Steps:
-        self._prepare()
-        settings = self._settings
+        self._check_untouched()
+        self._hosts = hosts_of(self._group)
+        settings, scaler = self._settings, self._find_scaler()
         with self._paused():
             if settings.exchange is not None:
-                attach(
-                    self.model,
-                    settings.exchange,
-                    timeout_s=settings.timeout_s,
-                    network=settings.network,
-                    scaler=self._find_scaler(),
-                )
-                self.outcome = f"{settings.exchange!r} is attached, as requested."
+                network, timeout_s = settings.network, settings.timeout_s
+                attach(self.model, settings.exchange, timeout_s=timeout_s, network=network, scaler=scaler)
+                self._outcome = f"{settings.exchange!r} is attached, as requested."
             elif settings.plan is not None:
                 plan = read_plan(settings.plan, self._group, self._device, "follow")
-                difference = difference_of(plan, shapes_of(self.model), self._group, self._device.type, "follow")
+                difference = difference_of(plan, parameters_of(self.model), self._group, "follow")
                 if difference is not None:
                     raise UsageError(f"the plan does not fit: {difference}")
                 self.plan = plan
                 if not plan.nothing:
                     self._check_changeable()
-                    self._switch_to_plan(plan, self._given_network())
-                self.outcome = f"The plan is applied, as requested: {plan.reason}"
+                    self._switch_to_plan(plan, agreed_network(self._group, self._device, "follow", lambda: settings))
+                self._outcome = f"The plan is applied, as requested: {plan.reason}"
         self._note_change()
         yield from ()  # no step is needed
 
@@ -153,17 +132,18 @@ class LiveTuner:
         try:
             yield from self._tune()
         except _CannotChangeError as reason:
-            kept = "The trial was stopped and the plan stays" if self.is_ours else "Left alone"
-            self.outcome = f"{kept}: {reason}."
+            kept = "The trial was stopped and the plan stays" if self._is_ours else "Left alone"
+            self._outcome = f"{kept}: {reason}."
         except (SynclineError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
             # Ranks share these errors while they measure and plan. A broken connection (a RuntimeError) is raised.
-            if self.is_ours:
+            if self._is_ours:
                 self._switch_to_plain()
             message = str(error).rstrip(".") or type(error).__name__
-            self.outcome = f"Plain DDP stays, because tuning failed: {message}."
+            self._outcome = f"Plain DDP stays, because tuning failed: {message}."
 
     def _tune(self) -> Steps:
-        self._prepare()
+        self._check_untouched()
+        self._hosts = hosts_of(self._group)
         settings = self._settings
         if self._group.size() == 1:
             raise _CannotChangeError("there is one rank, which exchanges nothing")
@@ -173,7 +153,7 @@ class LiveTuner:
         with BackwardWatch(Subject.of(self.model), None, _PROFILED, 0, last_pass_only=True) as watch:
             yield from self._wait_for_steps(_PROFILED)
             with self._paused():
-                given = self._given_network()
+                given = agreed_network(self._group, self._device, "follow", lambda: settings)
                 if settings.change:
                     self._check_changeable()
                 profile = watch.profile(self._group)
@@ -183,7 +163,7 @@ class LiveTuner:
             self.network = given or self._probe()
             self.profile, self.plan = plan_for_live(self.model, profile, self.network, settings.allow, self._device)
         if not settings.change or self.plan.nothing:
-            self.outcome = self.plan.reason if settings.change else f"Only observed. {self.plan.reason}"
+            self._outcome = self.plan.reason if settings.change else f"Only observed. {self.plan.reason}"
             return
         yield from self._try(self.plan, self.network)
 
@@ -192,12 +172,14 @@ class LiveTuner:
         allowed, probe_s = self._settings.allow, self._settings.probe_s
         key = (tuple(dist.get_process_group_ranks(self._group)), backend_of(self._group), allowed)
         if key not in _probed:
-            self.print(f"probing the links for about {probe_s:g} s, while the script waits")
+            self._print(f"probing the links for about {probe_s:g} s, while the script waits")
             _probed[key] = probe_for(self._group, allowed, probe_s)
         return _probed[key]
 
     def _try(self, plan: Plan, network: Network) -> Steps:
-        """Run the trial on the script's own steps, and keep the faster."""
+        """Let plain DDP and the plan take turns over the script's own steps, and keep the faster."""
+        schedule = Schedule.on_live_steps(plan)
+        step_s: dict[Turn, list[float]] = {"plain": [], "plan": []}
 
         def switch(turn: Turn) -> None:
             with self._paused():
@@ -206,17 +188,17 @@ class LiveTuner:
                 elif turn == "plain" and self.handle is not None:
                     self._switch_to_plain()
 
-        def run_steps(settling: int, counted: int) -> Generator[None, None, list[float]]:
-            yield from self._wait_for_steps(settling)
+        for turn in schedule.turns:
+            switch(turn)
+            yield from self._wait_for_steps(schedule.settling)
             first = self._watcher.step_count
-            yield from self._wait_for_steps(counted)
-            return self._log.step_times_s(first, first + counted)
-
-        self.trial = yield from take_turns(self._group, Schedule.on_live_steps(plan), switch, run_steps)
+            yield from self._wait_for_steps(schedule.counted)
+            step_s[turn] += self._log.step_times_s(first, first + schedule.counted)
+        self.trial = Trial.of(self._group, step_s)
         switch("plan" if self.trial.won else "plain")
-        self.outcome = f"{plan.reason} {self.trial.describe('step')}"
+        self._outcome = f"{plan.reason} {self.trial.describe('step')}"
         if has_residual(plan) and not self.trial.won:
-            self.outcome += " The residual of its steps is dropped."
+            self._outcome += " The residual of its steps is dropped."
 
     def _wait_for_steps(self, count: int) -> Steps:
         end = self._watcher.step_count + count
@@ -234,7 +216,7 @@ class LiveTuner:
 
     def _switch_to_plain(self) -> None:
         self._copy_gradients()
-        make_plain(self.model)
+        buckets.make_plain(self.model)
         self._note_change()
 
     def _copy_gradients(self) -> None:
@@ -246,7 +228,7 @@ class LiveTuner:
     def _note_change(self) -> None:
         switch = attached_to(self.model)
         self._attached = None if switch is None else weakref.ref(switch)
-        self._log.switch_to(self.method)
+        self._log.switch_to(self._method)
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
@@ -260,34 +242,15 @@ class LiveTuner:
 
     # --- checks -------------------------------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
-        """Find the hosts of the ranks. Collective."""
-        self._check_untouched()
-        self.hosts = hosts_of(self._group)
-
     def _check_untouched(self) -> None:
         """Raise an error if the script itself does something that excludes a change; every rank sees it by itself."""
-        if attached_to(self.model) is not None and not self.is_ours:
+        if attached_to(self.model) is not None and not self._is_ours:
             raise _CannotChangeError("the script attaches to this model itself")
-        if other_hooks(self.model):
-            raise _CannotChangeError(f"the script registered a communication hook ({other_hooks(self.model)[0]})")
+        if (other := other_hook(self.model)) is not None:
+            raise _CannotChangeError(f"the script registered a communication hook ({other})")
         if getattr(getattr(self.model, "_join_config", None), "enable", False):
             raise _CannotChangeError("under join() ranks make different numbers of steps, and cannot meet between them")
 
     def _check_changeable(self) -> None:
         if (why_not := buckets.why_not_change(self.model)) is not None:
             raise _CannotChangeError(f"{why_not}; see `syncline plan` and syncline.wrap(net, plan)")
-
-    def _given_network(self) -> Network | None:
-        """Return the network of the settings, after checking that it fits and is the same on all ranks. Collective."""
-        settings = self._settings
-        network: Network | SynclineError | None = None
-        with meeting.together(self._group, self._device, "what is followed", "follow") as fields:
-            network = read_network(settings.network)
-            if isinstance(network, SynclineError):
-                raise network
-            fields |= {"allow": list(settings.allow), "change": settings.change, "network": mark_of(network)}
-            fields["timeout_s"] = settings.timeout_s
-        if network is not None:
-            check_network(network, self.hosts, backend_of(self._group))
-        return network

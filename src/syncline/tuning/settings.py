@@ -16,6 +16,7 @@ from syncline.plan.search import check_allowed
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.runtime.checkpoint import ON_WORLD_SIZE
+from syncline.runtime.topology import loaded_from
 from syncline.runtime.validation import check_timeout, checked_exchange
 
 BUDGET_S = 45.0
@@ -27,34 +28,23 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings:
-    """What to do with a model, checked as far as possible without the model.
+    """What to do with a model: arguments of `tune`, `follow` and `Handle.load`, checked without the model.
 
     Raises:
         UsageError: A setting is invalid, or two settings contradict each other.
     """
 
     exchange: Exchange | None = None
-    """The exchange to attach instead of tuning."""
     plan: Plan | PathLike | None = None
-    """The plan to apply instead of tuning, or its file."""
     allow: Sequence[str] = ()
-    """Kinds of lossy exchanges that a plan may use."""
     network: Network | PathLike | None = None
-    """The links, or the file with them. Without it, they are probed."""
     change: bool = True
-    """Whether `follow` may change the model. If not, it only reports what it would change."""
     budget_s: float = BUDGET_S
-    """Time that `tune` may take, in seconds."""
     probe_s: float = PROBE_S
-    """Time that `follow` may take to probe the links, in seconds."""
     scaler: GradScaler | None = field(default=None, compare=False, repr=False)
-    """The scaler of the loss."""
     timeout_s: float | None = None
-    """Timeout of a collective in seconds; None leaves the process group's timeout as it is."""
     on_world_size: str = "refuse"
-    """What a run that is resumed on another number of ranks does with residuals, as in `Handle.load`."""
     quiet: bool = False
-    """Whether to print nothing."""
 
     def __post_init__(self) -> None:
         if self.exchange is not None and self.plan is not None:
@@ -64,9 +54,7 @@ class TuneSettings:
                 raise UsageError(f"{name} is a {type(value).__name__}: pass a {kind.__name__}, or its file")
         object.__setattr__(self, "allow", check_allowed(self.allow))
         if not self.tunes and (self.allow or not self.change):
-            raise UsageError(
-                "allow and change=False are for tuning: with an exchange or a plan there is nothing to tune"
-            )
+            raise UsageError("allow and change=False are for tuning, which an exchange or a plan replaces")
         if not _is_number(self.budget_s, MIN_BUDGET_S):
             raise UsageError(f"budget_s is {self.budget_s!r}: tuning takes at least {MIN_BUDGET_S:g} s")
         if not _is_number(self.probe_s, 1.0):
@@ -85,12 +73,9 @@ class TuneSettings:
 
     def load_files(self) -> TuneSettings:
         """Return a copy in which `plan` and `network` are loaded from their files."""
-        plan, network = self.plan, self.network
-        return dataclasses.replace(
-            self,
-            plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(plan),
-            network=network if network is None or isinstance(network, Network) else Network.load(network),
-        )
+        plan = None if self.plan is None else loaded_from("plan", self.plan, Plan)
+        network = None if self.network is None else loaded_from("network", self.network, Network)
+        return dataclasses.replace(self, plan=plan, network=network)
 
 
 def has_residual(plan: Plan) -> bool:

@@ -1,7 +1,5 @@
 """`tune`: measure, plan, try, and apply the faster of plan and plain DDP to a live model, in place.
 
-    syncline.tune(model, step)
-
 All ranks profile the model without communication, probe the links and make a plan. Plain DDP and the plan then take
 turns on the model itself, and the faster one stays. The model remains the same object with the same weights, buffers
 and gradients, and random number generators keep their state.
@@ -12,7 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,11 +21,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.ddp import buckets
+from syncline.ddp.attach import make_planned
 from syncline.ddp.handle import Handle
-from syncline.ddp.hook import attached_to, other_hooks
+from syncline.ddp.hook import attached_to
 from syncline.dist.agreement import current_device
-from syncline.dist.comm import backend_of, bound_group, gather_bytes, group_device
-from syncline.errors import SynclineError, UsageError
+from syncline.dist.comm import bound_group, gather_bytes, group_device
+from syncline.errors import UsageError
 from syncline.health import meeting
 from syncline.health.watchdog import watch_plain
 from syncline.measure.backward_watch import watch_backward
@@ -37,10 +36,8 @@ from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 from syncline.runtime.parameters import ddp_of, only_device, parameters_of
-from syncline.runtime.topology import check_network, hosts_of, mark_of, read_network
-from syncline.tuning.replan import make_plain, make_planned, plan_for_live, probe_for
 from syncline.tuning.settings import BUDGET_S, MIN_BUDGET_S, TuneSettings
-from syncline.tuning.trial import Schedule, Trial, Turn, take_turns
+from syncline.tuning.trial import Schedule, Trial, Turn, agreed_network, plan_for_live, probe_for
 
 Step = Callable[[nn.Module], object]
 
@@ -62,7 +59,6 @@ class Tuned:
         network: The links that the plan was made for.
         seconds: Time that tuning took.
         model: The model.
-        settings: The settings that `tune` was called with, reused by `retune`.
 
     Example:
         >>> tuned = syncline.tune(model, step)  # doctest: +SKIP
@@ -76,32 +72,10 @@ class Tuned:
     network: Network
     seconds: float
     model: DDP = field(repr=False)
-    settings: TuneSettings = field(repr=False)
 
     def describe(self) -> str:
         """Return the reason for the plan, and the result of the trial if there was one."""
         return "\n".join([self.plan.reason, *([] if self.trial is None else [self.trial.describe()])])
-
-    def drift(self) -> str | None:
-        """Return a message if exchanges now take much longer than planned, so that `retune` may help; else None."""
-        return None if self.handle is None else self.handle.drift()
-
-    def retune(self, step: Step, **changed: Any) -> Tuned:
-        """Tune the model again.
-
-        Args:
-            step: As for `tune`.
-            **changed: Arguments of `tune` that differ from the last call. Links are probed again unless `network` is
-                one of them.
-
-        Returns:
-            The new result.
-
-        Raises:
-            SynclineError: As for `tune`.
-        """
-        reused = ("allow", "budget_s", "timeout_s", "scaler", "quiet")
-        return tune(self.model, step, **{**{name: getattr(self.settings, name) for name in reused}, **changed})
 
 
 def tune(
@@ -118,17 +92,13 @@ def tune(
     """Find the fastest way for a DDP model to exchange its gradients, and apply it in place.
 
     All ranks of the model's process group must call `tune` with the same arguments. An exchange that was attached
-    before is replaced, and its residual is dropped. With a single rank there is nothing to exchange: `step` runs as
-    usual and the model stays as it is.
-
-    During tuning and afterwards, with plain DDP too, each rank logs one line when another rank stops sending
-    heartbeats.
+    before is replaced, and its residual is dropped. From then on each rank logs one line when another rank stops
+    sending heartbeats, with plain DDP too.
 
     Args:
         model: A DistributedDataParallel model.
-        step: Runs one forward and backward on the module it gets, as in training but without an update. It gets the
-            module inside DDP for the profile, and the model itself for the trial. It is called some dozens of times, so
-            it should reuse one batch.
+        step: Runs one forward and backward on the module it gets, as in training but without an update. It is called
+            some dozens of times, with the module inside DDP or with the model itself, so it should reuse one batch.
         allow: Lossy exchanges that the plan may use: "bf16", "fp16", "sparse". By default plans are lossless.
         budget_s: Time that tuning may take, in seconds. At least eight steps of plain DDP and of the plan are run.
         network: The links, or the file that `syncline probe` wrote. Without it, the links are probed.
@@ -153,18 +123,15 @@ def tune(
     ddp = ddp_of(model)
     group: dist.ProcessGroup = ddp.process_group
     parameters = parameters_of(ddp)
-    with current_device(only_device(parameters)), meeting.meeting(group, "tune", users=True):
-        with meeting.together(group, only_device(parameters), "what is tuned", "tune") as fields:
-            settings = TuneSettings(
-                allow=allow, budget_s=budget_s, network=network, timeout_s=timeout_s, scaler=scaler, quiet=quiet
-            )
-            links = _checked_network(model, ddp, settings)
-            fields |= {"allow": list(settings.allow), "budget_s": budget_s, "scaler": scaler is not None}
-            fields |= {"timeout_s": timeout_s, "network": mark_of(links)}
-        if links is not None:
-            check_network(links, hosts_of(group), backend_of(group))
+    device = only_device(parameters)
+
+    def checked() -> TuneSettings:
+        _check_tunable(model, ddp, network)
+        return TuneSettings(allow=allow, budget_s=budget_s, network=network, timeout_s=timeout_s, scaler=scaler)
+
+    with current_device(device), meeting.meeting(group, "tune", users=True):
+        links = agreed_network(group, device, "tune", checked)
         bound_group(group, timeout_s)
-        device = next(iter(parameters.values())).device
         with as_it_was(ddp.module, device):
             # DDP must be rebuilt if something is attached, and with a static graph: its first step also counts what
             # happens on the module.
@@ -173,15 +140,13 @@ def tune(
             weights = Weights(parameters)
             try:
                 profile = _profile(ddp, step, group, _PROFILE_SHARE * budget_s, device, weights)
-                links = links or probe_for(group, settings.allow, _PROBE_SHARE * budget_s)
-                profile, plan = plan_for_live(ddp, profile, links, settings.allow, device)
+                links = links or probe_for(group, allow, _PROBE_SHARE * budget_s)
+                profile, plan = plan_for_live(ddp, profile, links, allow, device)
                 rebuild = rebuild or not plan.nothing
                 if not plan.nothing:
-                    left_s = _reduced(
-                        group, max(MIN_BUDGET_S, budget_s - (time.monotonic() - began_s)), dist.ReduceOp.MIN
-                    )
-                    schedule = Schedule.within(_TRIAL_SHARE * left_s, plan)
-                    trial = _try(ddp, plan, step, group, schedule, links, timeout_s, device)
+                    left_s = max(MIN_BUDGET_S, budget_s - (time.monotonic() - began_s))
+                    left_s = _TRIAL_SHARE * _reduced(group, left_s, dist.ReduceOp.MIN)
+                    trial = _try(ddp, plan, step, left_s, links, timeout_s, device)
                 together(group, lambda: _check_unchanged(weights))
             except BaseException:
                 _restore_plain(ddp)
@@ -191,32 +156,23 @@ def tune(
             handle = None
             if trial is not None and trial.won:
                 handle = make_planned(ddp, plan, network=links, timeout_s=timeout_s, scaler=scaler)
-                handle.tune = tune
             else:
                 watch_plain(ddp)
             if hasattr(ddp.module, "_orig_mod"):  # compiled: DDP splits the graph where its buckets end
                 torch.compiler.reset()
-    tuned = Tuned(plan, trial, handle, profile, links, time.monotonic() - began_s, ddp, settings)
+    tuned = Tuned(plan, trial, handle, profile, links, time.monotonic() - began_s, ddp)
     if not quiet and group.rank() == 0:
         print(f"syncline: {tuned.describe()}", file=sys.stderr)
     return tuned
 
 
-def _checked_network(model: nn.Module, ddp: DDP, settings: TuneSettings) -> Network | None:
-    """Return the network that was passed, after checking that this model can be tuned with these settings."""
-    group: dist.ProcessGroup = ddp.process_group
+def _check_tunable(model: nn.Module, ddp: DDP, network: object) -> None:
     if model is not ddp:
         raise UsageError("this model is compiled around DDP: tune the DDP model, and compile it afterwards")
-    if settings.network is None and group.size() != dist.get_world_size():
+    if network is None and ddp.process_group.size() != dist.get_world_size():
         raise UsageError("the model's process group is a part of the world, which cannot be probed: pass network=")
-    if other_hooks(ddp):
-        raise UsageError(f"this model has a communication hook already ({other_hooks(ddp)[0]}): DDP takes only one")
     if (why_not := buckets.why_not_change(ddp)) is not None:
         raise UsageError(f"{why_not}: see `syncline plan` and syncline.wrap(net, plan)")
-    network = read_network(settings.network)
-    if isinstance(network, SynclineError):
-        raise network
-    return network
 
 
 def _reduced(group: dist.ProcessGroup, value: float, op: Any) -> float:
@@ -245,17 +201,13 @@ def _profile(
     """Profile the module inside DDP, without communication, on all ranks at once. Collective."""
     times_s: list[float] = []
 
-    def run_first() -> bytes:
-        run(1)
-        return _check_unchanged(weights)
-
-    def run(count: int) -> bytes:
+    def run(count: int, *, check: bool = False) -> bytes:
         times_s.extend(_timed_step(ddp, ddp.module, step, device) for _ in range(count))
-        return b""
+        return _check_unchanged(weights) if check else b""
 
     name = type(ddp.module).__name__
     with watch_backward(ddp.module, steps=_PROFILED[1], skip=2, model_name=name) as watch:
-        together(group, run_first)
+        together(group, lambda: run(1, check=True))
         together(group, lambda: run(1))
         slowest_s = max(_reduced(group, times_s[-1], dist.ReduceOp.MAX), 1e-6)
         count = max(_PROFILED[0], min(_PROFILED[1], int(budget_s / slowest_s)))
@@ -264,38 +216,19 @@ def _profile(
 
 
 def _try(
-    ddp: DDP,
-    plan: Plan,
-    step: Step,
-    group: dist.ProcessGroup,
-    schedule: Schedule,
-    network: Network,
-    timeout_s: float | None,
-    device: torch.device,
+    ddp: DDP, plan: Plan, step: Step, budget_s: float, network: Network, timeout_s: float | None, device: torch.device
 ) -> Trial:
-    """Run the trial with the user's step. Collective."""
-
-    def switch(turn: Turn) -> None:
-        _drop_gradients(ddp)
+    """Let plain DDP and the plan take turns with the user's step. Collective."""
+    group: dist.ProcessGroup = ddp.process_group
+    schedule = Schedule.within(budget_s, plan)
+    step_s: dict[Turn, list[float]] = {"plain": [], "plan": []}
+    for turn in schedule.turns:
+        _restore_plain(ddp)
         if turn == "plan":
             make_planned(ddp, plan, network=network, timeout_s=timeout_s)
-        else:
-            make_plain(ddp)
-
-    def run_steps(settling: int, counted: int) -> Generator[None, None, list[float]]:
-        times_s = []
-        for _ in range(settling + counted):
-            yield
-            times_s.append(_timed_step(ddp, ddp, step, device, group))
-        return times_s[settling:]
-
-    turns = take_turns(group, schedule, switch, run_steps)
-    while True:
-        try:
-            next(turns)
-        except StopIteration as end:
-            trial: Trial = end.value
-            return trial
+        times_s = [_timed_step(ddp, ddp, step, device, group) for _ in range(schedule.settling + schedule.counted)]
+        step_s[turn] += times_s[schedule.settling :]
+    return Trial.of(group, step_s)
 
 
 def _timed_step(
@@ -314,7 +247,7 @@ def _timed_step(
 
 def _restore_plain(ddp: DDP) -> None:
     _drop_gradients(ddp)  # they may be views of the buckets that are about to go
-    make_plain(ddp)
+    buckets.make_plain(ddp)
 
 
 def _drop_gradients(ddp: DDP) -> None:

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from syncline.ddp.handle import Handle
 from syncline.dist.comm import backend_of
 from syncline.measure.step_watcher import Moments, Pass, StepWatcher, has_passed
 from syncline.measure.steps import quartiles
-from syncline.records.network import Network
-from syncline.records.plan import Plan
-from syncline.records.profile import Profile
-from syncline.records.run_record import MOST_STEPS, BucketSpan, Loss, ModelRecord, Pace, PhaseSpan, StepSpan
+from syncline.records.run_record import MOST_STEPS, BucketSpan, Loss, ModelRecord, Pace, StepSpan
 from syncline.runtime.parameters import parameters_of
-from syncline.runtime.stats import Stats
 
 PLAIN = "plain DDP"
 _SETTLING = 2
@@ -30,14 +26,6 @@ _DETAILED = 3
 """Steps of each method whose buckets are recorded: the first ones after settling."""
 
 T = TypeVar("T")
-
-
-class Traced(Protocol):
-    """The part of a handle that the log uses."""
-
-    def stats(self) -> Stats: ...
-
-    def trace(self, on: bool = True) -> None: ...
 
 
 class Thinned(Generic[T]):
@@ -65,33 +53,17 @@ class _Method:
     settled: Thinned[Moments] = field(default_factory=Thinned)
     buckets: dict[int, tuple[BucketSpan, ...]] = field(default_factory=dict)
     """The buckets of detailed steps, by step."""
-    detailed: deque[Moments] = field(default_factory=lambda: deque(maxlen=_DETAILED))
+    detailed: deque[StepSpan] = field(default_factory=lambda: deque(maxlen=_DETAILED))
     """The detailed steps, which are kept when others are thinned out."""
     sent_bytes: int | None = None
 
 
-@dataclass(frozen=True)
-class _Unread:
-    """A step whose marks have not been read yet."""
-
-    step: Pass
-    number: int
-    method: _Method
-    since: int
-    """The first step after the last change."""
-
-
 class StepLog:
-    """Records the steps of a model."""
+    """Records the steps of a model, which may be gone when the record is written. A watcher calls `step_ended`."""
 
     def __init__(self, ddp: DDP, watcher: StepWatcher, device: torch.device) -> None:
-        """Create the log of a model.
-
-        Args:
-            ddp: The model. The log keeps no reference to it: the model may be gone when the record is written.
-            watcher: The watcher of its steps, which must call `step_ended`.
-            device: The model's device.
-        """
+        self.loss: Tensor | None = None
+        """The loss of the next step, if it is known."""
         self._watcher, self._device = watcher, device
         self._name, self._backend = type(ddp.module).__name__, backend_of(ddp.process_group)
         trained = [parameter for parameter in parameters_of(ddp).values() if parameter.requires_grad]
@@ -101,13 +73,13 @@ class StepLog:
         self._methods = {PLAIN: self._method}
         self._since = 0
         """The first step after the last change."""
-        self._unread: deque[_Unread] = deque()
+        self._unread: deque[tuple[Pass, int, _Method, bool]] = deque()
+        """Steps whose marks have not been read yet, with their number and method, and whether the method is settled."""
         self._previous: tuple[Any, float] | None = None
         """The end of the last step that was read, as a mark and in seconds."""
         self._recent: deque[Moments] = deque(maxlen=256)
-        self._spans: Thinned[tuple[Moments, str]] = Thinned()
+        self._spans: Thinned[StepSpan] = Thinned()
         self._losses: Thinned[tuple[int, Tensor]] = Thinned()
-        self._loss: Tensor | None = None
 
     def switch_to(self, method: str) -> None:
         """Count the next steps as steps of another method."""
@@ -115,31 +87,28 @@ class StepLog:
         self._since = self._watcher.step_count
         self._method.buckets.clear()
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Record the loss of the next step."""
-        self._loss = loss
-
     def step_ended(self, step: Pass) -> None:
         """Add a step. Runs inside backward, so it reads nothing."""
         number = self._watcher.step_count - 1
-        self._unread.append(_Unread(step, number, self._method, self._since))
-        loss, self._loss = self._loss, None
-        if loss is not None:
-            self._losses.append((number, loss))
+        self._unread.append((step, number, self._method, number - self._since >= _SETTLING))
+        if self.loss is not None:
+            self._losses.append((number, self.loss))
+        self.loss = None
 
-    def step_begins(self, handle: Traced | None, *, decided: bool) -> None:
+    def step_begins(self, handle: Handle | None, *, decided: bool) -> None:
         """Read the steps that have ended. Runs between steps.
 
-        Args:
-            handle: The handle of what is attached.
-            decided: Whether the method is final. Only then are the phases of its detailed steps traced: during
-                a trial, tracing would slow down one of the two methods.
+        Phases are traced only once the method is `decided`: in a trial, tracing would slow down one of the methods.
         """
         steps = self._watcher.step_count - self._since
         is_detailed = _SETTLING < steps <= _SETTLING + _DETAILED
         if handle is not None:
             if is_detailed:
-                self._record_buckets(handle)
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)  # in a few steps only
+                stats = handle.stats()
+                self._method.sent_bytes = sum(stats.sent_bytes.values())
+                self._method.buckets[self._watcher.step_count - 1] = stats.buckets
             if decided and steps in (_SETTLING, _SETTLING + _DETAILED):
                 handle.trace(steps == _SETTLING)
         self._read(wait=is_detailed)
@@ -150,54 +119,25 @@ class StepLog:
         step_s = {moments.number: moments.step_s for moments in self._recent}
         return [step_s[number] for number in range(first, end)]
 
-    def record(
-        self,
-        *,
-        outcome: str,
-        caps: tuple[int, ...],
-        profile: Profile | None,
-        network: Network | None,
-        plan: Plan | None,
-        host_of_rank: tuple[int, ...],
-    ) -> ModelRecord:
-        """Return the record of all steps so far."""
+    def record(self, **fields: Any) -> ModelRecord:
+        """Return the record of all steps so far, with these further fields."""
         self._read(wait=True)
         methods = self._methods.values()
-        buckets = {number: spans for method in methods for number, spans in method.buckets.items()}
-        spans = {moments.number: (moments, name) for moments, name in self._spans.kept}
-        spans |= {moments.number: (moments, method.name) for method in methods for moments in method.detailed}
+        spans = {span.step: span for span in self._spans.kept}
+        spans |= {span.step: span for method in methods for span in method.detailed}
+        losses = [Loss(step=number, value=float(loss)) for number, loss in self._losses.kept]
         return ModelRecord(
             name=self._name,
             parameters=self._parameters,
             gradient_bytes=self._bytes,
-            host_of_rank=host_of_rank,
             backend=self._backend,
             device=self._device.type,
             steps=self._watcher.step_count,
-            outcome=outcome,
             way=self._method.name,
-            caps=caps,
             paces=tuple(_pace(method) for method in methods if method.settled.kept),
-            spans=tuple(
-                StepSpan(
-                    step=number,
-                    way=name,
-                    start_s=moments.start_s,
-                    backward_s=moments.backward_s,
-                    backward_end_s=moments.backward_end_s,
-                    end_s=moments.end_s,
-                    buckets=buckets.get(number, ()),
-                )
-                for number, (moments, name) in sorted(spans.items())
-            ),
-            losses=tuple(
-                Loss(step=number, value=value)
-                for number, loss in self._losses.kept
-                if math.isfinite(value := float(loss))
-            ),
-            profile=profile,
-            network=network,
-            plan=plan,
+            spans=tuple(span for _, span in sorted(spans.items())),
+            losses=tuple(loss for loss in losses if math.isfinite(loss.value)),
+            **fields,
         )
 
     def _read(self, *, wait: bool) -> None:
@@ -205,42 +145,30 @@ class StepLog:
         clock = self._watcher.clock
         if wait:
             clock.settle()
-        while self._unread and (wait or has_passed(self._unread[0].step.end)):
-            unread = self._unread.popleft()
-            moments = Moments.of(unread.step, unread.number, clock, self._previous)
-            self._previous = (unread.step.end, moments.end_s)
-            method = unread.method
+        while self._unread and (wait or has_passed(self._unread[0][0].end)):
+            step, number, method, is_settled = self._unread.popleft()
+            moments = Moments.of(step, number, clock, self._previous)
+            self._previous = (step.end, moments.end_s)
             method.steps += 1
             self._recent.append(moments)
-            self._spans.append((moments, method.name))
-            if moments.number in method.buckets:
-                method.detailed.append(moments)
-            if moments.number - unread.since >= _SETTLING:
-                method.settled.append(moments)
-
-    def _record_buckets(self, handle: Traced) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # in a few steps only
-        stats = handle.stats()
-        self._method.sent_bytes = sum(stats.sent_bytes.values())
-        self._method.buckets[self._watcher.step_count - 1] = tuple(
-            BucketSpan(
-                bucket=bucket.bucket,
-                lane=bucket.lane,
-                bytes=bucket.bytes,
-                exchange=bucket.exchange,
-                ready_s=bucket.ready_s,
-                start_s=bucket.start_s,
-                end_s=bucket.end_s,
-                phases=tuple(PhaseSpan(**dataclasses.asdict(phase)) for phase in bucket.phases),
+            span = StepSpan(
+                step=number,
+                way=method.name,
+                start_s=moments.start_s,
+                backward_s=moments.backward_s,
+                backward_end_s=moments.backward_end_s,
+                end_s=moments.end_s,
+                buckets=method.buckets.get(number, ()),
             )
-            for bucket in stats.buckets
-        )
+            self._spans.append(span)
+            if span.buckets:
+                method.detailed.append(span)
+            if is_settled:
+                method.settled.append(moments)
 
 
 def _pace(method: _Method) -> Pace:
     steps = method.settled.kept
-    between_s = [moments.between_s for moments in steps if moments.between_s is not None]
     step_s = [moments.step_s for moments in steps]
     spread = quartiles(step_s)
     return Pace(
@@ -252,6 +180,6 @@ def _pace(method: _Method) -> Pace:
         forward_s=statistics.median(moments.backward_s - moments.start_s for moments in steps),
         backward_s=statistics.median(moments.backward_end_s - moments.backward_s for moments in steps),
         exposed_s=statistics.median(moments.end_s - moments.backward_end_s for moments in steps),
-        between_s=statistics.median(between_s) if between_s else 0.0,
+        between_s=statistics.median([m.between_s for m in steps if m.between_s is not None] or [0.0]),
         sent_bytes=method.sent_bytes,
     )
