@@ -168,78 +168,11 @@ def test_steps_are_those_of_ddp_with_the_same_exchange(exchange: syncline.Exchan
         assert residual < 1e-6
 
 
-class Oracle:
-    """A reference for mirror=True with plain dense buffers: weights, velocities and updates of all ranks."""
-
-    def __init__(self, weights: list[Tensor], ranks: int) -> None:
-        self.weights = [w.detach().clone() for w in weights]
-        self.velocity = [[torch.zeros_like(w) for w in weights] for _ in range(ranks)]
-        self.updates = [torch.zeros_like(w, dtype=torch.float64) for w in weights]
-        """The sum of all updates, averaged over the ranks."""
-
-    def accumulate(self, rank: int, gradients: list[Tensor], lr: float, mu: float, decay: float) -> list[Tensor]:
-        updates = []
-        for index, gradient in enumerate(gradients):
-            step = gradient + decay * self.weights[index]
-            self.velocity[rank][index] = mu * self.velocity[rank][index] + step
-            updates.append(lr * self.velocity[rank][index])
-        return updates
-
-
-def test_mirror_updates_follow_their_algebra() -> None:
-    """With Dense the result is DDP's. With OkTopk, applied updates plus residuals equal all computed updates."""
-    steps, rate, mu, decay = 25, 0.05, 0.9, 1e-3
-
-    def plain_sgd(parameters: Any) -> Optimizer:
-        return SGD(parameters, lr=rate, momentum=mu, weight_decay=decay)
-
-    def main(rank: Rank) -> tuple[float, float, float, bool]:
-        dense = distance(
-            as_layerwise(rank, momentum, 40, mirror=True, bucket_mb=0.004).module, as_ddp(rank, momentum, 40)
-        )
-        trainer = syncline.Layerwise(
-            net(), plain_sgd, syncline.OkTopk(density=0.05), mirror=True, bucket_mb=0.02, broadcast_buffers=False
-        )
-        names = [name for name, _ in trainer.module.named_parameters()]
-        start = [p.detach().clone() for p in trainer.module.parameters()]
-        oracle = Oracle(start, rank.world_size)
-        total = [torch.zeros_like(w, dtype=torch.float64) for w in start]
-        worst = 0.0
-        for step in range(steps):
-            copied = copy.deepcopy(trainer.module)
-            loss_of(copied, rank.rank, step).backward()
-            oracle.weights = [p.detach().clone() for p in trainer.module.parameters()]
-            gradients = [p.grad for p in copied.parameters() if p.grad is not None]
-            mine = oracle.accumulate(rank.rank, gradients, rate, mu, decay)
-            loss_of(trainer, rank.rank, step).backward()
-            kept = trainer.state_dict()["tensors"]
-            for place, name in enumerate(names):
-                everyone = mine[place].double()
-                dist.all_reduce(everyone)
-                total[place] += everyone / rank.world_size
-                waits = kept.get(name, {}).get("residual", torch.zeros_like(start[place])).double()
-                dist.all_reduce(waits)
-                done = start[place].double() - dict(trainer.module.named_parameters())[name].detach().double()
-                scale = float(total[place].abs().max()) + 1e-9
-                worst = max(worst, float((waits + done - total[place]).abs().max()) / scale)
-        velocity = max(
-            float((trainer.optimizer.state[p]["momentum_buffer"] - v).abs().max())
-            for p, v in zip(trainer.module.parameters(), oracle.velocity[rank.rank], strict=True)
-        )
-        return dense, worst, velocity, same_everywhere(trainer.module)
-
-    for dense, worst, velocity, same in on_ranks(RANKS, main):
-        assert dense < 1e-4
-        assert worst < 1e-5
-        assert velocity < 1e-6
-        assert same
-
-
 def test_training_resumes_from_a_checkpoint_bit_for_bit() -> None:
     def main(rank: Rank) -> list[bool]:
         same = []
-        for make, mirror in ((momentum, True), (adam, False)):
-            options: dict[str, Any] = {"mirror": mirror, "bucket_mb": 0.01}
+        for make in (momentum, adam):
+            options: dict[str, Any] = {"bucket_mb": 0.01}
             straight = as_layerwise(rank, make, 8, syncline.OkTopk(density=0.05), **options)
             first = as_layerwise(rank, make, 4, syncline.OkTopk(density=0.05), **options)
             again = syncline.Layerwise(net(7), make, syncline.OkTopk(density=0.05), **options)
@@ -268,12 +201,8 @@ def test_training_resumes_from_a_checkpoint_bit_for_bit() -> None:
 def test_buckets_that_are_not_finite_are_dropped_on_all_ranks_with_a_warning() -> None:
     def main(rank: Rank) -> dict[str, Any]:
         found: dict[str, Any] = {}
-        for name, exchange, mirror in (
-            ("dense", syncline.Dense(), False),
-            ("oktopk", syncline.OkTopk(density=0.05), False),
-            ("mirror", syncline.OkTopk(density=0.05), True),
-        ):
-            trainer = as_layerwise(rank, momentum, 3, exchange, mirror=mirror, bucket_mb=0.02)
+        for name, exchange in (("dense", syncline.Dense()), ("oktopk", syncline.OkTopk(density=0.05))):
+            trainer = as_layerwise(rank, momentum, 3, exchange, bucket_mb=0.02)
             before = copy.deepcopy(trainer.state_dict())
             hook = trainer.module.wide.weight.register_hook(  # type: ignore[union-attr]
                 lambda gradient: gradient * float("nan") if rank.rank == 1 else gradient
@@ -416,8 +345,6 @@ def test_an_interrupted_backward_is_reported_and_cannot_be_saved() -> None:
         ({"optimizer": lambda p: None}, "not an optimizer"),
         ({"optimizer": lambda p: SGD(list(p)[:1], lr=1.0)}, "the optimizer does not have it"),
         ({"optimizer": torch.optim.LBFGS}, "cannot step layer by layer"),
-        ({"optimizer": adam, "mirror": True}, "mirror=True supports only torch.optim.SGD"),
-        ({"mirror": True, "clip_norm": 1.0}, "leave out clip_norm"),
         ({"bucket_mb": 0}, "bucket_mb is 0"),
         ({"residual": "moon"}, "residual is 'moon'"),
         ({"activations": "forget"}, "activations is 'forget'"),

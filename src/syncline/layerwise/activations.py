@@ -55,13 +55,26 @@ class Managed:
 
     Args:
         module: The module.
-        ways: What to do with the activations of each block, by its name: one of `WAYS`.
+        activations: What to do with the activations: one of `WAYS` for all blocks, or a mapping from block names.
 
     Raises:
-        UsageError: A block does not exist, or its entry is not one of `WAYS`.
+        UsageError: A block does not exist, no blocks were found, or an entry is not one of `WAYS`.
     """
 
-    def __init__(self, module: nn.Module, ways: Mapping[str, str]) -> None:
+    def __init__(self, module: nn.Module, activations: str | Mapping[str, str] | None) -> None:
+        if isinstance(activations, str):
+            if activations not in WAYS:
+                raise UsageError(
+                    f"activations is {activations!r}: pass one of {', '.join(WAYS)}, or a mapping from block names"
+                )
+            blocks = find_blocks(module)
+            if not blocks and activations != KEEP:
+                raise UsageError(
+                    "no blocks were found: the model has no Sequential or ModuleList of modules with submodules. Name "
+                    f"the modules instead, like activations={{'layer': {activations!r}}}"
+                )
+            activations = dict.fromkeys(blocks, activations)
+        self.ways = ways = dict(activations or {})
         self._blocks = {name: block for name, block in module.named_modules() if name in ways}
         for name, way in ways.items():
             if name not in self._blocks:
@@ -71,7 +84,6 @@ class Managed:
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
         moves = any(way in (OFFLOAD, PARK) for way in ways.values())
         self._mover = _Mover(device, module) if moves else None
-        self.ways = dict(ways)
         self._before: list[tuple[nn.Module, Any]] = []
         """The changed blocks, each with its own `forward` attribute, if it had one."""
         for name, way in ways.items():
@@ -286,20 +298,3 @@ class _Moved:
         if self._on_device is None:
             self._on_device, self._arrived = self._mover.fetch(self._on_host)
             self._on_host = []
-
-
-def ways_of(module: nn.Module, activations: str | Mapping[str, str] | None) -> dict[str, str]:
-    """Return what to do with the activations of each block, from the `activations` argument of `Layerwise`."""
-    if activations is None or isinstance(activations, Mapping):
-        return dict(activations or {})
-    if activations not in WAYS:
-        raise UsageError(
-            f"activations is {activations!r}: pass one of {', '.join(WAYS)}, or a mapping from block names to these"
-        )
-    blocks = find_blocks(module)
-    if not blocks and activations != KEEP:
-        raise UsageError(
-            "no blocks were found: the model has no Sequential or ModuleList of modules with submodules. Name the "
-            f"modules instead, like activations={{'layer': {activations!r}}}"
-        )
-    return dict.fromkeys(blocks, activations)

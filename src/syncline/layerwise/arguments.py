@@ -23,76 +23,42 @@ from syncline.runtime.bucket_policy import BucketPolicy, Planned, Uniform, diffe
 from syncline.runtime.parameters import described, described_fully
 from syncline.runtime.topology import mark_of, read_network
 from syncline.runtime.validation import check_lanes, checked_exchange
-from syncline.units import parse_bytes
-
-
-def plan_or_none(
-    plan: Plan | str | os.PathLike[str] | None, group: dist.ProcessGroup, device: torch.device, **replaced: Any
-) -> Plan | None:
-    """Collective: return the plan, or None if there is none or it says to do nothing.
-
-    Args:
-        plan: The plan or its file.
-        group: The ranks that train.
-        device: The model's device.
-        replaced: Arguments that a plan replaces, by name, which must be None.
-    """
-    if plan is None:
-        return None
-    loaded = read_plan(plan, group, device, "Layerwise")
-    if any(value is not None for value in replaced.values()):
-        *names, last = replaced
-        raise UsageError(f"{', '.join(names)} and {last} come from the plan: leave them out")
-    return None if loaded.nothing else loaded
 
 
 def policy_of(
-    exchange: Exchange | None, lanes: int | None, plan: Plan | None, group: dist.ProcessGroup
-) -> tuple[Exchange, BucketPolicy]:
-    """Return the exchange that represents the trainer, and the policy of its buckets."""
+    plan: Plan | str | os.PathLike[str] | None,
+    exchange: Exchange | None,
+    lanes: int | None,
+    bucket_mb: float | None,
+    parameters: Mapping[str, nn.Parameter],
+    group: dist.ProcessGroup,
+) -> tuple[Exchange, BucketPolicy, BucketPieces | None]:
+    """Collective: return the exchange that represents the trainer, the policy of its buckets, and a plan's buckets."""
+    if plan is not None:
+        device = next(iter(parameters.values())).device
+        loaded = read_plan(plan, group, device, "Layerwise")
+        if any(value is not None for value in (exchange, lanes, bucket_mb)):
+            raise UsageError("exchange, lanes and bucket_mb come from the plan: leave them out")
+        if not loaded.nothing:
+            shapes = {name: described(parameter) for name, parameter in parameters.items()}
+            difference = difference_of(loaded, shapes, group, device.type, "Layerwise")
+            if difference is not None:
+                raise UsageError(
+                    f"the plan was made for another model or cluster: {difference}. Plan again, or leave it out"
+                )
+            buckets = tuple(
+                tuple(Piece(name, 0, parameters[name].numel()) for name in bucket.parameters)
+                for bucket in loaded.buckets
+            )
+            return loaded.exchanges[0], Planned(loaded, settled_after=0), buckets
     if lanes is not None:
         check_lanes(lanes)
-    exchange = checked_exchange(plan.exchanges[0] if plan is not None else exchange)
-    if plan is not None:
-        return exchange, Planned(plan, settled_after=0)
-    return exchange, Uniform(exchange, lanes or layerwise_lanes(backend_of(group)))
-
-
-def planned_buckets(
-    plan: Plan | None, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, device: torch.device
-) -> BucketPieces | None:
-    """Collective: return the buckets of a plan, if any. Raise unless it was made for this model and cluster."""
-    if plan is None:
-        return None
-    shapes = {name: described(parameter) for name, parameter in parameters.items()}
-    different = difference_of(plan, shapes, group, device.type, "Layerwise")
-    if different is not None:
-        raise UsageError(f"the plan was made for another model or cluster: {different}. Plan again, or leave it out")
-    return tuple(
-        tuple(Piece(name, 0, parameters[name].numel()) for name in bucket.parameters) for bucket in plan.buckets
-    )
-
-
-def budget_of(memory_budget: str | int | None, step: object, activations: object) -> int | None:
-    """Return the memory budget in bytes. Raise unless `step` is given with it, and `activations` is not."""
-    if memory_budget is None:
-        return None
-    budget_bytes = parse_bytes(memory_budget)
-    if step is None:
-        raise UsageError(
-            "memory_budget needs step=, a function that runs a forward pass of the module and returns the loss, to "
-            "measure the memory of a step"
-        )
-    if activations is not None:
-        raise UsageError("memory_budget chooses what to do with activations: leave out activations")
-    return budget_bytes
+    exchange = checked_exchange(exchange)
+    return exchange, Uniform(exchange, lanes or layerwise_lanes(backend_of(group))), None
 
 
 def agree_on_arguments(
-    group: dist.ProcessGroup,
-    module: nn.Module,
-    network: Network | str | os.PathLike[str] | None,
-    **arguments: Any,
+    group: dist.ProcessGroup, module: nn.Module, network: Network | str | os.PathLike[str] | None, **arguments: Any
 ) -> Network | None:
     """Collective: return the network, read from its file. Raise unless all arguments are equal on all ranks."""
     loaded = read_network(network)

@@ -3,12 +3,7 @@
 After LaySA (IEEE Access 2021). DDP keeps all gradients until the end of the backward pass, and a sparse hook stores two
 copies of the residual. `Layerwise` exchanges the gradients of a layer while the backward pass continues, steps the
 layer, and frees them. It stores one copy of the residual, on the device or in host memory, and all layers share the
-buffers of the exchange (`exchange/workspace.py`).
-
-By default gradients are exchanged, and the result is that of DDP with the same exchange. With `mirror=True`, each rank
-computes its own update, learning rate times velocity, and the mean update is applied. The residual is then in units of
-weights, so it stays correct when the learning rate changes. LaySA's mirror, weights minus residual, is never stored,
-because the difference of two nearly equal numbers would lose the residual's precision.
+buffers of the exchange (`exchange/workspace.py`). The result is that of DDP with the same exchange.
 """
 
 from __future__ import annotations
@@ -29,20 +24,12 @@ from syncline.dist.comm import group_timeout
 from syncline.errors import ExchangeError, UsageError
 from syncline.exchange import Exchange, Tree, settings
 from syncline.health.meeting import meeting, together
-from syncline.layerwise.activations import Managed, ways_of
-from syncline.layerwise.arguments import (
-    agree_on_arguments,
-    budget_of,
-    check_autocast,
-    check_trained,
-    plan_or_none,
-    planned_buckets,
-    policy_of,
-)
+from syncline.layerwise.activations import Managed
+from syncline.layerwise.arguments import agree_on_arguments, check_autocast, check_trained, policy_of
 from syncline.layerwise.checkpoint import LayerwiseCheckpoint
 from syncline.layerwise.gradient_pipeline import GradientPipeline
-from syncline.layerwise.layer_optimizer import layer_optimizer
-from syncline.layerwise.memory_budget import check_peak, choose_activations, training_of
+from syncline.layerwise.layer_optimizer import LayerOptimizer
+from syncline.layerwise.memory_budget import budget_of, check_peak, choose_activations, training_of
 from syncline.predict.memory import BACKLOG_BUCKETS, Choice, Training, bucket_bytes
 from syncline.predict.schedule import MIB
 from syncline.records.activations import KEEP, PARK, RECOMPUTE
@@ -76,7 +63,6 @@ class Layerwise:
         module: The module to train. All its trained parameters are on one device.
         optimizer: An optimizer of these parameters, or a function that creates one for the parameters it is given.
         exchange: How gradients are exchanged; `Dense()` by default.
-        mirror: Whether to exchange updates instead of gradients. Only for SGD.
         plan: A plan, or its file, with buckets, lanes and exchanges. It replaces `exchange`, `lanes` and `bucket_mb`.
         bucket_mb: The largest size of a bucket, in MiB.
         backlog_mb: How much may wait for its exchange, in MiB, before the backward pass waits for the link.
@@ -114,7 +100,6 @@ class Layerwise:
         optimizer: Optimizer | OptimizerOf,
         exchange: Exchange | None = None,
         *,
-        mirror: bool = False,
         plan: Plan | str | os.PathLike[str] | None = None,
         bucket_mb: float | None = None,
         backlog_mb: float | None = None,
@@ -134,23 +119,22 @@ class Layerwise:
         self._parameters = trained_parameters(module)
         self._device = only_device(self._parameters)
         self._group = group_or_default(process_group)
-        loaded = plan_or_none(plan, self._group, self._device, exchange=exchange, lanes=lanes, bucket_mb=bucket_mb)
-        self.exchange, self._policy = policy_of(exchange, lanes, loaded, self._group)
+        self.exchange, self._policy, planned = policy_of(
+            plan, exchange, lanes, bucket_mb, self._parameters, self._group
+        )
         check_numbers(residual, bucket_mb=bucket_mb, backlog_mb=backlog_mb, clip_norm=clip_norm, timeout_s=timeout_s)
         self._budget_bytes = budget_of(memory_budget, step, activations)
         self.optimizer = build_optimizer(optimizer, self._parameters)
         """An ordinary optimizer, for example for a learning-rate scheduler."""
-        self._stepping = layer_optimizer(self.optimizer, self._parameters, mirror=mirror, clip_norm=clip_norm)
-        refuse_double_momentum(self.exchange, self.optimizer, mirror=mirror)
+        stepper = LayerOptimizer(self.optimizer, clip_norm)
+        refuse_double_momentum(self.exchange, self.optimizer)
         total = sum(p.numel() * p.element_size() for p in self._parameters.values())
-        self._cap_bytes = bucket_bytes(total) if bucket_mb is None else int(bucket_mb * MIB)
-        self._backlog_bytes = BACKLOG_BUCKETS * self._cap_bytes if backlog_mb is None else int(backlog_mb * MIB)
+        cap_bytes = bucket_bytes(total) if bucket_mb is None else int(bucket_mb * MIB)
         self._broadcasts, self._synced = broadcast_buffers, True
         """Whether the last forward was outside `no_sync`. As in DDP, only then the next one broadcasts buffers."""
         self.choice: Choice | None = None
         """How a step fits into `memory_budget`, if there is one."""
         self._managed: Managed | None = None
-        timeout = group_timeout(self._group) if timeout_s is None else timedelta(seconds=timeout_s)
         with current_device(self._device):
             known = agree_on_arguments(
                 self._group,
@@ -161,25 +145,25 @@ class Layerwise:
                 find_unused_parameters=find_unused_parameters,
                 exchange=settings(self.exchange),
                 lanes=self._policy.lanes,
-                bucket_bytes=self._cap_bytes,
+                bucket_bytes=cap_bytes,
                 broadcast_buffers=broadcast_buffers,
-                optimizer=self._stepping.describe(),
+                optimizer=stepper.describe(),
             )
             with meeting(self._group, "Layerwise", users=True):
-                self._topology = find_topology(self._group, self._policy.exchanges, known)
+                topology = find_topology(self._group, self._policy.exchanges, known)
                 broadcast_from_first(self._group, [*module.parameters(), *module.buffers()])
                 self._pipeline = GradientPipeline(
                     self._group,
                     self._parameters,
                     self._policy,
-                    self._stepping,
-                    timeout,
-                    topology=self._topology,
-                    cap_bytes=self._cap_bytes,
-                    backlog_bytes=self._backlog_bytes,
+                    stepper,
+                    group_timeout(self._group) if timeout_s is None else timedelta(seconds=timeout_s),
+                    topology=topology,
+                    cap_bytes=cap_bytes,
+                    backlog_bytes=BACKLOG_BUCKETS * cap_bytes if backlog_mb is None else int(backlog_mb * MIB),
                     find_unused=find_unused_parameters,
                     residuals_on_host=residual == "host",
-                    planned=planned_buckets(loaded, self._parameters, self._group, self._device),
+                    planned=planned,
                 )
             try:
                 if step is not None and self._budget_bytes is not None:
@@ -188,13 +172,11 @@ class Layerwise:
                         self.choice, activations = choose_activations(module, step, sizes, self._budget_bytes, residual)
                     for workspace in self._pipeline.workspaces:
                         workspace.rest_on(self.choice.residual)
-                self._managed = Managed(module, ways_of(module, activations))
+                self._managed = Managed(module, activations)
             except BaseException:
                 self.close()
                 raise
-        self._checkpoint = LayerwiseCheckpoint(
-            module, self._parameters, self.optimizer, self._stepping, self._policy, self._topology, self._pipeline
-        )
+        self._checkpoint = LayerwiseCheckpoint(module, self._pipeline)
         self._pipeline.start()
 
     # --- training -----------------------------------------------------------------------------------------------
@@ -261,7 +243,7 @@ class Layerwise:
     @property
     def tree(self) -> Tree | None:
         """The topology, if the exchange uses it."""
-        return None if self._topology is None else self._topology.tree
+        return None if self._pipeline.topology is None else self._pipeline.topology.tree
 
     @property
     def lanes(self) -> int:
@@ -271,7 +253,7 @@ class Layerwise:
     @property
     def bucket_bytes(self) -> int:
         """The largest size of a bucket."""
-        return self._cap_bytes
+        return self._pipeline.cap_bytes
 
     @property
     def ways(self) -> dict[str, str]:
@@ -304,20 +286,18 @@ class Layerwise:
             )
         elif self.ways:
             lines.append(f"blocks: {', '.join(f'{name} {way}' for name, way in list(self.ways.items())[:4])}, …")
-        if self._topology is not None:
-            lines.append(self._topology.tree.describe())
+        if self.tree is not None:
+            lines.append(self.tree.describe())
         return "\n".join(lines)
 
     def training(self) -> Training:
         """Return the bytes of all tensors that are not activations."""
-        sizes = [p.numel() * p.element_size() for p in self._parameters.values()]
-        waiting = sum(sizes) if self._stepping.at_end else min(sum(sizes), self._backlog_bytes + max(sizes))
-        return training_of(self.module, self.optimizer, self._pipeline, waiting)
+        return training_of(self.module, self._pipeline)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Collective: save this rank's residuals and, with `mirror`, its velocities, to a file in `folder`.
+        """Collective: save this rank's residuals to a file in `folder`.
 
         Weights and the optimizer's state are equal on all ranks. Save them once, as usual. Call this between steps.
 
@@ -342,7 +322,7 @@ class Layerwise:
         Args:
             folder: The folder that was passed to `save`.
             on_world_size: What to do if another number of ranks saved the checkpoint: `refuse` it, `reset` (drop the
-                residuals) or `redistribute` them. With `mirror`, velocities cannot be redistributed.
+                residuals) or `redistribute` them.
 
         Raises:
             UsageError: The checkpoint is damaged, or does not fit the model, its weights or the exchange.

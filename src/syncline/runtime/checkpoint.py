@@ -47,8 +47,6 @@ class Checkpoints:
     """The topology, if residuals depend on it."""
     misfit: Misfit
     """Returns why tensors or buckets do not fit the model, or None if they do."""
-    redistributable: bool = True
-    """Whether another number of ranks can share the residuals. If not, they can only be dropped."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -127,19 +125,16 @@ class Checkpoints:
         """Raise unless a state of another world size or topology may be treated as requested."""
         here, saved = self.identity, state["world_size"]
         hosts = state["levels"] is not None or here["levels"] is not None
-        only_reset = hosts or not self.redistributable
         if on_world_size == "refuse":
             problem = f"saved by {saved} ranks, but there are {here['world_size']} now"
             if saved == here["world_size"]:
                 then, now = shortened([str(state["levels"]), str(here["levels"])])
                 problem = f"saved with the ranks on hosts {then}, but they are on {now} now"
-            choice = _RESET if only_reset else f"'redistribute', or {_RESET}"
+            choice = _RESET if hosts else f"'redistribute', or {_RESET}"
             raise UsageError(f"{folder}: the checkpoint was {problem}: pass on_world_size={choice}")
-        if on_world_size == "redistribute" and only_reset:
-            owner = "host" if hosts else "rank"
-            what = "residuals" if hosts else "velocities"
+        if on_world_size == "redistribute" and hosts:
             raise UsageError(
-                f"{folder}: {what} that belong to one {owner} cannot be redistributed: pass on_world_size={_RESET}"
+                f"{folder}: residuals that belong to one host cannot be redistributed: pass on_world_size={_RESET}"
             )
 
     def check(self, state: Mapping[str, Any], path: Path | None = None) -> None:
@@ -165,8 +160,10 @@ class Checkpoints:
             return f"the state was saved by rank {there}, but this is rank {now}: load the state of this rank"
         there, now = state["world_size"], here["world_size"]
         if there != now:
-            remedy = "; load(folder, on_world_size=…) accepts other numbers" if self.redistributable else ""
-            return f"the state was saved by {there} ranks, but there are {now} now: load it on {there} ranks{remedy}"
+            return (
+                f"the state was saved by {there} ranks, but there are {now} now: load it on {there} ranks; "
+                "load(folder, on_world_size=…) accepts other numbers"
+            )
         there, now = state["levels"], here["levels"]
         if there != now:
             return (
