@@ -6,7 +6,7 @@ Batches are random: they have the right shapes and costs, but nothing can be lea
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,9 @@ from syncline.models import cnn, gpt, resnet
 Batch = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(NamedTuple):
     """How to build a model and its batches."""
 
-    about: str
     build: Callable[[], nn.Module]
     make_batch: Callable[[int, torch.Generator | None], Batch]
 
@@ -41,35 +39,31 @@ def _bytes(batch_size: int, generator: torch.Generator | None) -> Batch:
 
 
 MODELS: dict[str, ModelSpec] = {
-    "mlp": ModelSpec("linear layers on 28×28 digits", cnn.mlp, _images(1, 28, 28, classes=cnn.CLASSES)),
-    "cnn": ModelSpec("a convolutional net on 28×28 digits", cnn.cnn, _images(1, 28, 28, classes=cnn.CLASSES)),
+    "mlp": ModelSpec(cnn.mlp, _images(1, 28, 28, classes=cnn.CLASSES)),
+    "cnn": ModelSpec(cnn.cnn, _images(1, 28, 28, classes=cnn.CLASSES)),
     # 64×64 instead of ImageNet's 224×224: all 161 gradients, at a cost that suits a laptop's CPU.
-    "resnet50": ModelSpec("ResNet-50 on 64×64 images", resnet.resnet50, _images(3, 64, 64, classes=1000)),
-    "gpt-small": ModelSpec("a GPT on 128 bytes", gpt.GPT, _bytes),
+    "resnet50": ModelSpec(resnet.resnet50, _images(3, 64, 64, classes=1000)),
+    "gpt-small": ModelSpec(gpt.GPT, _bytes),
 }
 
 
 def check_name(name: str) -> None:
     """Raise `UsageError` if no model has this name."""
-    _spec(name)
+    if name not in MODELS:
+        raise UsageError(f"no model is called {name}; known: {', '.join(MODELS)}")
 
 
 def build_model(name: str) -> nn.Module:
     """Build a model with random weights from torch's global generator."""
-    return _spec(name).build()
+    check_name(name)
+    return MODELS[name].build()
 
 
 def make_batch(name: str, batch_size: int, generator: torch.Generator | None = None) -> Batch:
     """Make random inputs and targets for a model, on the CPU."""
-    return _spec(name).make_batch(batch_size, generator)
+    return MODELS[name].make_batch(batch_size, generator)
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy over the last dimension: the class of an image, or of each byte of a text."""
     return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
-
-
-def _spec(name: str) -> ModelSpec:
-    if name not in MODELS:
-        raise UsageError(f"no model is called {name}; known: {', '.join(MODELS)}")
-    return MODELS[name]
