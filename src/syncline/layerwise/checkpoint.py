@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from syncline.dist.agreement import current_device, flatten
+from syncline.dist.agreement import current_device, first_difference, flatten
 from syncline.errors import UsageError
+from syncline.exchange import settings
 from syncline.health.meeting import together
 from syncline.layerwise.bucketing import BucketPieces, parse_buckets
 from syncline.layerwise.gradient_pipeline import GradientPipeline
@@ -83,34 +84,25 @@ class LayerwiseCheckpoint:
         for part in ("model", "optimizer"):
             if not isinstance(state.get(part), Mapping):
                 raise UsageError(f"the state has no {part!r}: pass what state_dict() returned")
-        mine, theirs = self.module.state_dict(), state["model"]
-        for name in dict.fromkeys([*mine, *theirs]):
-            here, there = (
-                f"has shape {tuple(of[name].shape)}" if name in of else "is missing" for of in (mine, theirs)
-            )
-            if here != there:
-                raise UsageError(f"{name} {there} in the state, but {here} in the model: load it into the same model")
-        here, there = (
-            str([len(group["params"]) for group in of["param_groups"]])
-            for of in (self.pipeline.optimizer.optimizer.state_dict(), state["optimizer"])
+        optimizer = self.pipeline.optimizer.optimizer.state_dict()
+        difference = first_difference(
+            _shapes(state["model"], state["optimizer"]), _shapes(self.module.state_dict(), optimizer)
         )
-        if here != there:
-            raise UsageError(
-                f"the optimizer's groups have {there} parameters in the state, but {here} now: create the optimizer "
-                "with the same groups"
-            )
+        if difference is not None:
+            name, there, here = difference
+            raise UsageError(f"{name} is {there} in the state, but {here} now: load it into the same model")
 
     @property
     def _checkpoints(self) -> Checkpoints:
         pipeline = self.pipeline
-        keeps = any(exchange.keeps for exchange in pipeline.policy.exchanges)
+        keeps = pipeline.exchange.keeps
         levels = repr(pipeline.topology.tree.root) if pipeline.topology is not None and keeps else None
-        settings = {
-            **pipeline.policy.settings(),
+        expected = {
+            **settings(pipeline.exchange),
             "mirror": False,  # written by earlier releases, which could exchange updates instead of gradients
             "optimizer": type(pipeline.optimizer.optimizer).__name__,
         }
-        return Checkpoints(pipeline.group, pipeline.device, settings, levels, self._misfit)
+        return Checkpoints(pipeline.group, pipeline.device, expected, levels, self._misfit)
 
     def _misfit(self, tensors: Mapping[str, Mapping[str, Tensor]], buckets: Sequence[Sequence[str]]) -> str | None:
         try:
@@ -118,3 +110,8 @@ class LayerwiseCheckpoint:
         except UsageError as error:
             return str(error)
         return misfit_of({name: parameter.shape for name, parameter in self.pipeline.parameters.items()}, tensors)
+
+
+def _shapes(model: Mapping[str, Tensor], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    groups = [len(group["params"]) for group in optimizer["param_groups"]]
+    return {name: tuple(tensor.shape) for name, tensor in model.items()} | {"parameters of optimizer groups": groups}

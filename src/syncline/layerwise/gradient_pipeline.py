@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from syncline.dist.agreement import agree
 from syncline.dist.comm import gather_bytes
 from syncline.errors import ExchangeError, UsageError, tell
+from syncline.exchange import Exchange
 from syncline.exchange.workspace import Workspace
 from syncline.health.meeting import meeting
 from syncline.layerwise.bucketing import BucketPieces, Piece, divide, join_residuals, layout_of, split_residuals
 from syncline.layerwise.layer_optimizer import LayerOptimizer
-from syncline.runtime.bucket_policy import BucketPolicy
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals, Step
 from syncline.runtime.topology import RankTopology
 from syncline.runtime.validation import with_layout_of
@@ -73,27 +73,27 @@ class Pass(Step):
 class GradientPipeline:
     """Exchanges the gradients of each backward pass, and steps the optimizer. All ranks create it together.
 
-    Unless a plan gives the buckets, the pipeline divides the gradients itself, and again after the first backward pass,
-    in the order in which the gradients became ready.
+    Gradients are divided into buckets twice: now, and after the first backward pass, in the order in which they became
+    ready.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         parameters: Mapping[str, nn.Parameter],
-        policy: BucketPolicy,
+        exchange: Exchange,
         optimizer: LayerOptimizer,
         timeout: timedelta,
         *,
+        lanes: int,
         topology: RankTopology | None,
         cap_bytes: int,
         backlog_bytes: int,
         find_unused: bool,
         residuals_on_host: bool,
-        planned: BucketPieces | None,
     ) -> None:
-        self.group, self.parameters, self.policy, self.optimizer = group, parameters, policy, optimizer
-        self.topology, self.cap_bytes, self.backlog_bytes = topology, cap_bytes, backlog_bytes
+        self.group, self.parameters, self.exchange, self.optimizer = group, parameters, exchange, optimizer
+        self.lanes, self.topology, self.cap_bytes, self.backlog_bytes = lanes, topology, cap_bytes, backlog_bytes
         self._find_unused = find_unused
         self.device = next(iter(parameters.values())).device
         self._names = {id(parameter): name for name, parameter in parameters.items()}
@@ -101,17 +101,17 @@ class GradientPipeline:
         """Set if the last backward pass ended after only some layers had stepped."""
         self.syncing = True
         """False inside `no_sync`."""
-        self._settled = planned is not None
-        """Whether the buckets are final: planned, or in the order in which gradients become ready."""
+        self._settled = False
+        """Whether the buckets are final: in the order in which gradients become ready."""
         self._pass = Pass()
-        self._dropped = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(policy.lanes)]
+        self._dropped = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(lanes)]
         """Number of buckets that were not finite, by lane, because lanes run concurrently."""
-        self.workspaces = [Workspace(self.device, rest_on_host=residuals_on_host) for _ in range(policy.lanes)]
+        self.workspaces = [Workspace(self.device, rest_on_host=residuals_on_host) for _ in range(lanes)]
         self.buckets: list[LayerBucket] = []
         self._hooks: list[Any] = []
-        self.runner = BucketRunner(group, self.device, policy.lanes, timeout, topology, _AFTER_FAILURE)
+        self.runner = BucketRunner(group, self.device, lanes, timeout, topology, _AFTER_FAILURE)
         try:
-            self.buckets = self._prepare(planned or divide(list(parameters)[::-1], parameters, cap_bytes))
+            self.buckets = self._prepare(divide(list(parameters)[::-1], parameters, cap_bytes))
         except BaseException:
             self.close()
             raise
@@ -272,12 +272,12 @@ class GradientPipeline:
                 pieces = divided[index]
                 names = list(dict.fromkeys(piece.name for piece in pieces))
                 # All pieces of a parameter use one lane, so the last bucket to run can step the parameter.
-                exchange, lane = self.policy.assign(names, starts[pieces[0].name], self.runner.steps)
+                lane = starts[pieces[0].name] % self.lanes
                 layout = layout_of(pieces, self.parameters, self.workspaces[lane])
                 self.workspaces[lane].take("flat", (layout.numel,), layout.dtype)
                 last = tuple(name for name in names if ends[name] == index)
                 earlier = tuple(other for other in range(index) if last and divided[other][0].name == pieces[0].name)
-                bucket = LayerBucket(index, lane, exchange, layout, pieces=pieces, completes=last, earlier=earlier)
+                bucket = LayerBucket(index, lane, self.exchange, layout, pieces=pieces, completes=last, earlier=earlier)
                 self.runner.prepare(bucket, split_residuals(pieces, residuals, self.parameters))
                 buckets[index] = bucket
         return [buckets[index] for index in range(len(divided))]

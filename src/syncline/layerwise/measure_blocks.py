@@ -59,16 +59,8 @@ class _StepCost:
 def measure_activations(module: nn.Module, steps: Mapping[int, Step]) -> Activations:
     """Measure the activations of a module, block by block.
 
-    Args:
-        module: The module.
-        steps: By batch size, a function that runs a forward pass with a batch of that size and returns the loss. With
-            two sizes, the result separates the fixed costs from those that grow with the batch.
-
-    Returns:
-        Bytes and seconds of each block and of the rest of the model.
-
-    Raises:
-        UsageError: A step returns no loss.
+    `steps` has, by batch size, a function that runs a forward pass with a batch of that size and returns the loss. With
+    two sizes, the result separates the fixed costs from those that grow with the batch.
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     device = parameters[0].device

@@ -1,23 +1,19 @@
-"""Fit a training step into a memory budget, and check later that it fits."""
+"""Fit a training step into a memory budget."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
-from syncline.errors import UsageError, tell
+from syncline.errors import UsageError
 from syncline.layerwise.gradient_pipeline import GradientPipeline
 from syncline.layerwise.layer_optimizer import state_bytes
 from syncline.layerwise.measure_blocks import measure_activations
 from syncline.predict.memory import Choice, Training, choose, smallest_budget
 from syncline.predict.schedule import MIB
 from syncline.units import format_bytes, parse_bytes
-
-_WARM_STEPS = 4
-"""Steps after which the optimizer's state and all residuals exist."""
 
 
 def budget_of(memory_budget: str | int | None, step: object, activations: object) -> int | None:
@@ -72,22 +68,3 @@ def choose_activations(
             f"{format_bytes(math.ceil(least / MIB) * MIB)}: raise the budget, or use a smaller batch"
         )
     return choice, {block.name: way for block, way in zip(measured.blocks, choice.ways, strict=True)}
-
-
-def check_peak(choice: Choice | None, budget_bytes: int | None, steps: int, device: torch.device) -> None:
-    """Measure the peak memory of one step, and warn if it exceeds both the prediction and the budget.
-
-    Called before every step. Only one step is measured, when all persistent tensors exist. Nothing is measured without
-    a memory budget, or on the CPU.
-    """
-    if choice is None or device.type != "cuda" or steps not in (_WARM_STEPS, _WARM_STEPS + 1):
-        return
-    if steps == _WARM_STEPS:
-        torch.cuda.reset_peak_memory_stats(device)
-        return
-    peak = torch.cuda.max_memory_allocated(device)
-    if peak > max(1.1 * choice.peak_bytes, budget_bytes or 0):
-        tell(
-            f"a step uses {format_bytes(peak)} of device memory, but {format_bytes(choice.peak_bytes)} were predicted: "
-            "other tensors are on the device, or the batches are larger than the one that step= ran"
-        )

@@ -19,30 +19,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.dist.agreement import current_device
-from syncline.dist.comm import group_timeout
-from syncline.errors import ExchangeError, UsageError
+from syncline.dist.agreement import current_device, flatten, versions_here
+from syncline.dist.comm import backend_of, group_timeout
+from syncline.errors import ExchangeError, SynclineError, UsageError
 from syncline.exchange import Exchange, Tree, settings
-from syncline.health.meeting import meeting, together
+from syncline.health.meeting import meet, meeting, together
 from syncline.layerwise.activations import Managed
-from syncline.layerwise.arguments import agree_on_arguments, check_autocast, check_trained, policy_of
 from syncline.layerwise.checkpoint import LayerwiseCheckpoint
 from syncline.layerwise.gradient_pipeline import GradientPipeline
 from syncline.layerwise.layer_optimizer import LayerOptimizer
-from syncline.layerwise.memory_budget import budget_of, check_peak, choose_activations, training_of
-from syncline.predict.memory import BACKLOG_BUCKETS, Choice, Training, bucket_bytes
+from syncline.layerwise.memory_budget import budget_of, choose_activations, training_of
+from syncline.predict.memory import BACKLOG_BUCKETS, Choice, Training, bucket_bytes, layerwise_lanes
 from syncline.predict.schedule import MIB
-from syncline.records.activations import KEEP, PARK, RECOMPUTE
+from syncline.records.activations import KEEP
 from syncline.records.network import Network
-from syncline.records.plan import Plan
-from syncline.runtime.parameters import only_device
+from syncline.runtime.parameters import described_fully, only_device
 from syncline.runtime.stats import Stats, predicted_for, timings_of
-from syncline.runtime.topology import find_topology
+from syncline.runtime.topology import find_topology, mark_of, read_network
 from syncline.runtime.validation import (
     OptimizerOf,
     broadcast_from_first,
     build_optimizer,
+    check_lanes,
     check_numbers,
+    checked_exchange,
     group_or_default,
     refuse_double_momentum,
     trained_parameters,
@@ -63,7 +63,6 @@ class Layerwise:
         module: The module to train. All its trained parameters are on one device.
         optimizer: An optimizer of these parameters, or a function that creates one for the parameters it is given.
         exchange: How gradients are exchanged; `Dense()` by default.
-        plan: A plan, or its file, with buckets, lanes and exchanges. It replaces `exchange`, `lanes` and `bucket_mb`.
         bucket_mb: The largest size of a bucket, in MiB.
         backlog_mb: How much may wait for its exchange, in MiB, before the backward pass waits for the link.
         lanes: How many buckets may be exchanged at the same time.
@@ -82,8 +81,8 @@ class Layerwise:
         network: A network, or its file, for exchanges that use levels.
 
     Raises:
-        UsageError: An argument is invalid, the plan was made for another model or cluster, or no step fits into
-            `memory_budget`. The message names the smallest budget that would do.
+        UsageError: An argument is invalid, or no step fits into `memory_budget`. The message names the smallest budget
+            that would do.
         MismatchError: The arguments differ between ranks.
 
     Example:
@@ -100,7 +99,6 @@ class Layerwise:
         optimizer: Optimizer | OptimizerOf,
         exchange: Exchange | None = None,
         *,
-        plan: Plan | str | os.PathLike[str] | None = None,
         bucket_mb: float | None = None,
         backlog_mb: float | None = None,
         lanes: int | None = None,
@@ -119,9 +117,10 @@ class Layerwise:
         self._parameters = trained_parameters(module)
         self._device = only_device(self._parameters)
         self._group = group_or_default(process_group)
-        self.exchange, self._policy, planned = policy_of(
-            plan, exchange, lanes, bucket_mb, self._parameters, self._group
-        )
+        self.exchange = checked_exchange(exchange)
+        self.lanes = layerwise_lanes(backend_of(self._group)) if lanes is None else lanes
+        """Number of buckets that may be exchanged at the same time."""
+        check_lanes(self.lanes)
         check_numbers(residual, bucket_mb=bucket_mb, backlog_mb=backlog_mb, clip_norm=clip_norm, timeout_s=timeout_s)
         self._budget_bytes = budget_of(memory_budget, step, activations)
         self.optimizer = build_optimizer(optimizer, self._parameters)
@@ -129,14 +128,15 @@ class Layerwise:
         stepper = LayerOptimizer(self.optimizer, clip_norm)
         refuse_double_momentum(self.exchange, self.optimizer)
         total = sum(p.numel() * p.element_size() for p in self._parameters.values())
-        cap_bytes = bucket_bytes(total) if bucket_mb is None else int(bucket_mb * MIB)
+        self.bucket_bytes = bucket_bytes(total) if bucket_mb is None else int(bucket_mb * MIB)
+        """The largest size of a bucket."""
         self._broadcasts, self._synced = broadcast_buffers, True
         """Whether the last forward was outside `no_sync`. As in DDP, only then the next one broadcasts buffers."""
         self.choice: Choice | None = None
         """How a step fits into `memory_budget`, if there is one."""
         self._managed: Managed | None = None
         with current_device(self._device):
-            known = agree_on_arguments(
+            known = _agree(
                 self._group,
                 module,
                 network,
@@ -144,26 +144,26 @@ class Layerwise:
                 memory_budget=self._budget_bytes,
                 find_unused_parameters=find_unused_parameters,
                 exchange=settings(self.exchange),
-                lanes=self._policy.lanes,
-                bucket_bytes=cap_bytes,
+                lanes=self.lanes,
+                bucket_bytes=self.bucket_bytes,
                 broadcast_buffers=broadcast_buffers,
                 optimizer=stepper.describe(),
             )
             with meeting(self._group, "Layerwise", users=True):
-                topology = find_topology(self._group, self._policy.exchanges, known)
+                topology = find_topology(self._group, (self.exchange,), known)
                 broadcast_from_first(self._group, [*module.parameters(), *module.buffers()])
                 self._pipeline = GradientPipeline(
                     self._group,
                     self._parameters,
-                    self._policy,
+                    self.exchange,
                     stepper,
                     group_timeout(self._group) if timeout_s is None else timedelta(seconds=timeout_s),
+                    lanes=self.lanes,
                     topology=topology,
-                    cap_bytes=cap_bytes,
-                    backlog_bytes=BACKLOG_BUCKETS * cap_bytes if backlog_mb is None else int(backlog_mb * MIB),
+                    cap_bytes=self.bucket_bytes,
+                    backlog_bytes=BACKLOG_BUCKETS * self.bucket_bytes if backlog_mb is None else int(backlog_mb * MIB),
                     find_unused=find_unused_parameters,
                     residuals_on_host=residual == "host",
-                    planned=planned,
                 )
             try:
                 if step is not None and self._budget_bytes is not None:
@@ -194,7 +194,6 @@ class Layerwise:
             if self._broadcasts and self._synced:
                 broadcast_from_first(self._group, list(self.module.buffers()))
             self._synced = self._pipeline.syncing
-            check_peak(self.choice, self._budget_bytes, self.steps, self._device)
         return self.module(*inputs, **options)
 
     @contextlib.contextmanager
@@ -246,24 +245,9 @@ class Layerwise:
         return None if self._pipeline.topology is None else self._pipeline.topology.tree
 
     @property
-    def lanes(self) -> int:
-        """Number of buckets that may be exchanged at the same time."""
-        return self._policy.lanes
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The largest size of a bucket."""
-        return self._pipeline.cap_bytes
-
-    @property
     def ways(self) -> dict[str, str]:
         """What happens to the activations of each block that does not keep them, by its name."""
         return {} if self._managed is None else {name: way for name, way in self._managed.ways.items() if way != KEEP}
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether any block is recomputed."""
-        return any(way in (RECOMPUTE, PARK) for way in self.ways.values())
 
     def predicted_sent_bytes(self) -> dict[str, int]:
         """Return the bytes that a step should send, per level, by the cost that the exchange states."""
@@ -374,6 +358,30 @@ class Layerwise:
 
     def _check_ready(self) -> None:
         self._check_open()
-        check_autocast(self._device)
-        check_trained(self.module, self._parameters)
+        device = self._device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+            raise UsageError(
+                "Layerwise does not support autocast to float16: a GradScaler would skip a step only after some layers "
+                "have taken it. Use torch.bfloat16, which needs no scaling"
+            )
+        trained = {id(parameter) for parameter in self.module.parameters() if parameter.requires_grad}
+        if trained != {id(parameter) for parameter in self._parameters.values()}:
+            raise UsageError(
+                "other parameters require gradients than when this trainer was created: close() it, and create a new "
+                "one after freezing or unfreezing"
+            )
         self._pipeline.check_complete()
+
+
+def _agree(
+    group: dist.ProcessGroup, module: nn.Module, network: Network | str | os.PathLike[str] | None, **arguments: Any
+) -> Network | None:
+    """Collective: return the network, read from its file. Raise unless all arguments are equal on all ranks."""
+    loaded = read_network(network)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    parameters = {name: described_fully(tensor) for name, tensor in tensors}
+    fields = {**arguments, "version": versions_here(), "parameter": parameters, "network": mark_of(loaded)}
+    meet(group, flatten(fields), "the configuration", "Layerwise")
+    if isinstance(loaded, SynclineError):
+        raise loaded
+    return loaded
