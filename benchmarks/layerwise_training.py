@@ -25,8 +25,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import syncline
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.files import write_text
-from syncline.models import cnn
 from syncline.models.data import digits
+from syncline.models.zoo import cnn
 
 RANKS, BATCH = 4, 16
 DENSITY = 0.01
@@ -61,7 +61,7 @@ def run(rank: Rank, steps: int, seeds: int, lr: float) -> Any:
     for seed in range(seeds):
         for method in METHODS:
             torch.manual_seed(seed)
-            net = cnn.cnn()
+            net = cnn()
             call, optimizer, after = trained(method, net, lr)
             scheduler = CosineAnnealingLR(optimizer, steps)
             draw = torch.Generator().manual_seed(1000 + seed)

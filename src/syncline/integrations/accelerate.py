@@ -52,11 +52,8 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
         exchange: The exchange to attach.
         plan: The plan to apply, or its file. With neither an exchange nor a plan, models are tuned during their first
             sixty steps.
-        allow: Lossy exchanges that tuning may use, as in `syncline.follow`.
-        network: The links, or their file, as in `syncline.follow`.
         on_world_size: What `load_state` does with residuals on another number of ranks, as in `Handle.load`.
-        timeout_s: Timeout of a collective in seconds, as in `syncline.follow`.
-        quiet: Print nothing.
+        allow, network, timeout_s, quiet: As in `syncline.follow`.
         **options: Arguments of DistributedDataParallelKwargs.
 
     Raises:

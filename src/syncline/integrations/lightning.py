@@ -57,11 +57,8 @@ class SynclineStrategy(DDPStrategy):
         exchange: The exchange to attach.
         plan: The plan to apply, or its file. With neither an exchange nor a plan, the model is tuned during its first
             sixty steps.
-        allow: Lossy exchanges that tuning may use, as in `syncline.follow`.
-        network: The links, or their file, as in `syncline.follow`.
         on_world_size: What a run that is resumed on another number of ranks does with residuals, as in `Handle.load`.
-        timeout_s: Timeout of a collective in seconds, as in `syncline.follow`.
-        quiet: Print nothing.
+        allow, network, timeout_s, quiet: As in `syncline.follow`.
         **options: Arguments of DDPStrategy.
 
     Raises:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -111,7 +110,7 @@ class GradientPipeline:
         self._hooks: list[Any] = []
         self.runner = BucketRunner(group, self.device, lanes, timeout, topology, _AFTER_FAILURE)
         try:
-            self.buckets = self._prepare(divide(list(parameters)[::-1], parameters, cap_bytes))
+            self.buckets = self._prepare(divide(list(parameters)[::-1], parameters, cap_bytes), {})
         except BaseException:
             self.close()
             raise
@@ -260,7 +259,7 @@ class GradientPipeline:
 
     # --- buckets ------------------------------------------------------------------------------------------------
 
-    def _prepare(self, divided: BucketPieces, residuals: Residuals = MappingProxyType({})) -> list[LayerBucket]:
+    def _prepare(self, divided: BucketPieces, residuals: Residuals) -> list[LayerBucket]:
         """Collective: return buckets with their states. The largest comes first, so that the others fit its buffers."""
         ends = {piece.name: index for index, pieces in enumerate(divided) for piece in pieces}
         starts = {piece.name: index for index, pieces in reversed(list(enumerate(divided))) for piece in pieces}

@@ -1,12 +1,9 @@
 """A model that computes nothing and takes as long as a recorded one.
 
-Eight ranks on a laptop cannot compute ResNet-50 as fast as a GPU, but they can wait as long as a GPU would compute. A
-`ReplayModel` has real parameters of the recorded shapes. Its forward sleeps, and its backward returns each gradient at
-the recorded time. DDP's hooks run at these times and send real bytes, so the overlap of computation and communication
-is measured over a real network, while the cores are free for communication.
-
-Deadlines are absolute, from the start of backward: each sleep is a little too long, and with relative deadlines these
-errors would add up over hundreds of parameters.
+Eight ranks on a laptop cannot compute ResNet-50 as fast as a GPU, but they can wait as long as a GPU would compute. The
+model has real parameters of the recorded shapes. Its forward sleeps, and its backward returns each gradient at the
+recorded time, so DDP's hooks run at these times and send real bytes while the cores are free for communication.
+Deadlines are absolute, from the start of backward, so that the errors of sleeps do not add up.
 """
 
 from __future__ import annotations
