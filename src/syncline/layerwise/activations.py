@@ -53,12 +53,7 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
 class Managed:
     """Replaces the forward of a module's blocks by one that keeps, recomputes or offloads their activations.
 
-    Args:
-        module: The module.
-        activations: What to do with the activations: one of `WAYS` for all blocks, or a mapping from block names.
-
-    Raises:
-        UsageError: A block does not exist, no blocks were found, or an entry is not one of `WAYS`.
+    `activations` is one of `WAYS` for all blocks, or a mapping from block names to these.
     """
 
     def __init__(self, module: nn.Module, activations: str | Mapping[str, str] | None) -> None:
@@ -183,7 +178,7 @@ class _Mover:
             with saved_tensors_hooks(moved.pack, moved.unpack):
                 yield
         finally:
-            moved.end_forward()
+            moved.packed.clear()
 
     def _release(self) -> None:
         """Free the device memory of tensors that were copied. The current stream waits for the copies first."""
@@ -237,9 +232,8 @@ class _Moved:
     def __init__(self, mover: _Mover, before: _Moved | None) -> None:
         self._mover, self._before = mover, before
         self._on_host: list[Tensor] = []
-        self._indices: dict[tuple[Any, ...], int] = {}
-        self._sources: list[Tensor] = []
-        """The tensors that were moved, kept during the forward so that no other tensor gets the same address."""
+        self.packed: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
+        """Tensors with their indices, kept during the forward so that no other tensor gets the same address."""
         self._on_device: list[Tensor] | None = None
         self._arrived: Any = None
         self._entered = False
@@ -249,15 +243,10 @@ class _Moved:
             return tensor
         # Each operation that needs a tensor saves it. It is moved only once.
         key = (tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
-        if key not in self._indices:
-            self._indices[key] = len(self._on_host)
-            self._sources.append(tensor.detach())
-            self._on_host.append(self._mover.to_host(self._sources[-1]))
-        return self._indices[key]
-
-    def end_forward(self) -> None:
-        self._indices.clear()
-        self._sources.clear()
+        if key not in self.packed:
+            self.packed[key] = len(self._on_host), tensor.detach()
+            self._on_host.append(self._mover.to_host(tensor.detach()))
+        return self.packed[key][0]
 
     def unpack(self, packed: Tensor | int) -> Tensor:
         if isinstance(packed, Tensor):

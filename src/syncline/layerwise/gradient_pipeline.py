@@ -261,25 +261,28 @@ class GradientPipeline:
 
     def _prepare(self, divided: BucketPieces, residuals: Residuals) -> list[LayerBucket]:
         """Collective: return buckets with their states. The largest comes first, so that the others fit its buffers."""
-        ends = {piece.name: index for index, pieces in enumerate(divided) for piece in pieces}
-        starts = {piece.name: index for index, pieces in reversed(list(enumerate(divided))) for piece in pieces}
-        buckets: dict[int, LayerBucket] = {}
-        sizes = {index: sum(piece.numel for piece in pieces) for index, pieces in enumerate(divided)}
+        parts: dict[str, list[int]] = {}
+        for index, pieces in enumerate(divided):
+            for piece in pieces:
+                parts.setdefault(piece.name, []).append(index)
+        by_size = sorted(range(len(divided)), key=lambda index: -sum(piece.numel for piece in divided[index]))
+        buckets = []
         with meeting(self.group, "Layerwise"):
             agree(self.group, {"buckets": len(divided)}, "the division into buckets")
-            for index in sorted(sizes, key=lambda index: (-sizes[index], index)):
+            for index in by_size:
                 pieces = divided[index]
-                names = list(dict.fromkeys(piece.name for piece in pieces))
-                # All pieces of a parameter use one lane, so the last bucket to run can step the parameter.
-                lane = starts[pieces[0].name] % self.lanes
+                first, *others = parts[pieces[0].name]
+                lane = first % self.lanes  # one for all pieces of a parameter, so that the last bucket can step it
                 layout = layout_of(pieces, self.parameters, self.workspaces[lane])
                 self.workspaces[lane].take("flat", (layout.numel,), layout.dtype)
-                last = tuple(name for name in names if ends[name] == index)
-                earlier = tuple(other for other in range(index) if last and divided[other][0].name == pieces[0].name)
-                bucket = LayerBucket(index, lane, self.exchange, layout, pieces=pieces, completes=last, earlier=earlier)
+                completes = tuple(piece.name for piece in pieces if parts[piece.name][-1] == index)
+                earlier = (first, *others[:-1]) if completes and others else ()
+                bucket = LayerBucket(
+                    index, lane, self.exchange, layout, pieces=pieces, completes=completes, earlier=earlier
+                )
                 self.runner.prepare(bucket, split_residuals(pieces, residuals, self.parameters))
-                buckets[index] = bucket
-        return [buckets[index] for index in range(len(divided))]
+                buckets.append(bucket)
+        return sorted(buckets, key=lambda bucket: bucket.index)
 
     def _divide_again(self, order: Sequence[str]) -> None:
         """Collective: make new buckets, in the order in which the gradients of rank 0 became ready."""

@@ -29,7 +29,7 @@ from syncline.layerwise.checkpoint import LayerwiseCheckpoint
 from syncline.layerwise.gradient_pipeline import GradientPipeline
 from syncline.layerwise.layer_optimizer import LayerOptimizer
 from syncline.layerwise.memory_budget import budget_of, choose_activations, training_of
-from syncline.predict.memory import BACKLOG_BUCKETS, Choice, Training, bucket_bytes, layerwise_lanes
+from syncline.predict.memory import BACKLOG_BUCKETS, Choice, bucket_bytes, layerwise_lanes
 from syncline.predict.schedule import MIB
 from syncline.records.activations import KEEP
 from syncline.records.network import Network
@@ -168,7 +168,7 @@ class Layerwise:
             try:
                 if step is not None and self._budget_bytes is not None:
                     with together(self._group, self._device, "the memory budget", "Layerwise"):
-                        sizes = self.training()
+                        sizes = training_of(module, self._pipeline)
                         self.choice, activations = choose_activations(module, step, sizes, self._budget_bytes, residual)
                     for workspace in self._pipeline.workspaces:
                         workspace.rest_on(self.choice.residual)
@@ -230,11 +230,6 @@ class Layerwise:
         return self._pipeline.error
 
     @property
-    def straggler(self) -> str | None:
-        """The rank that the others wait for, and how long, if there is one. Rank 0 updates it every 10 s."""
-        return self._pipeline.runner.straggler
-
-    @property
     def dropped(self) -> int:
         """Number of buckets that were not finite, so that their layers skipped a step. Waits for the device."""
         return self._pipeline.dropped
@@ -273,10 +268,6 @@ class Layerwise:
         if self.tree is not None:
             lines.append(self.tree.describe())
         return "\n".join(lines)
-
-    def training(self) -> Training:
-        """Return the bytes of all tensors that are not activations."""
-        return training_of(self.module, self._pipeline)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
