@@ -23,15 +23,7 @@ from torch import nn
 from syncline.ddp.handle import Handle
 from syncline.errors import UsageError
 from syncline.exchange import Exchange
-from syncline.integrations.followed_model import (
-    FollowedModel,
-    Messages,
-    follow_wrapped,
-    may_have_residual,
-    missing,
-    take_arguments,
-)
-from syncline.tuning.settings import TuneSettings
+from syncline.integrations.followed_model import FollowedModel, Follower, missing, take_arguments
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped] # not typed
@@ -67,8 +59,7 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
     """
 
     def __init__(self, exchange: Exchange | None = None, **options: Any) -> None:
-        self._settings = TuneSettings(exchange=exchange, **take_arguments(options)).load_files()
-        self._messages = Messages(self._settings.quiet)
+        self._follower = Follower({"exchange": exchange, **take_arguments(options)})
         _refuse_hooks(options)
         super().__init__(**options)
         self._accelerator: Accelerator | None = None
@@ -124,7 +115,7 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
         accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder))
         self._accelerator = accelerator
         if accelerator.num_processes == 1:
-            self._messages.print_single_process()
+            self._follower.print_single_process()
         return self
 
     def take_over(self, accelerator: Accelerator) -> None:
@@ -155,14 +146,14 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
 
     def register_comm_hook(self, model: nn.Module) -> None:
         """Follow a model that Accelerate has wrapped."""
-        if self._accelerator is None and may_have_residual(self._settings):
+        if self._accelerator is None and self._follower.may_have_residual:
             raise UsageError(
                 "an exchange with a residual needs the accelerator's checkpoints and loss scaler: call "
                 "SynclineKwargs.join(accelerator) before accelerator.prepare"
             )
         self._drop_released(model)
         scaler = None if self._accelerator is None else self._accelerator.scaler
-        followed = follow_wrapped(model, self._settings, self._messages, scaler)
+        followed = self._follower.follow(model, scaler)
         if followed is not None:
             self._followed.append(followed)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,46 +51,48 @@ def take_arguments(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options.pop(name) for name in _ARGUMENTS if name in options}
 
 
-@dataclass(frozen=True)
-class Messages:
-    """Prints each message once, on rank 0."""
+class Follower:
+    """Follows the models of one framework object. Prints each message once, on rank 0.
 
-    quiet: bool
-    printed: set[str] = field(default_factory=set)
+    Args:
+        arguments: Syncline's arguments, as `take_arguments` returns them.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.settings = TuneSettings(**arguments).load_files()
+        self._printed: set[str] = set()
+
+    def follow(self, model: nn.Module, scaler: GradScaler | None) -> FollowedModel | None:
+        """Follow a wrapped model. Return None, with a message, if its process is the only one."""
+        ddp = ddp_of(model)
+        if ddp.process_group.size() == 1:
+            self.print_single_process()
+            return None
+        return FollowedModel(ddp, self, scaler)
+
+    @property
+    def may_have_residual(self) -> bool:
+        """Whether an exchange with a residual may be attached."""
+        settings = self.settings
+        if settings.exchange is not None:
+            return settings.exchange.keeps
+        return has_residual(settings.plan) if isinstance(settings.plan, Plan) else "sparse" in settings.allow
 
     def print(self, text: str) -> None:
-        if text not in self.printed and not self.quiet and not (dist.is_initialized() and dist.get_rank()):
+        if text not in self._printed and not self.settings.quiet and not (dist.is_initialized() and dist.get_rank()):
             print(f"syncline: {text}", file=sys.stderr)
-        self.printed.add(text)
+        self._printed.add(text)
 
     def print_single_process(self) -> None:
         self.print("a single process exchanges no gradients: there is nothing to do")
 
 
-def may_have_residual(settings: TuneSettings) -> bool:
-    """Whether an exchange with a residual may be attached. The plan of the settings must be loaded."""
-    if settings.exchange is not None:
-        return settings.exchange.keeps
-    return has_residual(settings.plan) if isinstance(settings.plan, Plan) else "sparse" in settings.allow
-
-
-def follow_wrapped(
-    model: nn.Module, settings: TuneSettings, messages: Messages, scaler: GradScaler | None
-) -> FollowedModel | None:
-    """Follow a framework's model. Return None, with a message, if its process is the only one."""
-    ddp = ddp_of(model)
-    if ddp.process_group.size() == 1:
-        messages.print_single_process()
-        return None
-    return FollowedModel(ddp, dataclasses.replace(settings, scaler=scaler), messages)
-
-
 class FollowedModel:
     """A framework's model that is followed, and is saved and resumed with its framework's checkpoints."""
 
-    def __init__(self, ddp: DDP, settings: TuneSettings, messages: Messages) -> None:
-        self.model = ddp
-        self._settings, self._messages = settings, messages
+    def __init__(self, ddp: DDP, follower: Follower, scaler: GradScaler | None) -> None:
+        self.model, self._follower = ddp, follower
+        self._settings = dataclasses.replace(follower.settings, scaler=scaler)
         self._group: dist.ProcessGroup = ddp.process_group
         self._device = only_device(parameters_of(ddp))
         self._folder: Path | None = None
@@ -98,7 +100,7 @@ class FollowedModel:
         self._folder_step: int | None = None
         """The step at which that folder was saved, if known."""
         self._hook: RemovableHandle | None = None
-        self.following = Following(ddp, settings)
+        self.following = Following(ddp, self._settings)
 
     @property
     def handle(self) -> Handle | None:
@@ -135,7 +137,7 @@ class FollowedModel:
         """Collective, between steps: save what a resumed run needs. Return whether that includes residuals."""
         handle = self.handle
         if handle is not None and handle.error is not None:
-            self._messages.print(f"{folder}: the exchange has failed, so its state is not saved")
+            self._follower.print(f"{folder}: the exchange has failed, so its state is not saved")
             return False
         if handle is None and self._folder is not None:  # loaded, and saved again before the first step
             self._copy(self._folder, folder)
@@ -186,14 +188,14 @@ class FollowedModel:
                 plan = Plan.load(folder / _PLAN)
             has_state = folder.is_dir() and any(folder.glob("rank-*"))
             fields |= {"kept": has_state, "plan": plan is not None}
-        may_have_state = may_have_residual(self._settings)
+        may_have_state = self._follower.may_have_residual
         if plan is not None:
             has_state = self._resume_plan(plan, folder, has_state) and has_state
         elif has_state and (self._settings.tunes or not may_have_state):
-            self._messages.print(f"{folder}: its residual is not used, because the exchange now has none")
+            self._follower.print(f"{folder}: its residual is not used, because the exchange now has none")
             has_state = False
         elif not has_state and may_have_state:
-            self._messages.print(f"{folder}: no residual was saved there: it starts empty")
+            self._follower.print(f"{folder}: no residual was saved there: it starts empty")
             handle = self.handle
             if handle is not None:  # drop the residual of steps that the checkpoint does not contain
                 handle.load_state_dict({**handle.state_dict(), "steps": 0, "buckets": [], "tensors": {}})
@@ -211,7 +213,7 @@ class FollowedModel:
                 "tunes again"
             )
         if difference is not None:
-            self._messages.print(f"{folder / _PLAN} does not fit, so the model is tuned again: {difference}")
+            self._follower.print(f"{folder / _PLAN} does not fit, so the model is tuned again: {difference}")
             return False
         handle = self.handle
         if handle is None or handle.plan != plan:

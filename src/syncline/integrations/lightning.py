@@ -21,16 +21,7 @@ from typing import TYPE_CHECKING, Any
 from syncline.ddp.handle import Handle
 from syncline.errors import UsageError
 from syncline.exchange import Exchange
-from syncline.integrations.followed_model import (
-    FollowedModel,
-    Messages,
-    follow_wrapped,
-    may_have_residual,
-    missing,
-    remove,
-    take_arguments,
-)
-from syncline.tuning.settings import TuneSettings
+from syncline.integrations.followed_model import FollowedModel, Follower, missing, remove, take_arguments
 
 # Lightning has two packages with different classes. Use the one that the script uses.
 _OLDER = "lightning.pytorch" not in sys.modules and (
@@ -71,8 +62,7 @@ class SynclineStrategy(DDPStrategy):
     """
 
     def __init__(self, exchange: Exchange | None = None, **options: Any) -> None:
-        self._settings = TuneSettings(exchange=exchange, **take_arguments(options)).load_files()
-        self._messages = Messages(self._settings.quiet)
+        self._follower = Follower({"exchange": exchange, **take_arguments(options)})
         if options.get("ddp_comm_hook") is not None:
             raise UsageError("ddp_comm_hook: DDP takes one hook, and Syncline needs it: leave yours out")
         super().__init__(**options)
@@ -91,7 +81,7 @@ class SynclineStrategy(DDPStrategy):
         super().configure_ddp()
         assert self.model is not None  # noqa: S101 - it was wrapped
         scaler = getattr(self.precision_plugin, "scaler", None)
-        self.followed = follow_wrapped(self.model, self._settings, self._messages, scaler)
+        self.followed = self._follower.follow(self.model, scaler)
         if self._resumed is not None and self.followed is not None:
             self._load_beside(self.followed, *self._resumed)
         self._resumed = None
@@ -104,7 +94,7 @@ class SynclineStrategy(DDPStrategy):
             f"{path} was saved with residuals in {folder}, which does not exist: copy that folder too, or pass "
             "on_world_size='reset' to continue without residuals"
         )
-        is_required = beside is not None and self._settings.on_world_size != "reset"
+        is_required = beside is not None and self._follower.settings.on_world_size != "reset"
         followed.load(folder, None if beside is None else beside["step"], error if is_required else None)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,8 +109,8 @@ class SynclineStrategy(DDPStrategy):
         if self.followed is not None and "optimizer_states" in checkpoint:  # else only weights are saved
             folder = _folder_of(filepath)
             if "://" in os.fspath(filepath):
-                if may_have_residual(self._settings):
-                    self._messages.print(f"{filepath} is not a local file: residuals are not saved with it")
+                if self._follower.may_have_residual:
+                    self._follower.print(f"{filepath} is not a local file: residuals are not saved with it")
             elif self.followed.save(folder):
                 checkpoint[_KEY] = {"folder": folder.name, "step": self.followed.step}
         super().save_checkpoint(checkpoint, filepath, storage_options)
