@@ -44,6 +44,7 @@ from syncline.bench.baselines import with_topk
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.files import write_text
 from syncline.layerwise.measure_blocks import measure_activations
+from syncline.layerwise.memory_budget import training_of
 from syncline.memory_meter import metered
 from syncline.models import gpt, zoo
 from syncline.predict.memory import peak_bytes
@@ -246,10 +247,11 @@ def measure(rank: Rank, name: str, batch: int, methods: list[str], rounds: int) 
                 row["peak"], row["states"] = meter.peak(), states
                 row["activations"] = row["peak"] - states
                 if trainer is not None:
-                    row["waiting"] = trainer.training().waiting_bytes
-                    row["foreseen states"] = (
-                        trainer.training().states("host" if method.endswith(("host", "parked")) else "device").bytes
-                    )
+                    training = training_of(net, trainer._pipeline)
+                    row["waiting"] = training.waiting_bytes
+                    row["foreseen states"] = training.states(
+                        "host" if method.endswith(("host", "parked")) else "device"
+                    ).bytes
             row["seconds"] += seconds_of(step, STEPS, device)
             row["other"] = other_bytes(device)
             if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""How well models train layer by layer: gradients kept for later (G) and updates kept for later (U), beside plain DDP.
+"""How well models train layer by layer with a sparse exchange of gradients (G), beside plain DDP.
 
 A CNN on real digits, four real ranks, several seeds, the same batches and first weights for every method of a seed.
 What is reported is the accuracy on held-out digits after the last step, and over the last tenth of all steps.
@@ -25,12 +25,12 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 import syncline
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.files import write_text
-from syncline.models import cnn
 from syncline.models.data import digits
+from syncline.models.zoo import cnn
 
 RANKS, BATCH = 4, 16
 DENSITY = 0.01
-METHODS = ("ddp", "G", "G, momentum in the exchange", "U")
+METHODS = ("ddp", "G", "G, momentum in the exchange")
 
 
 def trained(method: str, net: nn.Module, lr: float) -> tuple[Callable[..., Any], Optimizer, Callable[[], None]]:
@@ -48,11 +48,9 @@ def trained(method: str, net: nn.Module, lr: float) -> tuple[Callable[..., Any],
             optimizer.zero_grad()
 
         return model, optimizer, step
-    if method == "G, momentum in the exchange":
-        exchange = syncline.OkTopk(density=DENSITY, momentum=0.9)
-        trainer = syncline.Layerwise(net, lambda p: sgd(p, 0.0), exchange)
-    else:
-        trainer = syncline.Layerwise(net, sgd, syncline.OkTopk(density=DENSITY), mirror=method == "U")
+    momentum = 0.9 if method == "G, momentum in the exchange" else 0.0
+    exchange = syncline.OkTopk(density=DENSITY, momentum=momentum)
+    trainer = syncline.Layerwise(net, lambda p: sgd(p, 0.9 - momentum), exchange)
     return trainer, trainer.optimizer, lambda: None
 
 
@@ -63,7 +61,7 @@ def run(rank: Rank, steps: int, seeds: int, lr: float) -> Any:
     for seed in range(seeds):
         for method in METHODS:
             torch.manual_seed(seed)
-            net = cnn.cnn()
+            net = cnn()
             call, optimizer, after = trained(method, net, lr)
             scheduler = CosineAnnealingLR(optimizer, steps)
             draw = torch.Generator().manual_seed(1000 + seed)

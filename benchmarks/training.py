@@ -60,7 +60,6 @@ from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.exchange import WORLD, Comm, Dense, Exchange, Layout, OkTopk, State, Work
 from syncline.files import write_json, write_text
 from syncline.models import zoo
-from syncline.models.cnn import CLASSES
 from syncline.models.data import digits, library_text
 from syncline.models.gpt import GPT
 
@@ -207,7 +206,7 @@ def small_resnet() -> nn.Module:
         Residual(64, 128, 2),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(128, CLASSES),
+        nn.Linear(128, zoo.DIGITS),
     )
 
 

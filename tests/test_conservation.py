@@ -262,7 +262,6 @@ def through_layerwise(rank: int, sequence: Sequence) -> list[str]:
             bucket_mb=0.008,
             lanes=sequence.lanes,
             find_unused_parameters=True,
-            mirror=sequence.options.get("mirror", False),
         )
 
     trainer = made(net)
@@ -298,8 +297,6 @@ def sequences(draw: st.DrawFn, name: str, host: str) -> Sequence:
         if graph == "skip_all_reduce_unused_params":
             options["find_unused_parameters"] = True
         options["gradient_as_bucket_view"] = draw(st.booleans())
-    else:
-        options["mirror"] = draw(st.booleans())
     subset = st.lists(st.sampled_from(parameters), min_size=1, unique=True)
     free = host == "layerwise" or "find_unused_parameters" in options
     alike = "skip_all_reduce_unused_params" in options

@@ -12,7 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_helpers import on_ranks
 from syncline.cluster import Rank
-from syncline.errors import UsageError
 from syncline.measure.backward import measure_backward
 from syncline.models import replay
 from syncline.models.replay import ReplayModel
@@ -185,27 +184,11 @@ def test_every_dtype_of_a_profile_replays(dtype: str) -> None:
     assert {value.dtype for value in step(model).values()} == {getattr(torch, dtype)}
 
 
-def test_parameter_names_that_no_module_can_have_are_refused() -> None:
-    gradients = tuple(
-        Gradient(name=name, shape=(1,), dtype="float32", bytes=4, ready_s=0.0) for name in ("a.b", "a.b.c")
-    )
-    with pytest.raises(UsageError, match="no module can hold a parameter called"):
-        ReplayModel(msgspec.structs.replace(recorded(), gradients=gradients))
-
-
 @pytest.mark.parametrize("dtype", BUFFER_ITEM_BYTES)
 def test_buffers_of_every_dtype_are_real_ones(dtype: str) -> None:
     buffers = (Buffers(dtype=dtype, bytes=3 * BUFFER_ITEM_BYTES[dtype]),)
     (buffer,) = ReplayModel(msgspec.structs.replace(recorded(), buffers=buffers)).buffers()
     assert (str(buffer.dtype), buffer.numel()) == (f"torch.{dtype}", 3)
-
-
-def test_a_buffer_makes_room_for_a_parameter_of_its_name() -> None:
-    gradient = Gradient(name="buffer_int64.weight", shape=(1,), dtype="float32", bytes=4, ready_s=0.0)
-    profile = msgspec.structs.replace(recorded(), gradients=(gradient,), buffers=(Buffers(dtype="int64", bytes=8),))
-    model = ReplayModel(profile)
-    assert [name for name, _ in model.named_parameters()] == ["buffer_int64.weight"]
-    assert [name for name, _ in model.named_buffers()] == ["buffer_int64_"]
 
 
 def test_a_straggler_is_replayed_at_its_own_pace_and_unknown_ranks_at_the_median() -> None:

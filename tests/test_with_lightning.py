@@ -105,9 +105,9 @@ def test_it_tunes_and_a_resumed_run_uses_the_plan_that_was_found(runs: Any, tmp_
         plain = runs.fit(runs.DDPStrategy(), epochs=5)
         strategy = runs.SynclineStrategy(network=fast, quiet=True)
         assert distance(runs.fit(strategy, epochs=5, **runs.after_each_epoch(tmp_path / "plain")), plain) < 1e-5
-        assert strategy.synced is not None
-        assert strategy.synced.following.plan is not None
-        assert strategy.synced.following.plan.nothing
+        assert strategy.followed is not None
+        assert strategy.followed.following.plan is not None
+        assert strategy.followed.following.plan.nothing
         again = runs.SynclineStrategy(network=fast)
         with said() as text:
             runs.fit(again, epochs=6, resume=tmp_path / "plain/step=15.ckpt")

@@ -72,7 +72,7 @@ class Forecast:
                 trainer = prepared.trainer
                 buckets = filled(self.profile.gradients, (trainer.bucket_bytes,))
                 schedule = Schedule(prepared.name, buckets, trainer.exchange, prepared.name, trainer.lanes)
-                recompute_s = self.profile.forward_s if trainer.recomputes else 0.0
+                recompute_s = self.profile.forward_s if trainer.ways else 0.0
             return recompute_s + predict(self.profile, self.network, schedule, paced=self.paced).iteration_s
         everything = (tuple(range(len(self.profile.gradients))),)
         buckets = everything if prepared.one_bucket else ddp_buckets(self.profile.gradients, self.bucket_mb)

@@ -4,14 +4,9 @@
     accelerator = Accelerator(kwargs_handlers=[kwargs])
     kwargs.join(accelerator)                  # save_state and load_state now include residuals
 
-It is a subclass of Accelerate's own `DistributedDataParallelKwargs`, and takes all of its arguments. With neither an
-exchange nor a plan, models are tuned during their first sixty steps.
-
-Accelerate passes the models to a handler, but neither the checkpoints nor the loss scaler. These belong to the
-accelerator, which is created after the handler, so `join` connects the two. Without a residual and a loss scaler, you
-may leave out `join`.
-
-`save_state` writes the residual of each rank to its own safetensors file in the checkpoint's folder `syncline`
+Accelerate passes models to a handler, but neither checkpoints nor the loss scaler. These belong to the accelerator,
+which is created after the handler, so `join` connects the two. Without a residual and a loss scaler, it may be left
+out. `save_state` writes the residual of each rank to its own file in the checkpoint's folder `syncline`
 (`register_for_checkpointing` would pickle rank 0's only). Those of a second model go to `syncline_1`, and so on.
 """
 
@@ -28,10 +23,7 @@ from torch import nn
 from syncline.ddp.handle import Handle
 from syncline.errors import UsageError
 from syncline.exchange import Exchange
-from syncline.integrations.synced import FOLDER, Messages, Synced, follow_wrapped, may_have_residual, missing
-from syncline.records.network import Network
-from syncline.records.plan import Plan
-from syncline.tuning.settings import TuneSettings
+from syncline.integrations.followed_model import FollowedModel, Follower, missing, take_arguments
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped] # not typed
@@ -50,13 +42,11 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
 
     Args:
         exchange: The exchange to attach.
-        plan: The plan to apply, or its file. With neither an exchange nor a plan, models are tuned.
-        allow: Lossy exchanges that tuning may use, as in `syncline.follow`.
-        network: The links, or their file, as in `syncline.follow`.
+        plan: The plan to apply, or its file. With neither an exchange nor a plan, models are tuned during their first
+            sixty steps.
         on_world_size: What `load_state` does with residuals on another number of ranks, as in `Handle.load`.
-        timeout_s: Timeout of a collective in seconds, as in `syncline.follow`.
-        quiet: Print nothing.
-        **ddp_arguments: Arguments of DistributedDataParallelKwargs.
+        allow, network, timeout_s, quiet: As in `syncline.follow`.
+        **options: Arguments of DistributedDataParallelKwargs.
 
     Raises:
         UsageError: An argument is invalid, or a communication hook is passed as well.
@@ -68,39 +58,12 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
         >>> kwargs.join(accelerator)  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        exchange: Exchange | None = None,
-        *,
-        plan: Plan | str | os.PathLike[str] | None = None,
-        allow: Sequence[str] = (),
-        network: Network | str | os.PathLike[str] | None = None,
-        on_world_size: str = "refuse",
-        timeout_s: float | None = None,
-        quiet: bool = False,
-        **ddp_arguments: Any,
-    ) -> None:
-        self._settings = TuneSettings(
-            exchange=exchange,
-            plan=plan,
-            allow=allow,
-            network=network,
-            on_world_size=on_world_size,
-            timeout_s=timeout_s,
-            quiet=quiet,
-        ).load_files()
-        self._messages = Messages(quiet)
-        _refuse_hooks(ddp_arguments)
-        super().__init__(**ddp_arguments)
+    def __init__(self, exchange: Exchange | None = None, **options: Any) -> None:
+        self._follower = Follower({"exchange": exchange, **take_arguments(options)})
+        _refuse_hooks(options)
+        super().__init__(**options)
         self._accelerator: Accelerator | None = None
-        self._synced: list[Synced] = []
-
-    @classmethod
-    def of(cls, settings: TuneSettings) -> SynclineKwargs:
-        """Create a handler from settings whose files are loaded."""
-        kwargs = cls(quiet=settings.quiet)
-        kwargs._settings = settings
-        return kwargs
+        self._followed: list[FollowedModel] = []
 
     @property  # type: ignore[misc] # read-only
     def __class__(self) -> Any:
@@ -110,7 +73,7 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
     @property
     def handles(self) -> list[Handle]:
         """The handles of what is attached, in the order in which the models were prepared."""
-        handles = [synced.handle for synced in self._synced]
+        handles = [followed.handle for followed in self._followed]
         return [handle for handle in handles if handle is not None]
 
     @property
@@ -118,9 +81,14 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
         """The first of `handles`. None before the first training step, and if plain DDP stays."""
         return next(iter(self.handles), None)
 
+    @property
+    def follows(self) -> bool:
+        """Whether any model is followed."""
+        return bool(self._followed)
+
     def figures(self) -> dict[str, float]:
         """Return the bytes sent and the time taken by the first model's last step, for `accelerator.log`."""
-        return self._synced[0].figures() if self._synced else {}
+        return self._followed[0].figures() if self._followed else {}
 
     def join(self, accelerator: Accelerator) -> SynclineKwargs:
         """Include residuals in this accelerator's checkpoints, and use its loss scaler.
@@ -147,7 +115,7 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
         accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder))
         self._accelerator = accelerator
         if accelerator.num_processes == 1:
-            self._messages.print_single_process()
+            self._follower.print_single_process()
         return self
 
     def take_over(self, accelerator: Accelerator) -> None:
@@ -159,20 +127,15 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
                 setattr(self, name, value)
         accelerator.ddp_handler = self
 
-    @property
-    def followed(self) -> int:
-        """The number of models that are followed."""
-        return len(self._synced)
-
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the residuals into a checkpoint's folder. All ranks call it, between steps."""
-        for index, synced in enumerate(self._synced):
-            synced.save(_folder_of(folder, index))
+        for index, followed in enumerate(self._followed):
+            followed.save(_folder_of(folder, index))
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Restore the residuals from a checkpoint's folder. All ranks call it."""
-        for index, synced in enumerate(self._synced):
-            synced.load(_folder_of(folder, index))
+        for index, followed in enumerate(self._followed):
+            followed.load(_folder_of(folder, index))
 
     # --- called by Accelerate -----------------------------------------------------------------------------------
 
@@ -183,32 +146,29 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
 
     def register_comm_hook(self, model: nn.Module) -> None:
         """Follow a model that Accelerate has wrapped."""
-        if self._accelerator is None and may_have_residual(self._settings):
+        if self._accelerator is None and self._follower.may_have_residual:
             raise UsageError(
                 "an exchange with a residual needs the accelerator's checkpoints and loss scaler: call "
                 "SynclineKwargs.join(accelerator) before accelerator.prepare"
             )
         self._drop_released(model)
         scaler = None if self._accelerator is None else self._accelerator.scaler
-        synced = follow_wrapped(model, self._settings, self._messages, scaler)
-        if synced is not None:
-            self._synced.append(synced)
+        followed = self._follower.follow(model, scaler)
+        if followed is not None:
+            self._followed.append(followed)
 
     def _drop_released(self, model: nn.Module) -> None:
         """Drop models that are wrapped again, and models that the accelerator has released."""
         held = None if self._accelerator is None else {id(prepared) for prepared in self._accelerator._models}
-        for synced in list(self._synced):
-            released = held is not None and not held & {id(synced.model), id(synced.model.module)}
-            if released or synced.model.module is model.module:
-                synced.drop()
-                self._synced.remove(synced)
-
-    def __repr__(self) -> str:
-        return f"SynclineKwargs({self._settings!r}, {self.to_kwargs()})"
+        for followed in list(self._followed):
+            released = held is not None and not held & {id(followed.model), id(followed.model.module)}
+            if released or followed.model.module is model.module:
+                followed.drop()
+                self._followed.remove(followed)
 
 
 def _folder_of(checkpoint: str | os.PathLike[str], index: int) -> Path:
-    return Path(checkpoint) / (FOLDER if index == 0 else f"{FOLDER}_{index}")
+    return Path(checkpoint) / ("syncline" if index == 0 else f"syncline_{index}")
 
 
 def _refuse_hooks(arguments: Mapping[str, Any]) -> None:

@@ -3,28 +3,21 @@
     trainer = SynclineTrainer(model=model, args=args, train_dataset=data, exchange=syncline.OkTopk(density=0.01))
 
 To extend another trainer: `class Mine(SynclineTrainer, SFTTrainer): ...`. A callback would not be enough, because
-callbacks receive neither the wrapped model nor the checkpoint from which a run is resumed. All TrainingArguments work
-as before, including the DDP ones. With neither an exchange nor a plan, the model is tuned during its first sixty steps.
+callbacks receive neither the wrapped model nor the checkpoint from which a run is resumed.
 
-Each `checkpoint-N` gets a folder `syncline` with the residual of each rank in its own safetensors file, and
+Each `checkpoint-N` gets a folder `syncline` with the residual of each rank in its own file, and
 `train(resume_from_checkpoint=…)` restores it. The bytes sent and the time taken by a step are logged with the loss.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from syncline.ddp.handle import Handle
 from syncline.errors import UsageError
-from syncline.exchange import Exchange
 from syncline.integrations.accelerate import SynclineKwargs
-from syncline.integrations.synced import missing
-from syncline.records.network import Network
-from syncline.records.plan import Plan
-from syncline.tuning.settings import TuneSettings
+from syncline.integrations.followed_model import missing, take_arguments
 
 try:
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -37,15 +30,13 @@ class SynclineTrainer(Trainer):
     """A Trainer whose model exchanges its gradients through Syncline.
 
     Args:
-        *trainer_arguments: Arguments of Trainer.
+        *arguments: Arguments of Trainer.
         exchange: The exchange to attach.
-        plan: The plan to apply, or its file. With neither an exchange nor a plan, the model is tuned.
-        allow: Lossy exchanges that tuning may use, as in `syncline.follow`.
-        network: The links, or their file, as in `syncline.follow`.
+        plan: The plan to apply, or its file. With neither an exchange nor a plan, the model is tuned during its first
+            sixty steps.
         on_world_size: What a run that is resumed on another number of ranks does with residuals, as in `Handle.load`.
-        timeout_s: Timeout of a collective in seconds, as in `syncline.follow`.
-        quiet: Print nothing.
-        **trainer_options: Arguments of Trainer.
+        allow, network, timeout_s, quiet: As in `syncline.follow`.
+        **options: Arguments of Trainer.
 
     Raises:
         UsageError: An argument is invalid, or the accelerator does not use plain DDP.
@@ -56,29 +47,10 @@ class SynclineTrainer(Trainer):
         >>> trainer.train()  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        *trainer_arguments: Any,
-        exchange: Exchange | None = None,
-        plan: Plan | str | os.PathLike[str] | None = None,
-        allow: Sequence[str] = (),
-        network: Network | str | os.PathLike[str] | None = None,
-        on_world_size: str = "refuse",
-        timeout_s: float | None = None,
-        quiet: bool = False,
-        **trainer_options: Any,
-    ) -> None:
-        self._settings = TuneSettings(
-            exchange=exchange,
-            plan=plan,
-            allow=allow,
-            network=network,
-            on_world_size=on_world_size,
-            timeout_s=timeout_s,
-            quiet=quiet,
-        ).load_files()
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.syncline = SynclineKwargs(**take_arguments(options))
         self._resumed: Path | None = None
-        super().__init__(*trainer_arguments, **trainer_options)
+        super().__init__(*arguments, **options)
         self.add_callback(_Checkpoints(self))
 
     @property
@@ -88,7 +60,7 @@ class SynclineTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.syncline = SynclineKwargs.of(self._settings).join(self.accelerator)
+        self.syncline.join(self.accelerator)
 
     def _wrap_model(self, model: Any, *arguments: Any, **options: Any) -> Any:
         wrapped = super()._wrap_model(model, *arguments, **options)
@@ -117,7 +89,7 @@ class _Checkpoints(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **about: Any
     ) -> None:
-        if args.world_size > 1 and not self._trainer.syncline.followed:
+        if args.world_size > 1 and not self._trainer.syncline.follows:
             raise UsageError("Trainer did not wrap its model in DDP through Accelerate: use syncline.follow(model)")
         if self._trainer._resumed is not None:
             self._trainer.syncline.load(self._trainer._resumed)

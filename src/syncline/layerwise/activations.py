@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from syncline.errors import UsageError
-from syncline.records.activations import KEEP, OFFLOAD, PARK, RECOMPUTE, WAYS
+from syncline.records.activations import KEEP, OFFLOAD, PARK, WAYS
 
 _SMALLEST_BYTES = 1 << 16
 """Smaller tensors stay on the device."""
@@ -53,32 +53,38 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
 class Managed:
     """Replaces the forward of a module's blocks by one that keeps, recomputes or offloads their activations.
 
-    Args:
-        module: The module.
-        ways: What to do with the activations of each block, by its name: one of `WAYS`.
-
-    Raises:
-        UsageError: A block does not exist, or its entry is not one of `WAYS`.
+    `activations` is one of `WAYS` for all blocks, or a mapping from block names to these.
     """
 
-    def __init__(self, module: nn.Module, ways: Mapping[str, str]) -> None:
-        self._blocks = {name: block for name, block in module.named_modules() if name in ways}
+    def __init__(self, module: nn.Module, activations: str | Mapping[str, str] | None) -> None:
+        if isinstance(activations, str):
+            if activations not in WAYS:
+                raise UsageError(
+                    f"activations is {activations!r}: pass one of {', '.join(WAYS)}, or a mapping from block names"
+                )
+            blocks = find_blocks(module)
+            if not blocks and activations != KEEP:
+                raise UsageError(
+                    "no blocks were found: the model has no Sequential or ModuleList of modules with submodules. Name "
+                    f"the modules instead, like activations={{'layer': {activations!r}}}"
+                )
+            activations = dict.fromkeys(blocks, activations)
+        self.ways = ways = dict(activations or {})
+        blocks = dict(module.named_modules())
         for name, way in ways.items():
-            if name not in self._blocks:
+            if name not in blocks:
                 raise UsageError(f"activations: the model has no module named {name!r}")
             if way not in WAYS:
                 raise UsageError(f"activations: {name} is {way!r}: pass one of {', '.join(WAYS)}")
         device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        moves = any(way in (OFFLOAD, PARK) for way in ways.values())
-        self._mover = _Mover(device, module) if moves else None
-        self.ways = dict(ways)
+        mover = _Mover(device, module) if {OFFLOAD, PARK} & set(ways.values()) else None
         self._before: list[tuple[nn.Module, Any]] = []
         """The changed blocks, each with its own `forward` attribute, if it had one."""
         for name, way in ways.items():
             if way != KEEP:
-                block = self._blocks[name]
+                block = blocks[name]
                 self._before.append((block, block.__dict__.get("forward")))
-                block.forward = _Forward(block, block.forward, way, self._mover)
+                block.forward = _Forward(block, block.forward, way, mover if way in (OFFLOAD, PARK) else None)
 
     def close(self) -> None:
         """Restore the original forward of each block."""
@@ -103,47 +109,33 @@ class _Forward:
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*inputs, **options)
-        if self._way == RECOMPUTE:
-            return recomputed(self._block, self._without_cast_cache, *inputs, **options)
-        assert self._mover is not None  # noqa: S101 - `Managed` creates one for these ways
-        with self._mover.block():
-            if self._way == PARK:
-                return recomputed(self._block, self._without_cast_cache, *inputs, **options)
-            return self._without_cast_cache(*inputs, **options)
+        with contextlib.nullcontext() if self._mover is None else self._mover.block():
+            run = self._run if self._way == OFFLOAD else self._recompute
+            return run(*inputs, **options)
 
-    def _without_cast_cache(self, *inputs: Any, **options: Any) -> Any:
-        with _uncached_autocast(inputs):
+    def _run(self, *inputs: Any, **options: Any) -> Any:
+        """Run forward without autocast's cache, which would keep a cast copy of all weights until it ends."""
+        kind = next((leaf.device.type for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), "cpu")
+        if not torch.is_autocast_enabled(kind):
             return self._forward(*inputs, **options)
+        with torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False):
+            return self._forward(*inputs, **options)
+
+    def _recompute(self, *inputs: Any, **options: Any) -> Any:
+        """Run forward without saving its activations: the backward pass runs it again."""
+        for value in (*inputs, *options.values()):
+            if hasattr(value, "get_seq_length"):  # a Hugging Face cache would store everything twice
+                raise UsageError(
+                    f"a block with a {type(value).__name__} cannot be recomputed, because the cache stores its "
+                    "results: build the model with use_cache=False"
+                )
+        norms = [part for part in self._block.modules() if isinstance(part, _NormBase) and part.track_running_stats]
+        contexts = (contextlib.nullcontext(), _keep_statistics(norms))
+        return checkpoint(self._run, *inputs, use_reentrant=False, context_fn=lambda: contexts, **options)
 
 
 def _identity(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
-
-
-def _uncached_autocast(inputs: Any) -> contextlib.AbstractContextManager[Any]:
-    """Disable autocast's cache, which would keep a cast copy of all weights until the end of the forward pass."""
-    kind = next((leaf.device.type for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), "cpu")
-    if not torch.is_autocast_enabled(kind):
-        return contextlib.nullcontext()
-    return torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False)
-
-
-def recomputed(block: nn.Module, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
-    """Run `forward` without saving its activations: the backward pass runs it again."""
-    for value in (*inputs, *options.values()):
-        if hasattr(value, "get_seq_length"):  # a Hugging Face cache would store everything twice
-            raise UsageError(
-                f"a block with a {type(value).__name__} cannot be recomputed, because the cache stores its results: "
-                "build the model with use_cache=False"
-            )
-    norms = [part for part in block.modules() if isinstance(part, _NormBase) and part.track_running_stats]
-    return checkpoint(
-        forward,
-        *inputs,
-        use_reentrant=False,
-        context_fn=lambda: (contextlib.nullcontext(), _keep_statistics(norms)),
-        **options,
-    )
 
 
 @contextlib.contextmanager
@@ -154,7 +146,8 @@ def _keep_statistics(norms: Sequence[_NormBase]) -> Iterator[None]:
     """
     original = [(norm, dict(norm._buffers)) for norm in norms if norm.training]
     for norm, buffers in original:
-        norm._buffers.update({name: _scratch(buffer) for name, buffer in buffers.items()})
+        scratch = {name: None if buffer is None else torch.zeros_like(buffer) for name, buffer in buffers.items()}
+        norm._buffers.update(scratch)
     try:
         yield
     finally:
@@ -162,17 +155,11 @@ def _keep_statistics(norms: Sequence[_NormBase]) -> Iterator[None]:
             norm._buffers.update(buffers)
 
 
-def _scratch(buffer: Tensor | None) -> Tensor | None:
-    if buffer is None:
-        return None
-    return torch.empty_like(buffer) if buffer.is_floating_point() else torch.zeros_like(buffer)
-
-
 class _Mover:
     """Copies tensors between a device and host memory. On the CPU they are copied too, so that tests need no GPU."""
 
     def __init__(self, device: torch.device, module: nn.Module) -> None:
-        self._device = device
+        self.device = device
         self._weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
         self._out = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._back = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -191,18 +178,17 @@ class _Mover:
             with saved_tensors_hooks(moved.pack, moved.unpack):
                 yield
         finally:
-            moved.end_forward()
+            moved.packed.clear()
 
     def _release(self) -> None:
         """Free the device memory of tensors that were copied. The current stream waits for the copies first."""
         for _, copied in self._leaving:
-            if copied is not None:
-                torch.cuda.current_stream(self._device).wait_event(copied)
+            torch.cuda.current_stream(self.device).wait_event(copied)
         self._leaving.clear()
 
     def moves(self, tensor: Tensor) -> bool:
         return (
-            tensor.device == self._device
+            tensor.device == self.device
             and tensor.layout == torch.strided
             and tensor.numel() * tensor.element_size() >= _SMALLEST_BYTES
             and tensor.untyped_storage().data_ptr() not in self._weights
@@ -211,11 +197,11 @@ class _Mover:
 
     def to_host(self, tensor: Tensor) -> Tensor:
         copy = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=self._device.type == "cuda"
+            tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=self.device.type == "cuda"
         )
         if self._out is None:
             return copy.copy_(tensor)
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        self._out.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._out):
             copy.copy_(tensor, non_blocking=True)
             copied = torch.cuda.Event()
@@ -228,8 +214,8 @@ class _Mover:
         if self._back is None:
             return [tensor.clone() for tensor in tensors], None
         self._release()
-        current = torch.cuda.current_stream(self._device)
-        fetched = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self._device) for t in tensors]
+        current = torch.cuda.current_stream(self.device)
+        fetched = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device) for t in tensors]
         self._back.wait_stream(current)
         with torch.cuda.stream(self._back):
             for target, tensor in zip(fetched, tensors, strict=True):
@@ -246,9 +232,8 @@ class _Moved:
     def __init__(self, mover: _Mover, before: _Moved | None) -> None:
         self._mover, self._before = mover, before
         self._on_host: list[Tensor] = []
-        self._indices: dict[tuple[Any, ...], int] = {}
-        self._sources: list[Tensor] = []
-        """The tensors that were moved, kept during the forward so that no other tensor gets the same address."""
+        self.packed: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
+        """Tensors with their indices, kept during the forward so that no other tensor gets the same address."""
         self._on_device: list[Tensor] | None = None
         self._arrived: Any = None
         self._entered = False
@@ -258,48 +243,26 @@ class _Moved:
             return tensor
         # Each operation that needs a tensor saves it. It is moved only once.
         key = (tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
-        if key not in self._indices:
-            self._indices[key] = len(self._on_host)
-            self._sources.append(tensor.detach())
-            self._on_host.append(self._mover.to_host(self._sources[-1]))
-        return self._indices[key]
-
-    def end_forward(self) -> None:
-        self._indices.clear()
-        self._sources.clear()
+        if key not in self.packed:
+            self.packed[key] = len(self._on_host), tensor.detach()
+            self._on_host.append(self._mover.to_host(tensor.detach()))
+        return self.packed[key][0]
 
     def unpack(self, packed: Tensor | int) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
-        self.fetch()
+        tensors = self.fetch()
         if not self._entered:
             self._entered = True
             if self._arrived is not None:
-                torch.cuda.current_stream(self._mover._device).wait_event(self._arrived)
+                torch.cuda.current_stream(self._mover.device).wait_event(self._arrived)
             if self._before is not None:
                 self._before.fetch()
                 self._before = None
-        assert self._on_device is not None  # noqa: S101 - fetched
-        return self._on_device[packed]
+        return tensors[packed]
 
-    def fetch(self) -> None:
+    def fetch(self) -> list[Tensor]:
         if self._on_device is None:
             self._on_device, self._arrived = self._mover.fetch(self._on_host)
             self._on_host = []
-
-
-def ways_of(module: nn.Module, activations: str | Mapping[str, str] | None) -> dict[str, str]:
-    """Return what to do with the activations of each block, from the `activations` argument of `Layerwise`."""
-    if activations is None or isinstance(activations, Mapping):
-        return dict(activations or {})
-    if activations not in WAYS:
-        raise UsageError(
-            f"activations is {activations!r}: pass one of {', '.join(WAYS)}, or a mapping from block names to these"
-        )
-    blocks = find_blocks(module)
-    if not blocks and activations != KEEP:
-        raise UsageError(
-            "no blocks were found: the model has no Sequential or ModuleList of modules with submodules. Name the "
-            f"modules instead, like activations={{'layer': {activations!r}}}"
-        )
-    return dict.fromkeys(blocks, activations)
+        return self._on_device

@@ -6,6 +6,8 @@ split: exchanging an embedding of 200 MB in one bucket could take three times it
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,16 +33,11 @@ class Piece:
         return self.stop - self.start
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return a view of this range of a tensor that has the parameter's memory layout."""
-        return in_memory_order(tensor)[self.start : self.stop]
+        """Return a view of this range of a tensor that has the parameter's layout and no gaps in memory."""
+        return tensor.as_strided((tensor.numel(),), (1,))[self.start : self.stop]
 
     def __str__(self) -> str:
         return f"{self.name}[{self.start}:{self.stop}]"
-
-
-def in_memory_order(tensor: Tensor) -> Tensor:
-    """Return a flat view of a tensor without gaps in memory, whatever the order of its dimensions."""
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 BucketPieces = tuple[tuple[Piece, ...], ...]
@@ -70,9 +67,7 @@ def divide(order: Sequence[str], parameters: Mapping[str, nn.Parameter], cap_byt
     return tuple(sorted(buckets, key=lambda bucket: max(position[piece.name] for piece in bucket)))
 
 
-def layout_of(
-    pieces: Sequence[Piece], parameters: Mapping[str, nn.Parameter], workspace: Workspace | None = None
-) -> Layout:
+def layout_of(pieces: Sequence[Piece], parameters: Mapping[str, nn.Parameter], workspace: Workspace) -> Layout:
     """Return the layout of a bucket. A whole parameter keeps its name and shape; a piece has its own name."""
     slots, offset = [], 0
     for piece in pieces:
@@ -94,20 +89,13 @@ def join_residuals(
     for pieces, residuals in buckets:
         for piece in pieces:
             parameter = parameters[piece.name]
-            if piece.numel == parameter.numel():
-                if piece.name in residuals:
-                    whole[piece.name] = {kind: _on_host(tensor) for kind, tensor in residuals[piece.name].items()}
-                continue
-            for kind, tensor in residuals.get(str(piece), {}).items():
+            is_whole = piece.numel == parameter.numel()
+            for kind, tensor in residuals.get(piece.name if is_whole else str(piece), {}).items():
                 kinds = whole.setdefault(piece.name, {})
                 if kind not in kinds:
                     kinds[kind] = torch.zeros_like(parameter, dtype=tensor.dtype, device="cpu")
-                piece.of(kinds[kind]).copy_(tensor)
+                (kinds[kind] if is_whole else piece.of(kinds[kind])).copy_(tensor)
     return whole
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="cpu").copy_(tensor.detach())
 
 
 def split_residuals(
@@ -116,10 +104,7 @@ def split_residuals(
     """Return the part of `join_residuals`' result that belongs to the bucket with these pieces."""
     parts: dict[str, dict[str, Tensor]] = {}
     for piece in pieces:
-        kinds = residuals.get(piece.name)
-        if kinds is None:
-            continue
-        parameter = parameters[piece.name]
+        kinds, parameter = residuals.get(piece.name, {}), parameters[piece.name]
         if piece.numel == parameter.numel():
             parts[piece.name] = dict(kinds)
         else:
@@ -127,25 +112,23 @@ def split_residuals(
                 kind: piece.of(torch.empty_like(parameter, dtype=tensor.dtype, device=tensor.device).copy_(tensor))
                 for kind, tensor in kinds.items()
             }
-    return parts
+    return {name: kinds for name, kinds in parts.items() if kinds}
 
 
 def parse_buckets(named: Sequence[Sequence[str]], parameters: Mapping[str, nn.Parameter]) -> BucketPieces:
     """Return the buckets of a checkpoint from the names of their pieces. Raise unless they are of this model."""
     buckets = []
-    for names in named:
+    covered: Counter[str] = Counter()
+    for texts in named:
         pieces = []
-        for text in names:
-            name, _, bounds = text.rpartition("[")
-            start, _, stop = bounds.rstrip("]").partition(":")
-            if name not in parameters or not (start.isdigit() and stop.isdigit()):
+        for text in texts:
+            match = re.fullmatch(r"(.+)\[(\d+):(\d+)\]", text)
+            if match is None or match[1] not in parameters:
                 raise UsageError(f"the checkpoint contains {text!r}, which is not part of this model")
-            pieces.append(Piece(name, int(start), int(stop)))
+            pieces.append(Piece(match[1], int(match[2]), int(match[3])))
+            covered[match[1]] += pieces[-1].numel
         buckets.append(tuple(pieces))
-    covered: dict[str, int] = {}
-    for piece in (piece for pieces in buckets for piece in pieces):
-        covered[piece.name] = covered.get(piece.name, 0) + piece.numel
     for name, parameter in parameters.items():
-        if covered.get(name) != parameter.numel():
+        if covered[name] != parameter.numel():
             raise UsageError(f"the checkpoint's buckets do not contain {name!r} exactly once: it is from another model")
     return tuple(buckets)

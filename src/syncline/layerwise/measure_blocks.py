@@ -8,8 +8,10 @@ gradients and the random state are restored afterwards.
 from __future__ import annotations
 
 import contextlib
+import functools
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from syncline.errors import UsageError
 from syncline.layerwise.activations import Managed, find_blocks
 from syncline.measure.preserve_state import as_it_was
 from syncline.measure.steps import checked_loss
@@ -51,42 +52,22 @@ class _StepCost:
     behind_peak: int = 0
     before_peak: int = 0
     behind_s: float = 0.0
-    blocks: dict[str, _BlockCost] = field(default_factory=dict)
+    blocks: dict[str, _BlockCost] = field(default_factory=lambda: defaultdict(_BlockCost))
+    """By name, in the order in which they run."""
 
 
-def measure_activations(
-    module: nn.Module, steps: Mapping[int, Step], blocks: Sequence[str] | None = None
-) -> Activations:
+def measure_activations(module: nn.Module, steps: Mapping[int, Step]) -> Activations:
     """Measure the activations of a module, block by block.
 
-    Args:
-        module: The module.
-        steps: By batch size, a function that runs a forward pass with a batch of that size and returns the loss. With
-            two sizes, the result separates the fixed costs from those that grow with the batch.
-        blocks: The names of the blocks. By default, `find_blocks` finds them.
-
-    Returns:
-        Bytes and seconds of each block and of the rest of the model.
-
-    Raises:
-        UsageError: The model has no module of that name, or a step returns no loss.
+    `steps` has, by batch size, a function that runs a forward pass with a batch of that size and returns the loss. With
+    two sizes, the result separates the fixed costs from those that grow with the batch.
     """
-    default_blocks = find_blocks(module)
-    names = list(default_blocks) if blocks is None else list(blocks)
-    parts = dict(module.named_modules())
-    for name in names:
-        if name not in parts:
-            known = ", ".join(list(default_blocks)[:4]) or "none"
-            raise UsageError(f"the model has no block named {name!r}: its blocks are {known}")
     parameters = [p for p in module.parameters() if p.requires_grad]
     device = parameters[0].device
-    measured: dict[int, _StepCost] = {}
     with as_it_was(module, device):
         for parameter in module.parameters():
             parameter.grad = None
-        for batch, step in sorted(steps.items()):
-            measured[batch] = _measure_step(module, step, {name: parts[name] for name in names}, device)
-    order = list(measured[max(measured)].blocks)
+        measured = {batch: _measure_step(module, step, device) for batch, step in sorted(steps.items())}
 
     def line(cost_of: Callable[[_StepCost], float]) -> Line:
         return Line.through([(batch, cost_of(step)) for batch, step in measured.items()])
@@ -95,9 +76,10 @@ def measure_activations(
         return line(lambda step: float(getattr(step.blocks[name], field)))
 
     fields = ("held", "input", "forward_peak", "backward_peak", "forward_s", "backward_s")
+    order = list(measured[max(measured)].blocks)
     sizes = [p.numel() * p.element_size() for p in module.parameters()]
     return Activations(
-        batches=tuple(sorted(measured)),
+        batches=tuple(measured),
         blocks=tuple(Block(name=name, **{field: block_line(name, field) for field in fields}) for name in order),
         before=line(lambda step: step.before),
         behind_peak=line(lambda step: step.behind_peak),
@@ -111,195 +93,155 @@ def measure_activations(
     )
 
 
-def _forward(module: nn.Module, step: Step) -> None:
-    try:
-        loss = step(module)
-    except RuntimeError as error:
-        if "does not require grad" not in str(error):
-            raise
-        loss = None  # the step ran backward itself, which `checked_loss` explains
-    checked_loss(loss)
-
-
-def _measure_step(module: nn.Module, step: Step, blocks: Mapping[str, nn.Module], device: torch.device) -> _StepCost:
+def _measure_step(module: nn.Module, step: Step, device: torch.device) -> _StepCost:
     known = [*module.parameters(), *module.buffers()]
-    costs: dict[str, _BlockCost] = {}
-    with metered(device, known) as meter, _alone(blocks, meter, device, costs), torch.no_grad():
-        _forward(module, step)
-    with _alone(blocks, None, device, costs), torch.no_grad():
-        step(module)
-    used = {name: block for name, block in blocks.items() if name in costs}
-    total = _StepCost(blocks=costs)
-    with metered(device, known) as meter:
-        _lean_step(module, step, used, meter, total)
-    inside_s = sum(2 * cost.forward_s + cost.backward_s for cost in costs.values())
-    managed = Managed(module, dict.fromkeys(used, RECOMPUTE))
-    try:
-        with _freeing([p for p in module.parameters() if p.requires_grad]):
-            took_s = _seconds(lambda: step(module).backward(), device)
-    finally:
-        managed.close()
-    total.behind_s = max(0.0, took_s - inside_s)
+    blocks, total = find_blocks(module), _StepCost()
+    with metered(device, known) as meter, torch.no_grad():
+        _forward(module, step, blocks, lambda name, *call: _weigh(meter, total.blocks[name], *call))
+    with torch.no_grad():  # again, because a meter slows down the CPU
+        _forward(module, step, blocks, lambda name, *call: _time(device, total.blocks[name], *call))
+    recomputed = Managed(module, dict.fromkeys(total.blocks, RECOMPUTE))
+    with contextlib.closing(recomputed), _freeing(module):
+        with metered(device, known) as meter:
+            _weigh_rest(module, step, [blocks[name] for name in total.blocks], meter, total)
+        step_s = _median_s(lambda: step(module).backward(), device)
+    inside_s = sum(2 * cost.forward_s + cost.backward_s for cost in total.blocks.values())
+    total.behind_s = max(0.0, step_s - inside_s)
     return total
 
 
-@contextlib.contextmanager
-def _alone(
-    blocks: Mapping[str, nn.Module], meter: Meter | None, device: torch.device, costs: dict[str, _BlockCost]
-) -> Iterator[None]:
-    """Measure each block alone before it runs in a forward pass: its bytes if there is a meter, else its seconds."""
-    busy: list[str] = []
+def _forward(module: nn.Module, step: Step, blocks: Mapping[str, nn.Module], measure: Callable[..., None]) -> None:
+    """Run a forward pass, and call `measure` for each block before it runs, with its name and its inputs."""
+    busy = False
 
-    def before(name: str) -> Callable[..., None]:
-        def hook(block: nn.Module, inputs: Any, options: Any) -> None:
-            if busy:
-                return
-            busy.append(name)
-            try:
-                _measure_block(block, inputs, options, meter, device, costs.setdefault(name, _BlockCost()))
-            finally:
-                busy.clear()
-
-        return hook
-
-    hooks = [block.register_forward_pre_hook(before(name), with_kwargs=True) for name, block in blocks.items()]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _measure_block(
-    block: nn.Module, inputs: Any, options: Any, meter: Meter | None, device: torch.device, cost: _BlockCost
-) -> None:
-    def fresh(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return value.detach().requires_grad_(value.is_floating_point())
-
-    inputs, options = tree_map(fresh, inputs), tree_map(fresh, options)
-    needing_grad = [leaf for leaf in tree_leaves((inputs, options)) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    parameters = [p for p in block.parameters() if p.requires_grad]
-    with torch.enable_grad(), _freeing(parameters):
-        if meter is None:
-            for number in range(1 + _REPEATS):
-                forward_s, backward_s = _timed(block, inputs, options, needing_grad, device)
-                if number:  # the first run is a warm-up
-                    cost.forward_s += forward_s / _REPEATS
-                    cost.backward_s += backward_s / _REPEATS
+    def before(name: str, block: nn.Module, inputs: Any, options: Any) -> None:
+        nonlocal busy
+        if busy:  # `measure` runs the block
             return
-        meter.restart()
-        base = meter.now()
-        results = block(*inputs, **options)
-        cost.held += meter.now() - base
-        cost.forward_peak += meter.peak() - base
-        cost.input += sum(leaf.numel() * leaf.element_size() for leaf in needing_grad)
-        meter.restart()
-        _back_through(results)
-        cost.backward_peak += meter.peak() - base
-        for leaf in needing_grad:
-            leaf.grad = None
+        busy = True
+        try:
+            inputs, options = tree_map(_detached, inputs), tree_map(_detached, options)
+            with torch.enable_grad(), _freeing(block):
+                measure(name, block, inputs, options)
+        finally:
+            busy = False
+
+    with contextlib.ExitStack() as hooks:
+        for name, block in blocks.items():
+            hook = functools.partial(before, name)
+            hooks.enter_context(block.register_forward_pre_hook(hook, with_kwargs=True))
+        try:
+            loss = step(module)
+        except RuntimeError as error:
+            if "does not require grad" not in str(error):
+                raise
+            loss = None  # the step ran backward itself, which `checked_loss` explains
+        checked_loss(loss)
 
 
-def _timed(
-    block: nn.Module, inputs: Any, options: Any, needing_grad: Sequence[Tensor], device: torch.device
-) -> tuple[float, float]:
-    """Return the seconds of a block's forward and backward."""
-    _wait(device)
-    start = time.perf_counter()
+def _detached(value: Any) -> Any:
+    return value.detach().requires_grad_(value.is_floating_point()) if isinstance(value, Tensor) else value
+
+
+def _needing_grad(values: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def _weigh(meter: Meter, cost: _BlockCost, block: nn.Module, inputs: Any, options: Any) -> None:
+    """Measure the bytes of a block."""
+    meter.restart()
+    base = meter.now()
     results = block(*inputs, **options)
-    _wait(device)
-    middle = time.perf_counter()
+    cost.held += meter.now() - base
+    cost.forward_peak += meter.peak() - base
+    cost.input += sum(leaf.numel() * leaf.element_size() for leaf in _needing_grad((inputs, options)))
+    meter.restart()
     _back_through(results)
-    _wait(device)
-    end = time.perf_counter()
-    for leaf in needing_grad:
-        leaf.grad = None
-    return middle - start, end - middle
+    cost.backward_peak += meter.peak() - base
+
+
+def _time(device: torch.device, cost: _BlockCost, block: nn.Module, inputs: Any, options: Any) -> None:
+    """Measure the seconds of a block's forward and backward, after a warm-up."""
+    for number in range(1 + _REPEATS):
+        start = _now_s(device)
+        results = block(*inputs, **options)
+        middle = _now_s(device)
+        _back_through(results)
+        end = _now_s(device)
+        for leaf in _needing_grad((inputs, options)):
+            leaf.grad = None
+        if number:
+            cost.forward_s += (middle - start) / _REPEATS
+            cost.backward_s += (end - middle) / _REPEATS
 
 
 def _back_through(results: Any) -> None:
-    outputs = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    outputs = _needing_grad(results)
     torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
     torch.clear_autocast_cache()  # this backward has freed the graph of the cached casts
 
 
-def _lean_step(module: nn.Module, step: Step, blocks: Mapping[str, nn.Module], meter: Meter, total: _StepCost) -> None:
-    """Measure the memory outside the blocks, in a step that recomputes all of them."""
+def _weigh_rest(module: nn.Module, step: Step, blocks: Sequence[nn.Module], meter: Meter, total: _StepCost) -> None:
+    """Measure the bytes outside the blocks, in a step that recomputes all of them."""
     base = meter.now()
     marks: dict[str, int] = {}
-    names = list(total.blocks)
 
     def entered(block: nn.Module, inputs: Any, options: Any) -> None:
-        if "entered" in marks:
-            return
-        marks["entered"] = meter.now()
-        for leaf in tree_leaves((inputs, options)):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+        if "entered" not in marks:
+            marks["entered"] = meter.now()
+            for leaf in _needing_grad((inputs, options)):
                 leaf.register_hook(lambda _: meter.restart())  # the rest of the backward is before the blocks
 
     def came_back(_: Tensor) -> None:
         marks.setdefault("behind", meter.peak())
 
     def left(block: nn.Module, inputs: Any, result: Any) -> None:
-        if "left" in marks:
-            return
-        marks["left"] = meter.now()
-        meter.restart()
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
+        if "left" not in marks:
+            marks["left"] = meter.now()
+            meter.restart()
+            for leaf in _needing_grad(result):
                 leaf.register_hook(came_back)
 
-    hooks = []
-    if names:
-        hooks.append(blocks[names[0]].register_forward_pre_hook(entered, with_kwargs=True))
-        hooks.append(blocks[names[-1]].register_forward_hook(left))
-    managed = Managed(module, dict.fromkeys(blocks, RECOMPUTE))
-    try:
-        with _freeing([p for p in module.parameters() if p.requires_grad]):
-            meter.restart()
-            step(module).backward()
-    finally:
-        managed.close()
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks:
+        if blocks:
+            hooks.enter_context(blocks[0].register_forward_pre_hook(entered, with_kwargs=True))
+            hooks.enter_context(blocks[-1].register_forward_hook(left))
+        meter.restart()
+        step(module).backward()
     total.before = marks.get("entered", base) - base
     total.behind_peak = max(0, marks.get("behind", meter.peak()) - marks.get("left", base))
-    total.before_peak = max(0, meter.peak() - base) if names else 0
+    total.before_peak = max(0, meter.peak() - base) if blocks else 0
 
 
 @contextlib.contextmanager
-def _freeing(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def _freeing(module: nn.Module) -> Iterator[None]:
     """Free gradients as soon as they are accumulated, because they are not part of the activations."""
 
     def free(parameter: Tensor) -> None:
         parameter.grad = None
 
-    hooks = [parameter.register_post_accumulate_grad_hook(free) for parameter in parameters]
-    try:
+    with contextlib.ExitStack() as hooks:
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                hooks.enter_context(parameter.register_post_accumulate_grad_hook(free))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
-def _seconds(call: Callable[[], None], device: torch.device) -> float:
+def _median_s(call: Callable[[], None], device: torch.device) -> float:
     """Return the median seconds of a call, after a warm-up."""
     times = []
-    for number in range(1 + _REPEATS):
-        _wait(device)
-        start = time.perf_counter()
+    for _ in range(1 + _REPEATS):
+        start = _now_s(device)
         call()
-        _wait(device)
-        if number:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        times.append(_now_s(device) - start)
+    return statistics.median(times[1:])
 
 
-def _wait(device: torch.device) -> None:
+def _now_s(device: torch.device) -> float:
+    """Wait for the device, and return the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _to_host_bps(device: torch.device) -> float:
@@ -313,4 +255,4 @@ def _to_host_bps(device: torch.device) -> float:
         on_host.copy_(on_device, non_blocking=True)
         on_device.copy_(on_host, non_blocking=True)
 
-    return 2 * _COPY_BYTES / _seconds(copy_both, device)
+    return 2 * _COPY_BYTES / _median_s(copy_both, device)

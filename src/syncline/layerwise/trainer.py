@@ -3,12 +3,7 @@
 After LaySA (IEEE Access 2021). DDP keeps all gradients until the end of the backward pass, and a sparse hook stores two
 copies of the residual. `Layerwise` exchanges the gradients of a layer while the backward pass continues, steps the
 layer, and frees them. It stores one copy of the residual, on the device or in host memory, and all layers share the
-buffers of the exchange (`exchange/workspace.py`).
-
-By default gradients are exchanged, and the result is that of DDP with the same exchange. With `mirror=True`, each rank
-computes its own update, learning rate times velocity, and the mean update is applied. The residual is then in units of
-weights, so it stays correct when the learning rate changes. LaySA's mirror, weights minus residual, is never stored,
-because the difference of two nearly equal numbers would lose the residual's precision.
+buffers of the exchange (`exchange/workspace.py`). The result is that of DDP with the same exchange.
 """
 
 from __future__ import annotations
@@ -24,38 +19,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.dist.agreement import current_device
-from syncline.dist.comm import group_timeout
+from syncline.dist.agreement import current_device, flatten, versions_here
+from syncline.dist.comm import backend_of, group_timeout
 from syncline.errors import ExchangeError, UsageError
 from syncline.exchange import Exchange, Tree, settings
 from syncline.health.meeting import meeting, together
-from syncline.layerwise.activations import Managed, ways_of
-from syncline.layerwise.arguments import (
-    agree_on_arguments,
-    budget_of,
-    check_autocast,
-    check_trained,
-    plan_or_none,
-    planned_buckets,
-    policy_of,
-)
+from syncline.layerwise.activations import Managed
 from syncline.layerwise.checkpoint import LayerwiseCheckpoint
 from syncline.layerwise.gradient_pipeline import GradientPipeline
-from syncline.layerwise.layer_optimizer import layer_optimizer
-from syncline.layerwise.memory_budget import check_peak, choose_activations, training_of
-from syncline.predict.memory import BACKLOG_BUCKETS, Choice, Training, bucket_bytes
+from syncline.layerwise.layer_optimizer import LayerOptimizer
+from syncline.layerwise.memory_budget import budget_of, choose_activations, training_of
+from syncline.predict.memory import BACKLOG_BUCKETS, Choice, bucket_bytes, layerwise_lanes
 from syncline.predict.schedule import MIB
-from syncline.records.activations import KEEP, PARK, RECOMPUTE
+from syncline.records.activations import KEEP
 from syncline.records.network import Network
-from syncline.records.plan import Plan
-from syncline.runtime.parameters import only_device
+from syncline.runtime.parameters import described_fully, only_device
 from syncline.runtime.stats import Stats
-from syncline.runtime.topology import find_topology
+from syncline.runtime.topology import find_topology, read_network
 from syncline.runtime.validation import (
     OptimizerOf,
     broadcast_from_first,
     build_optimizer,
+    check_lanes,
     check_numbers,
+    checked_exchange,
     group_or_default,
     refuse_double_momentum,
     trained_parameters,
@@ -76,8 +63,6 @@ class Layerwise:
         module: The module to train. All its trained parameters are on one device.
         optimizer: An optimizer of these parameters, or a function that creates one for the parameters it is given.
         exchange: How gradients are exchanged; `Dense()` by default.
-        mirror: Whether to exchange updates instead of gradients. Only for SGD.
-        plan: A plan, or its file, with buckets, lanes and exchanges. It replaces `exchange`, `lanes` and `bucket_mb`.
         bucket_mb: The largest size of a bucket, in MiB.
         backlog_mb: How much may wait for its exchange, in MiB, before the backward pass waits for the link.
         lanes: How many buckets may be exchanged at the same time.
@@ -96,8 +81,8 @@ class Layerwise:
         network: A network, or its file, for exchanges that use levels.
 
     Raises:
-        UsageError: An argument is invalid, the plan was made for another model or cluster, or no step fits into
-            `memory_budget`. The message names the smallest budget that would do.
+        UsageError: An argument is invalid, or no step fits into `memory_budget`. The message names the smallest budget
+            that would do.
         MismatchError: The arguments differ between ranks.
 
     Example:
@@ -114,8 +99,6 @@ class Layerwise:
         optimizer: Optimizer | OptimizerOf,
         exchange: Exchange | None = None,
         *,
-        mirror: bool = False,
-        plan: Plan | str | os.PathLike[str] | None = None,
         bucket_mb: float | None = None,
         backlog_mb: float | None = None,
         lanes: int | None = None,
@@ -134,25 +117,26 @@ class Layerwise:
         self._parameters = trained_parameters(module)
         self._device = only_device(self._parameters)
         self._group = group_or_default(process_group)
-        loaded = plan_or_none(plan, self._group, self._device, exchange=exchange, lanes=lanes, bucket_mb=bucket_mb)
-        self.exchange, self._policy = policy_of(exchange, lanes, loaded, self._group)
+        self.exchange = checked_exchange(exchange)
+        self.lanes = layerwise_lanes(backend_of(self._group)) if lanes is None else lanes
+        """Number of buckets that may be exchanged at the same time."""
+        check_lanes(self.lanes)
         check_numbers(residual, bucket_mb=bucket_mb, backlog_mb=backlog_mb, clip_norm=clip_norm, timeout_s=timeout_s)
         self._budget_bytes = budget_of(memory_budget, step, activations)
         self.optimizer = build_optimizer(optimizer, self._parameters)
         """An ordinary optimizer, for example for a learning-rate scheduler."""
-        self._stepping = layer_optimizer(self.optimizer, self._parameters, mirror=mirror, clip_norm=clip_norm)
-        refuse_double_momentum(self.exchange, self.optimizer, mirror=mirror)
+        stepper = LayerOptimizer(self.optimizer, clip_norm)
+        refuse_double_momentum(self.exchange, self.optimizer)
         total = sum(p.numel() * p.element_size() for p in self._parameters.values())
-        self._cap_bytes = bucket_bytes(total) if bucket_mb is None else int(bucket_mb * MIB)
-        self._backlog_bytes = BACKLOG_BUCKETS * self._cap_bytes if backlog_mb is None else int(backlog_mb * MIB)
+        self.bucket_bytes = bucket_bytes(total) if bucket_mb is None else int(bucket_mb * MIB)
+        """The largest size of a bucket."""
         self._broadcasts, self._synced = broadcast_buffers, True
         """Whether the last forward was outside `no_sync`. As in DDP, only then the next one broadcasts buffers."""
         self.choice: Choice | None = None
         """How a step fits into `memory_budget`, if there is one."""
         self._managed: Managed | None = None
-        timeout = group_timeout(self._group) if timeout_s is None else timedelta(seconds=timeout_s)
         with current_device(self._device):
-            known = agree_on_arguments(
+            known = _agree(
                 self._group,
                 module,
                 network,
@@ -160,41 +144,39 @@ class Layerwise:
                 memory_budget=self._budget_bytes,
                 find_unused_parameters=find_unused_parameters,
                 exchange=settings(self.exchange),
-                lanes=self._policy.lanes,
-                bucket_bytes=self._cap_bytes,
+                lanes=self.lanes,
+                bucket_bytes=self.bucket_bytes,
                 broadcast_buffers=broadcast_buffers,
-                optimizer=self._stepping.describe(),
+                optimizer=stepper.describe(),
             )
             with meeting(self._group, "Layerwise", users=True):
-                self._topology = find_topology(self._group, self._policy.exchanges, known)
+                topology = find_topology(self._group, (self.exchange,), known)
                 broadcast_from_first(self._group, [*module.parameters(), *module.buffers()])
                 self._pipeline = GradientPipeline(
                     self._group,
                     self._parameters,
-                    self._policy,
-                    self._stepping,
-                    timeout,
-                    topology=self._topology,
-                    cap_bytes=self._cap_bytes,
-                    backlog_bytes=self._backlog_bytes,
+                    self.exchange,
+                    stepper,
+                    group_timeout(self._group) if timeout_s is None else timedelta(seconds=timeout_s),
+                    lanes=self.lanes,
+                    topology=topology,
+                    cap_bytes=self.bucket_bytes,
+                    backlog_bytes=BACKLOG_BUCKETS * self.bucket_bytes if backlog_mb is None else int(backlog_mb * MIB),
                     find_unused=find_unused_parameters,
                     residuals_on_host=residual == "host",
-                    planned=planned_buckets(loaded, self._parameters, self._group),
                 )
             try:
                 if step is not None and self._budget_bytes is not None:
                     with together(self._group, self._device, "the memory budget", "Layerwise"):
-                        sizes = self.training()
+                        sizes = training_of(module, self._pipeline)
                         self.choice, activations = choose_activations(module, step, sizes, self._budget_bytes, residual)
                     for workspace in self._pipeline.workspaces:
                         workspace.rest_on(self.choice.residual)
-                self._managed = Managed(module, ways_of(module, activations))
+                self._managed = Managed(module, activations)
             except BaseException:
                 self.close()
                 raise
-        self._checkpoint = LayerwiseCheckpoint(
-            module, self._parameters, self.optimizer, self._stepping, self._policy, self._topology, self._pipeline
-        )
+        self._checkpoint = LayerwiseCheckpoint(module, self._pipeline)
         self._pipeline.start()
 
     # --- training -----------------------------------------------------------------------------------------------
@@ -212,7 +194,6 @@ class Layerwise:
             if self._broadcasts and self._synced:
                 broadcast_from_first(self._group, list(self.module.buffers()))
             self._synced = self._pipeline.syncing
-            check_peak(self.choice, self._budget_bytes, self.steps, self._device)
         return self.module(*inputs, **options)
 
     @contextlib.contextmanager
@@ -249,11 +230,6 @@ class Layerwise:
         return self._pipeline.error
 
     @property
-    def straggler(self) -> str | None:
-        """The rank that the others wait for, and how long, if there is one. Rank 0 updates it every 10 s."""
-        return self._pipeline.runner.straggler
-
-    @property
     def dropped(self) -> int:
         """Number of buckets that were not finite, so that their layers skipped a step. Waits for the device."""
         return self._pipeline.dropped
@@ -261,27 +237,12 @@ class Layerwise:
     @property
     def tree(self) -> Tree | None:
         """The topology, if the exchange uses it."""
-        return None if self._topology is None else self._topology.tree
-
-    @property
-    def lanes(self) -> int:
-        """Number of buckets that may be exchanged at the same time."""
-        return self._policy.lanes
-
-    @property
-    def bucket_bytes(self) -> int:
-        """The largest size of a bucket."""
-        return self._cap_bytes
+        return None if self._pipeline.topology is None else self._pipeline.topology.tree
 
     @property
     def ways(self) -> dict[str, str]:
         """What happens to the activations of each block that does not keep them, by its name."""
         return {} if self._managed is None else {name: way for name, way in self._managed.ways.items() if way != KEEP}
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether any block is recomputed."""
-        return any(way in (RECOMPUTE, PARK) for way in self.ways.values())
 
     def predicted_sent_bytes(self) -> dict[str, int]:
         """Return the bytes that a step should send, per level, by the cost that the exchange states."""
@@ -302,20 +263,14 @@ class Layerwise:
             )
         elif self.ways:
             lines.append(f"blocks: {', '.join(f'{name} {way}' for name, way in list(self.ways.items())[:4])}, …")
-        if self._topology is not None:
-            lines.append(self._topology.tree.describe())
+        if self.tree is not None:
+            lines.append(self.tree.describe())
         return "\n".join(lines)
-
-    def training(self) -> Training:
-        """Return the bytes of all tensors that are not activations."""
-        sizes = [p.numel() * p.element_size() for p in self._parameters.values()]
-        waiting = sum(sizes) if self._stepping.at_end else min(sum(sizes), self._backlog_bytes + max(sizes))
-        return training_of(self.module, self.optimizer, self._pipeline, waiting)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Collective: save this rank's residuals and, with `mirror`, its velocities, to a file in `folder`.
+        """Collective: save this rank's residuals to a file in `folder`.
 
         Weights and the optimizer's state are equal on all ranks. Save them once, as usual. Call this between steps.
 
@@ -340,7 +295,7 @@ class Layerwise:
         Args:
             folder: The folder that was passed to `save`.
             on_world_size: What to do if another number of ranks saved the checkpoint: `refuse` it, `reset` (drop the
-                residuals) or `redistribute` them. With `mirror`, velocities cannot be redistributed.
+                residuals) or `redistribute` them.
 
         Raises:
             UsageError: The checkpoint is damaged, or does not fit the model, its weights or the exchange.
@@ -392,6 +347,28 @@ class Layerwise:
 
     def _check_ready(self) -> None:
         self._check_open()
-        check_autocast(self._device)
-        check_trained(self.module, self._parameters)
+        device = self._device.type
+        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
+            raise UsageError(
+                "Layerwise does not support autocast to float16: a GradScaler would skip a step only after some layers "
+                "have taken it. Use torch.bfloat16, which needs no scaling"
+            )
+        trained = {id(parameter) for parameter in self.module.parameters() if parameter.requires_grad}
+        if trained != {id(parameter) for parameter in self._parameters.values()}:
+            raise UsageError(
+                "other parameters require gradients than when this trainer was created: close() it, and create a new "
+                "one after freezing or unfreezing"
+            )
         self._pipeline.check_complete()
+
+
+def _agree(
+    group: dist.ProcessGroup, module: nn.Module, network: Network | str | os.PathLike[str] | None, **arguments: Any
+) -> Network | None:
+    """Collective: return the network, read from its file. Raise unless all arguments are equal on all ranks."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    with together(group, tensors[0][1].device, "the configuration", "Layerwise") as fields:
+        loaded = read_network(network, fields)
+        parameters = {name: described_fully(tensor) for name, tensor in tensors}
+        fields |= flatten({**arguments, "version": versions_here(), "parameter": parameters})
+    return loaded

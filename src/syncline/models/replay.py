@@ -1,12 +1,9 @@
 """A model that computes nothing and takes as long as a recorded one.
 
-Eight ranks on a laptop cannot compute ResNet-50 as fast as a GPU, but they can wait as long as a GPU would compute. A
-`ReplayModel` has real parameters of the recorded shapes. Its forward sleeps, and its backward returns each gradient at
-the recorded time. DDP's hooks run at these times and send real bytes, so the overlap of computation and communication
-is measured over a real network, while the cores are free for communication.
-
-Deadlines are absolute, from the start of backward: each sleep is a little too long, and with relative deadlines these
-errors would add up over hundreds of parameters.
+Eight ranks on a laptop cannot compute ResNet-50 as fast as a GPU, but they can wait as long as a GPU would compute. The
+model has real parameters of the recorded shapes. Its forward sleeps, and its backward returns each gradient at the
+recorded time, so DDP's hooks run at these times and send real bytes while the cores are free for communication.
+Deadlines are absolute, from the start of backward, so that the errors of sleeps do not add up.
 """
 
 from __future__ import annotations
@@ -19,11 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from syncline.errors import UsageError
-from syncline.records.profile import BUFFER_ITEM_BYTES, ITEM_BYTES, Profile
+from syncline.records.profile import BUFFER_ITEM_BYTES, Profile
 
 POOL_ELEMENTS = 1 << 18
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 
 
 class ReplayModel(nn.Module):
@@ -45,17 +40,12 @@ class ReplayModel(nn.Module):
         self._profile = profile = _at_pace_of(profile, rank)
         self._noise = _Noise(seed)
         # Models list their parameters roughly in forward order, and DDP's first buckets rely on that.
-        self._in_forward_order = [
-            (_add_parameter(self, g.name, torch.zeros(g.shape, dtype=DTYPES[g.dtype])), g.ready_s)
-            for g in reversed(profile.gradients)
-        ]
-        taken = {gradient.name.partition(".")[0] for gradient in profile.gradients}
+        self._in_forward_order = [(gradient.name, gradient.ready_s) for gradient in reversed(profile.gradients)]
+        for gradient in reversed(profile.gradients):
+            _add_parameter(self, gradient.name, torch.zeros(gradient.shape, dtype=getattr(torch, gradient.dtype)))
         for entry in profile.buffers:
-            name = f"buffer_{entry.dtype}"
-            while name in taken:
-                name += "_"
             elements = entry.bytes // BUFFER_ITEM_BYTES[entry.dtype]
-            self.register_buffer(name, torch.zeros(elements, dtype=getattr(torch, entry.dtype)))
+            self.register_buffer(f"_replayed_{entry.dtype}", torch.zeros(elements, dtype=getattr(torch, entry.dtype)))
 
     def forward(self, *_: object, **__: object) -> Tensor:
         deadline_s = time.monotonic() + self._profile.forward_s
@@ -65,7 +55,8 @@ class ReplayModel(nn.Module):
         x = _until(x, None, backward, self._profile.backward_s)
         for name, ready_s in self._in_forward_order:
             x = _until(x, self.get_parameter(name), backward, ready_s)
-        x = _start(x, backward)
+        if x.requires_grad:
+            x.register_hook(backward.begin)
         _sleep_until(deadline_s)  # after the graph is built, so that building it is part of the recorded time
         return x
 
@@ -86,7 +77,10 @@ class _Noise:
     def like(self, parameter: Tensor) -> Tensor:
         """Return a new tensor: autograd makes it the parameter's `grad`, and DDP writes into it."""
         flat = torch.empty(parameter.numel(), device=parameter.device, dtype=parameter.dtype)
-        pool = self._pool_for(parameter)
+        key = (parameter.device, parameter.dtype)
+        if key not in self._copies:
+            self._copies[key] = self._pool.to(*key)
+        pool = self._copies[key]
         filled = 0
         while filled < flat.numel():
             piece = pool[self._offset : self._offset + flat.numel() - filled]
@@ -95,40 +89,15 @@ class _Noise:
             self._offset = (self._offset + piece.numel()) % POOL_ELEMENTS
         return flat.view(parameter.shape)
 
-    def _pool_for(self, parameter: Tensor) -> Tensor:
-        key = (parameter.device, parameter.dtype)
-        if key not in self._copies:
-            self._copies[key] = self._pool.to(*key)
-        return self._copies[key]
-
 
 class _Backward:
     """One backward pass: its start, and the source of its gradients."""
 
     def __init__(self, noise: _Noise) -> None:
-        self.noise = noise
-        self.start_s = 0.0
+        self.noise, self.start_s = noise, 0.0
 
-    def begin(self) -> None:
+    def begin(self, _: Tensor) -> None:
         self.start_s = time.monotonic()
-
-    def wait_for(self, offset_s: float) -> None:
-        _sleep_until(self.start_s + offset_s)
-
-
-class _Start(torch.autograd.Function):
-    """Records the start of backward: it runs last in forward, so first in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, backward: _Backward) -> Tensor:
-        ctx.backward_pass = backward
-        return x.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ctx.backward_pass.begin()
-        return grad, None
 
 
 class _Until(torch.autograd.Function):
@@ -148,7 +117,7 @@ class _Until(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         # Before the wait, so that the copy does not delay the gradient.
         gradient = ctx.backward_pass.noise.like(ctx.parameter) if ctx.needs_input_grad[1] else None
-        ctx.backward_pass.wait_for(ctx.offset_s)
+        _sleep_until(ctx.backward_pass.start_s + ctx.offset_s)
         return grad, gradient, None, None
 
 
@@ -164,10 +133,6 @@ def _at_pace_of(profile: Profile, rank: int | None) -> Profile:
     )
 
 
-def _start(x: Tensor, backward: _Backward) -> Tensor:
-    return _Start.apply(x, backward)  # type: ignore[no-any-return, no-untyped-call]
-
-
 def _until(x: Tensor, parameter: Tensor | None, backward: _Backward, offset_s: float) -> Tensor:
     return _Until.apply(x, parameter, backward, offset_s)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -178,18 +143,12 @@ def _sleep_until(deadline_s: float) -> None:
         time.sleep(left_s)
 
 
-def _add_parameter(root: nn.Module, name: str, value: Tensor) -> str:
+def _add_parameter(root: nn.Module, name: str, value: Tensor) -> None:
     """Register a parameter under its dotted name, and add the modules on its path."""
     *path, last = name.split(".")
     module = root
-    try:
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        module.register_parameter(last, nn.Parameter(value))
-    except (AttributeError, KeyError) as error:
-        raise UsageError(
-            f"no module can hold a parameter called {name} together with the others of the profile"
-        ) from error
-    return name
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(last, nn.Parameter(value))

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,14 +85,11 @@ class Target:
             raise
         except (Exception, SystemExit) as error:
             what = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise SynclineError(f"{self.name} failed: {what}{self._location(error)}") from error
-
-    def _location(self, error: BaseException) -> str:
-        """Return the innermost line of the user's file in the traceback."""
-        frames = traceback.extract_tb(error.__traceback__)
-        path = self._path_and_function[0].resolve()
-        user_frames = [frame for frame in frames if self.is_function and Path(frame.filename).resolve() == path]
-        return f" ({user_frames[-1].filename}, line {user_frames[-1].lineno})" if user_frames else ""
+            path = self._path_and_function[0].resolve()
+            frames = traceback.extract_tb(error.__traceback__) if self.is_function else []
+            lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
+            location = f" ({path}, line {lines[-1]})" if lines else ""
+            raise SynclineError(f"{self.name} failed: {what}{location}") from error
 
     @property
     def _path_and_function(self) -> tuple[Path, str]:
@@ -121,16 +117,22 @@ class Target:
         if self.batch is not None and not takes_batch:
             raise UsageError(f"{self.name} chooses its own batch: give {function} a parameter called batch")
         built = build(batch=self.batch) if self.batch is not None else build()
-        if not _is_task(built):
-            raise UsageError(
-                f"{self.name} returned {_type_name(built)}: it must return (model, step) or (model, step, optimizer)"
-            )
-        model, step, *rest = built
+        match built:
+            case (nn.Module() as model, step) if callable(step):
+                optimizer = None
+            case (nn.Module() as model, step, torch.optim.Optimizer() as optimizer) if callable(step):
+                pass
+            case _:
+                kinds = ", ".join(type(part).__name__ for part in built) if isinstance(built, tuple) else ""
+                raise UsageError(
+                    f"{self.name} returned {f'({kinds})' if kinds else type(built).__name__}: it must return "
+                    "(model, step) or (model, step, optimizer)"
+                )
         where = next((p.device.type for p in model.parameters()), "cpu")
         if self.device is not None and where != device.type:
             raise UsageError(f"{self.name} put its model on {where}, not on {device.type}: move it there in {function}")
         name = function if type(model) is nn.Sequential else type(model).__name__
-        return Task(name, model, step, rest[0] if rest else None, self.batch)
+        return Task(name, model, step, optimizer, self.batch)
 
 
 def _imported(path: Path) -> ModuleType:
@@ -147,19 +149,3 @@ def _imported(path: Path) -> ModuleType:
     sys.modules[name] = module  # dataclasses look up their module there
     spec.loader.exec_module(module)
     return module
-
-
-def _is_task(built: Any) -> bool:
-    return (
-        isinstance(built, tuple)
-        and len(built) in (2, 3)
-        and isinstance(built[0], nn.Module)
-        and callable(built[1])
-        and (len(built) == 2 or isinstance(built[2], torch.optim.Optimizer))
-    )
-
-
-def _type_name(built: Any) -> str:
-    if isinstance(built, tuple):
-        return f"({', '.join(type(part).__name__ for part in built)})"
-    return type(built).__name__

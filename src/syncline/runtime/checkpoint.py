@@ -46,8 +46,6 @@ class Checkpoints:
     """The topology, if residuals depend on it."""
     misfit: Callable[[Tensors, Sequence[Sequence[str]]], str | None]
     """Returns why tensors or buckets do not fit the model, or None if they do."""
-    redistributable: bool = True
-    """Whether another number of ranks can share the residuals. If not, they can only be dropped."""
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -122,17 +120,17 @@ class Checkpoints:
         """Raise unless a state of another world size or topology may be treated as requested."""
         here, saved = self.identity, state["world_size"]
         hosts = state["levels"] is not None or here["levels"] is not None
-        only_reset = hosts or not self.redistributable
         if on_world_size == "refuse":
             problem = f"saved by {saved} ranks, but there are {here['world_size']} now"
             if saved == here["world_size"]:
                 then, now = shortened([str(state["levels"]), str(here["levels"])])
                 problem = f"saved with the ranks on hosts {then}, but they are on {now} now"
-            choice = _RESET if only_reset else f"'redistribute', or {_RESET}"
+            choice = _RESET if hosts else f"'redistribute', or {_RESET}"
             raise UsageError(f"{folder}: the checkpoint was {problem}: pass on_world_size={choice}")
-        if on_world_size == "redistribute" and only_reset:
-            what = "residuals that belong to one host" if hosts else "velocities that belong to one rank"
-            raise UsageError(f"{folder}: {what} cannot be redistributed: pass on_world_size={_RESET}")
+        if on_world_size == "redistribute" and hosts:
+            raise UsageError(
+                f"{folder}: residuals that belong to one host cannot be redistributed: pass on_world_size={_RESET}"
+            )
 
     def check(self, state: Mapping[str, Any], prefix: str = "") -> None:
         """Raise unless the state is valid and fits this model, exchange, rank and topology."""
@@ -151,8 +149,10 @@ class Checkpoints:
         if (then := state["rank"]) != (now := here["rank"]):
             return f"the state was saved by rank {then}, but this is rank {now}: load the state of this rank"
         if (then := state["world_size"]) != (now := here["world_size"]):
-            remedy = "; load(folder, on_world_size=…) accepts other numbers" if self.redistributable else ""
-            return f"the state was saved by {then} ranks, but there are {now} now: load it on {then} ranks{remedy}"
+            return (
+                f"the state was saved by {then} ranks, but there are {now} now: load it on {then} ranks; "
+                "load(folder, on_world_size=…) accepts other numbers"
+            )
         if (then := state["levels"]) != (now := here["levels"]):
             return (
                 f"the state was saved with the ranks on hosts {then}, but they are on {now} now: load it on the same "

@@ -102,9 +102,7 @@ def check_numbers(residual: str | None, **numbers: float | None) -> None:
         raise UsageError(f"residual is {residual!r}: pass 'device' or 'host'")
 
 
-def refuse_double_momentum(exchange: Exchange, optimizer: Optimizer, *, mirror: bool) -> None:
+def refuse_double_momentum(exchange: Exchange, optimizer: Optimizer) -> None:
     inner = getattr(exchange, "across", exchange)
     if isinstance(inner, OkTopk) and inner.momentum and any(group.get("momentum") for group in optimizer.param_groups):
         raise UsageError(f"{inner!r} and the optimizer both have momentum: remove it from one of them")
-    if mirror and isinstance(inner, OkTopk) and inner.momentum:
-        raise UsageError(f"mirror=True already uses the optimizer's momentum: use OkTopk(density={inner.density})")

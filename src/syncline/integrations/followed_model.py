@@ -1,20 +1,19 @@
-"""What the framework integrations share: one model of a framework, followed and saved with its checkpoints.
+"""What the framework integrations share: a framework's model that is followed, and saved with its checkpoints.
 
 A framework wraps the model in DDP and writes the checkpoints. Syncline follows the model from the moment it is wrapped,
 so the requested exchange is attached in its first training forward. Each rank writes its residual to its own file, in a
-folder that belongs to the framework's checkpoint: a checkpoint that one rank writes would have to gather the residuals
-of all ranks. A plan that tuning found is written there too, and a resumed run continues with it.
-
-When a framework loads a checkpoint, nothing is attached yet. So the folder is remembered, and loaded in the forward in
-which something is attached, before its backward.
+folder that belongs to the framework's checkpoint. A plan that tuning found is written there too, and a resumed run
+continues with it. When a framework loads a checkpoint, nothing is attached yet: the folder is remembered, and loaded in
+the forward in which something is attached.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -35,10 +34,8 @@ from syncline.runtime.parameters import ddp_of, only_device, parameters_of
 from syncline.tuning.follow import Following
 from syncline.tuning.settings import TuneSettings, has_residual
 
-FOLDER = "syncline"
-"""Name of Syncline's folder inside a checkpoint that is a folder."""
+_ARGUMENTS = ("exchange", "plan", "allow", "network", "on_world_size", "timeout_s", "quiet")
 _PLAN = "plan.json"
-_SPARSE = "sparse"
 
 
 def missing(framework: str, error: ImportError) -> ImportError:
@@ -48,46 +45,53 @@ def missing(framework: str, error: ImportError) -> ImportError:
     )
 
 
-@dataclass(frozen=True)
-class Messages:
-    """Prints each message once, on rank 0."""
+def take_arguments(options: dict[str, Any]) -> dict[str, Any]:
+    """Remove Syncline's arguments from those of a framework's class, and return them."""
+    return {name: options.pop(name) for name in _ARGUMENTS if name in options}
 
-    quiet: bool
-    printed: set[str] = field(default_factory=set)
+
+class Follower:
+    """Follows the models of one framework object. Prints each message once, on rank 0.
+
+    Args:
+        arguments: Syncline's arguments, as `take_arguments` returns them.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self.settings = TuneSettings(**arguments).load_files()
+        self._printed: set[str] = set()
+
+    def follow(self, model: nn.Module, scaler: GradScaler | None) -> FollowedModel | None:
+        """Follow a wrapped model. Return None, with a message, if its process is the only one."""
+        ddp = ddp_of(model)
+        if ddp.process_group.size() == 1:
+            self.print_single_process()
+            return None
+        return FollowedModel(ddp, self, scaler)
+
+    @property
+    def may_have_residual(self) -> bool:
+        """Whether an exchange with a residual may be attached."""
+        settings = self.settings
+        if settings.exchange is not None:
+            return settings.exchange.keeps
+        return has_residual(settings.plan) if isinstance(settings.plan, Plan) else "sparse" in settings.allow
 
     def print(self, text: str) -> None:
-        if text not in self.printed and not self.quiet and not (dist.is_initialized() and dist.get_rank()):
+        if text not in self._printed and not self.settings.quiet and not (dist.is_initialized() and dist.get_rank()):
             print(f"syncline: {text}", file=sys.stderr)
-        self.printed.add(text)
+        self._printed.add(text)
 
     def print_single_process(self) -> None:
         self.print("a single process exchanges no gradients: there is nothing to do")
 
 
-def may_have_residual(settings: TuneSettings) -> bool:
-    """Whether an exchange with a residual may be attached. The plan of the settings must be loaded."""
-    if settings.exchange is not None:
-        return settings.exchange.keeps
-    return has_residual(settings.plan) if isinstance(settings.plan, Plan) else _SPARSE in settings.allow
-
-
-def follow_wrapped(
-    model: nn.Module, settings: TuneSettings, messages: Messages, scaler: GradScaler | None = None
-) -> Synced | None:
-    """Follow a framework's model. Return None, with a message, if its process is the only one."""
-    ddp = ddp_of(model)
-    if ddp.process_group.size() == 1:
-        messages.print_single_process()
-        return None
-    return Synced(ddp, dataclasses.replace(settings, scaler=scaler), messages)
-
-
-class Synced:
+class FollowedModel:
     """A framework's model that is followed, and is saved and resumed with its framework's checkpoints."""
 
-    def __init__(self, ddp: DDP, settings: TuneSettings, messages: Messages) -> None:
-        self.model = ddp
-        self._settings, self._messages = settings, messages
+    def __init__(self, ddp: DDP, follower: Follower, scaler: GradScaler | None) -> None:
+        self.model, self._follower = ddp, follower
+        self._settings = dataclasses.replace(follower.settings, scaler=scaler)
         self._group: dist.ProcessGroup = ddp.process_group
         self._device = only_device(parameters_of(ddp))
         self._folder: Path | None = None
@@ -95,7 +99,7 @@ class Synced:
         self._folder_step: int | None = None
         """The step at which that folder was saved, if known."""
         self._hook: RemovableHandle | None = None
-        self.following = Following(ddp, settings)
+        self.following = Following(ddp, self._settings)
 
     @property
     def handle(self) -> Handle | None:
@@ -126,14 +130,10 @@ class Synced:
     # --- checkpoints --------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> bool:
-        """Save what a resumed run needs. Collective, between steps.
-
-        Returns:
-            Whether ranks have residuals, which are saved as well.
-        """
+        """Collective, between steps: save what a resumed run needs. Return whether that includes residuals."""
         handle = self.handle
         if handle is not None and handle.error is not None:
-            self._messages.print(f"{folder}: the exchange has failed, so its state is not saved")
+            self._follower.print(f"{folder}: the exchange has failed, so its state is not saved")
             return False
         if handle is None and self._folder is not None:  # loaded, and saved again before the first step
             self._copy(self._folder, folder)
@@ -147,11 +147,11 @@ class Synced:
             if self._group.rank() == 0:
                 if not has_state:
                     remove(folder)
-                if plan is not None:
+                if plan is None:
+                    (folder / _PLAN).unlink(missing_ok=True)
+                else:
                     folder.mkdir(parents=True, exist_ok=True)
                     plan.save(folder / _PLAN)
-                else:
-                    (folder / _PLAN).unlink(missing_ok=True)
         if handle is not None and has_state:
             handle.save(folder)
         return has_state
@@ -166,7 +166,7 @@ class Synced:
         return plan if plan is not None and plan.nothing else None
 
     def load(self, folder: Path, step: int | None = None, error_if_missing: str | None = None) -> None:
-        """Continue from a saved state, now or as soon as something is attached. Collective.
+        """Collective: continue from a saved state, now or as soon as something is attached.
 
         Args:
             folder: The folder that `save` wrote.
@@ -184,22 +184,24 @@ class Synced:
                 plan = Plan.load(folder / _PLAN)
             has_state = folder.is_dir() and any(folder.glob("rank-*"))
             fields |= {"kept": has_state, "plan": plan is not None}
-        may_have_state = may_have_residual(self._settings)
+        may_have_state = self._follower.may_have_residual
         if plan is not None:
             has_state = self._resume_plan(plan, folder, has_state) and has_state
         elif has_state and (self._settings.tunes or not may_have_state):
-            self._messages.print(f"{folder}: its residual is not used, because the exchange now has none")
+            self._follower.print(f"{folder}: its residual is not used, because the exchange now has none")
             has_state = False
         elif not has_state and may_have_state:
-            self._messages.print(f"{folder}: no residual was saved there: it starts empty")
-            self._clear_residual()
+            self._follower.print(f"{folder}: no residual was saved there: it starts empty")
+            handle = self.handle
+            if handle is not None:  # drop the residual of steps that the checkpoint does not contain
+                handle.load_state_dict({**handle.state_dict(), "steps": 0, "buckets": [], "tensors": {}})
         self._folder, self._folder_step = folder if has_state else None, step
         self._load_if_attached()
         if self._folder is not None and self._hook is None:
             self._hook = self.model.register_forward_pre_hook(Unseen(lambda *_: self._load_if_attached()))
 
     def _resume_plan(self, plan: Plan, folder: Path, has_state: bool) -> bool:
-        """Make the model use a plan that was found before. Return False if it does not fit. Collective."""
+        """Collective: make the model use a plan that was found before. Return False if it does not fit."""
         difference = difference_of(plan, parameters_of(self.model), self._group, "load")
         if difference is not None and has_state and self._settings.on_world_size != "reset":
             raise UsageError(
@@ -207,7 +209,7 @@ class Synced:
                 "tunes again"
             )
         if difference is not None:
-            self._messages.print(f"{folder / _PLAN} does not fit, so the model is tuned again: {difference}")
+            self._follower.print(f"{folder / _PLAN} does not fit, so the model is tuned again: {difference}")
             return False
         handle = self.handle
         if handle is None or handle.plan != plan:
@@ -236,12 +238,6 @@ class Synced:
         if self._hook is not None:
             self._hook.remove()
         self._hook = None
-
-    def _clear_residual(self) -> None:
-        """Drop the residual of steps that the loaded checkpoint does not contain."""
-        handle = self.handle
-        if handle is not None:
-            handle.load_state_dict({**handle.state_dict(), "steps": 0, "buckets": [], "tensors": {}})
 
     def _copy(self, source: Path, folder: Path) -> None:
         with together(self._group, self._device, "what is saved", "save"):
