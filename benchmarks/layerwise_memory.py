@@ -247,9 +247,8 @@ def measure(rank: Rank, name: str, batch: int, methods: list[str], rounds: int) 
                 row["activations"] = row["peak"] - states
                 if trainer is not None:
                     row["waiting"] = trainer.training().waiting_bytes
-                    row["foreseen states"] = (
-                        trainer.training().states("host" if method.endswith(("host", "parked")) else "device").bytes
-                    )
+                    residual = "host" if method.endswith(("host", "parked")) else "device"
+                    row["foreseen states"] = trainer.training().states_bytes(residual)
             row["seconds"] += seconds_of(step, STEPS, device)
             row["other"] = other_bytes(device)
             if device.type == "cuda":

@@ -254,14 +254,7 @@ def _iteration(case: _Case) -> tuple[float, Timeline]:
         waits = exchange.waits and len(cost.phases) > 1
         lane = index % schedule.lanes
         buckets.append(Bucket(str(index), ready_s[index], lane, tuple(stages), cost.chunks, waits))
-    timeline = simulate(
-        buckets,
-        capacities(network),
-        network.in_flight,
-        network.slowdown,
-        network.crowding,
-        chunks_in_flight=network.in_flight,
-    )
+    timeline = simulate(buckets, capacities(network), network.in_flight, network.slowdown, network.crowding)
     end_s = thread_s
     for index, nbytes in enumerate(sizes):
         end_s = max(end_s, timeline.end_s[str(index)]) + overheads.copy_out_s_per_byte * nbytes
