@@ -1,9 +1,7 @@
 """Robust fits of a collective's time over its bytes: one line, or up to three lines that meet.
 
-- Errors are *relative*; with absolute errors, the largest sizes alone would decide.
-- A size has more weight if its repetitions agree. Tiny messages scatter on busy processors; large ones hardly do.
-- Outliers lose weight with each pass (Huber's weights), because a shared machine always has some.
-- Slopes and the first intercept are never negative (non-negative least squares).
+Errors are relative, and sizes whose repetitions agree weigh more; otherwise the largest sizes alone would decide.
+Outliers lose weight with each pass (Huber's weights). Slopes and the first intercept are never negative.
 """
 
 from __future__ import annotations
@@ -23,15 +21,12 @@ Samples = Mapping[int, Sequence[float]]
 CONFIDENCE = 0.9
 _PASSES = 6
 _HUBER = 1.345
-_BETTER = 0.6
-"""Another line is accepted only if the squared error falls below this share; otherwise it would describe noise."""
+_BETTER = 0.6  # another line is accepted only if the squared error falls below this share, or it would describe noise
 _RESAMPLES = 200
-_PRECISION = 0.02
-"""Lower limit for the relative error of a median, however well its repetitions agree."""
-_UNKNOWN_PRECISION = 0.05
-"""Relative error of a size that was measured once."""
+_PRECISION = 0.02  # lower limit for the relative error of a median, however well its repetitions agree
+_UNKNOWN_PRECISION = 0.05  # relative error of a size that was measured once
+# Protocols switch at small sizes only. If the slope falls beyond this size, smaller sizes were disturbed.
 _LAST_SWITCH_BYTES = 4e6
-"""Protocols switch at small sizes only. If the slope falls beyond this size, smaller sizes were disturbed."""
 
 
 @dataclass(frozen=True)

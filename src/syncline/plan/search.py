@@ -174,9 +174,9 @@ class _Search:
             tables = {name: self._table(name) for name in names}
             least = np.min(np.stack(list(tables.values())), axis=0)
             for lanes, share in ((1, 1.0), (2, 1.0), (2, 0.5), (4, 0.25)):
-                more_s = _PER_BUCKET * self._profile.step_s
-                cost = functools.partial(np.interp, xp=self._grid, fp=least - (1 - share) * least[0] + more_s)
-                buckets = self.cut(fusion.optimal(self.gradients(cost)))
+                table = least - (1 - share) * least[0] + _PER_BUCKET * self._profile.step_s
+                gradients = self.gradients(functools.partial(_interpolate, self._grid, table))
+                buckets = self.cut(fusion.optimal(gradients))
                 yield self._try("optimal fusion", buckets, self._cheapest(buckets, tables), lanes)
 
     def _all_layouts(self) -> Iterator[Candidate]:
@@ -311,3 +311,7 @@ def _key(schedule: Schedule) -> tuple[object, ...]:
 
 def _rank(candidate: Candidate) -> float:
     return candidate.seconds * (1 + _PER_BUCKET * len(candidate.schedule.buckets))
+
+
+def _interpolate(grid: fusion.Floats, table: fusion.Floats, nbytes: fusion.Floats) -> fusion.Floats:
+    return np.interp(nbytes, grid, table)

@@ -1,17 +1,9 @@
 """An event simulation of collectives on lanes, over shared links.
 
-A lane starts its buckets in order, and runs up to `in_flight` of them at a time. A bucket is a list of stages: its own
-work, or a collective. It may consist of several chunks, each with such a list, which form a pipeline.
-
 A collective begins with its serial start-up. Then its bytes flow at a speed that is limited by its own start-ups and
-processors, and by its share of the links that it crosses. Links are shared by max-min fairness: flows that want more
-get equal shares of a full link, and shares that a flow cannot use go to the others. An idle link has credit: it carries
-its burst before its rate applies.
-
-Concurrent collectives slow down each other's start-ups, and may use a link less efficiently than one after the other,
-by measured factors (`Network.overlap`).
-
-Only the busiest link of each kind is simulated, so the run time does not depend on the number of ranks.
+processors, and by its share of the links that it crosses (max-min fairness). An idle link has credit: it carries its
+burst before its rate applies. Concurrent collectives slow each other down by measured factors (`Network.overlap`). Only
+the busiest link of each kind is simulated, so the run time does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _EPSILON = 1e-12
-_PEAK = 20.0
-"""Speed of a link while it has credit, as a multiple of its rate."""
+_PEAK = 20.0  # speed of a link while it has credit, as a multiple of its rate
 
 
 @dataclass(frozen=True)
@@ -104,10 +95,8 @@ class _Active:
     current: Work | Collective
     started_s: float
     serial_left_s: float
-    share_left: float = 1.0
-    """Remaining share of the flow, or of the work."""
-    speed: float = 0.0
-    """Share per second; in a serial start-up, start-up seconds per second."""
+    share_left: float = 1.0  # of the flow, or of the work
+    speed: float = 0.0  # share per second; in a serial start-up, start-up seconds per second
     serial: bool = False
 
     def left_s(self) -> float:
@@ -163,16 +152,14 @@ def simulate(
 
 @dataclass
 class _Simulation:
-    queues: dict[int, list[Bucket]]
-    """Lane → buckets that it has not started, the next one last."""
+    queues: dict[int, list[Bucket]]  # lane → buckets that it has not started, the next one last
     links: dict[str, _LinkState]
     in_flight: int
     slowdown: Callable[[int], float]
     crowding: Callable[[int], float]
     running: dict[int, dict[str, int]] = field(default_factory=lambda: collections.defaultdict(dict))
     """Lane → running buckets → number of stages that have not ended."""
-    blocked: dict[int, bool] = field(default_factory=dict)
-    """Lane → whether the last bucket that it started blocks it."""
+    blocked: dict[int, bool] = field(default_factory=dict)  # lane → whether the last bucket that it started blocks it
     ended: set[tuple[str, int]] = field(default_factory=set)
     now_s: float = 0.0
     active: list[_Active] = field(default_factory=list)
