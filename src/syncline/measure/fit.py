@@ -47,25 +47,17 @@ class Lines:
     """Root mean square of the relative errors."""
 
     @property
-    def intercept_s(self) -> float:
-        return self.pieces[0].intercept_s
+    def first(self) -> Line:
+        return self.pieces[0]
 
     @property
-    def s_per_byte(self) -> float:
-        return self.pieces[0].s_per_byte
-
-    @property
-    def late_intercept_s(self) -> float:
-        return self.pieces[-1].intercept_s
-
-    @property
-    def late_s_per_byte(self) -> float:
-        return self.pieces[-1].s_per_byte
+    def last(self) -> Line:
+        return self.pieces[-1]
 
     @property
     def breakpoint(self) -> float | None:
         """Bytes at which the last line begins; None if there is only one."""
-        return self.pieces[-1].from_bytes if len(self.pieces) > 1 else None
+        return self.last.from_bytes if len(self.pieces) > 1 else None
 
     def seconds(self, nbytes: float) -> float:
         piece = next(piece for piece in reversed(self.pieces) if nbytes >= piece.from_bytes)
@@ -106,12 +98,12 @@ def fit(samples: Samples, *, bursts: bool = False, switches: bool = True) -> Fit
     for _ in range(_RESAMPLES):
         resampled = np.array([np.median(rng.choice(times, len(times))) for times in repeats])
         refitted, _ = _fit_at(sizes, resampled, precision, breaks)
-        intercepts.append(refitted.intercept_s)
-        slopes.append(refitted.late_s_per_byte)
+        intercepts.append(refitted.first.intercept_s)
+        slopes.append(refitted.last.s_per_byte)
     return Fit(
         lines,
-        _interval(lines.intercept_s, intercepts, lines.residual),
-        _interval(lines.late_s_per_byte, slopes, lines.residual / len(sizes) ** 0.5),
+        _interval(lines.first.intercept_s, intercepts, lines.residual),
+        _interval(lines.last.s_per_byte, slopes, lines.residual / len(sizes) ** 0.5),
     )
 
 

@@ -108,14 +108,15 @@ class Readings:
         link = max(network.links, key=lambda link: busy_s.get(link.name, 0.0))
         link_s_per_byte = busy_s[link.name] / self._sent(kind, _NUMEL, ranks)
         shared = self._shared_s_per_byte(kind) if level == WORLD else None
-        late = lines.late_s_per_byte if shared is None else min(lines.late_s_per_byte, shared)
+        late = lines.last.s_per_byte if shared is None else min(lines.last.s_per_byte, shared)
         # If two collectives at once carry more than one, something other than the link limits a single one. With a
         # breakpoint, the first line describes that already.
-        capped = lines.breakpoint is None and late < 0.9 * lines.late_s_per_byte
-        own, serial_s, switches = lines.late_s_per_byte if capped else 0.0, lines.intercept_s, tuple[Switch, ...]()
+        capped = lines.breakpoint is None and late < 0.9 * lines.last.s_per_byte
+        own, serial_s = lines.last.s_per_byte if capped else 0.0, lines.first.intercept_s
+        switches: tuple[Switch, ...] = ()
         if lines.breakpoint is not None:
-            own = lines.s_per_byte
-            serial_s = max(0.0, lines.late_intercept_s + link.burst_bytes / link.bytes_per_s)
+            own = lines.first.s_per_byte
+            serial_s = max(0.0, lines.last.intercept_s + link.burst_bytes / link.bytes_per_s)
             switches = _switches(lines, serial_s)
         return Collective(
             level=level,
@@ -126,7 +127,7 @@ class Readings:
             startup_high_s=fitted.startup_s.high,
             own_s_per_byte=own,
             serial_s=serial_s,
-            load=max(1.0, (late if capped else lines.late_s_per_byte) / link_s_per_byte),
+            load=max(1.0, (late if capped else lines.last.s_per_byte) / link_s_per_byte),
             residual=lines.residual,
             breakpoint_bytes=None if lines.breakpoint is None else round(lines.breakpoint),
             switches=switches,
@@ -182,7 +183,7 @@ class Readings:
         alone_s = self.median("streams", "all_reduce", numel, 1)
         crowding = min(
             (self.median("streams", "all_reduce", numel, count) - alone_s)
-            / max(1e-9, (count - 1) * all_reduce.lines.late_s_per_byte * sent)
+            / max(1e-9, (count - 1) * all_reduce.lines.last.s_per_byte * sent)
             for count in STREAMS
             if count >= streams
         )

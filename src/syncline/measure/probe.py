@@ -7,6 +7,7 @@ it includes the cost of the processors. Control messages use a separate gloo gro
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -172,13 +173,11 @@ class _Prober:
         """Measure every collective at every level and size, up to the longest call that the budget allows."""
         # The world's all-reduce may take longest, because link rates come from its largest sizes. For the others, more
         # samples are better than larger sizes.
-        sweeps = len(levels) * len(self._kinds)
         entries = []
-        for level in levels:
-            for kind in self._kinds:
-                first = (level.name, kind) == (WORLD, "all_reduce")
-                sizes = [size for size in _SIZES if kind == "all_reduce" or size not in _ALL_REDUCE_ONLY]
-                entries += self._pilot(level, kind, sizes, budget_s / (12 if first else max(12, 4 * sweeps)))
+        for level, kind in itertools.product(levels, self._kinds):
+            share = 12 if (level.name, kind) == (WORLD, "all_reduce") else max(12, 4 * len(levels) * len(self._kinds))
+            sizes = [size for size in _SIZES if kind == "all_reduce" or size not in _ALL_REDUCE_ONLY]
+            entries += self._pilot(level, kind, sizes, budget_s / share)
         self._sampler.repeat(entries, budget_s - self._sampler.elapsed_s())
 
     def _pilot(self, level: _Level, kind: str, sizes: Sequence[float], longest_s: float) -> list[Entry]:
@@ -243,9 +242,9 @@ class _Prober:
         self._sampler.repeat(entries, budget_s, most=9)
         samples = {size: self._readings.seconds["message", size] for size in sizes}
         lines = fit(samples, switches=False).lines
-        if lines.breakpoint is None or lines.late_s_per_byte <= lines.s_per_byte:
+        if lines.breakpoint is None or lines.last.s_per_byte <= lines.first.s_per_byte:
             return 0.0
-        return max(0.0, lines.intercept_s - lines.late_intercept_s) / lines.late_s_per_byte
+        return max(0.0, lines.first.intercept_s - lines.last.intercept_s) / lines.last.s_per_byte
 
     def _measure_matrix(self, budget_s: float, burst_bytes: float) -> list[list[float]]:
         """Return bytes per second from host to host, without the burst, while every host sends to one other."""

@@ -31,13 +31,10 @@ class Entry:
     """A measurement that is repeated."""
 
     key: Key
-    issue: Issue
-    """Starts it on a rank that takes part."""
+    issue: Issue  # starts it on a rank that takes part
     taking_part: bool = True
-    weight: float = 1.0
-    """Share of the available time, relative to other entries."""
-    chain: int = 1
-    """Number of collectives in one sample, one after the other. The sample is their mean."""
+    weight: float = 1.0  # share of the available time, relative to other entries
+    chain: int = 1  # collectives in one sample, one after the other; the sample is their mean
 
 
 class Sampler:

@@ -29,26 +29,20 @@ class Forward:
 
     number: int
     start: Any
-    started_s: float
-    """When it started, on the host's monotonic clock."""
-    sync: bool
-    """Whether DDP exchanges its gradients. A plain module has no DDP."""
-    nested: bool
-    """Whether it runs inside a backward, as under checkpointing."""
-    exchanged: bool = False
-    """Whether DDP has exchanged its gradients, which it does once per forward."""
+    started_s: float  # on the host's monotonic clock
+    sync: bool  # DDP exchanges its gradients; a plain module has no DDP
+    nested: bool  # it runs inside a backward, as under checkpointing
+    exchanged: bool = False  # DDP has exchanged its gradients, which it does once per forward
 
 
 @dataclass(eq=False)
 class Pass:
     """One backward and the forward before it."""
 
-    forward: Forward
-    """The first of the forwards that this backward goes through."""
+    forward: Forward  # the first of the forwards that this backward goes through
     backward_start: Any
     forwards: list[Forward] = field(default_factory=list)
-    ready: dict[str, Any] = field(default_factory=dict)
-    """When each gradient was ready, by parameter name. Only `BackwardWatch` marks this."""
+    ready: dict[str, Any] = field(default_factory=dict)  # by parameter name; only `BackwardWatch` marks this
     backward_end: Any = None
     end: Any = None
 
@@ -57,14 +51,12 @@ class Pass:
 class Moments:
     """The moments of one step, in seconds on the host's monotonic clock."""
 
-    number: int
-    """Counted from 0."""
+    number: int  # counted from 0
     start_s: float
     backward_s: float
     backward_end_s: float
     end_s: float
-    between_s: float | None
-    """Time since the end of the previous step."""
+    between_s: float | None  # since the end of the previous step
 
     @property
     def step_s(self) -> float:

@@ -111,12 +111,9 @@ class Training:
     buffer_bytes: int
     optimizer_bytes: int
     residual_bytes: int
-    workspace_bytes: int
-    """Workspaces of the exchanges."""
-    gradient_bytes: int = 0
-    """Gradients that are in memory all the time."""
-    waiting_bytes: int = 0
-    """Gradients that wait for their exchange during backward."""
+    workspace_bytes: int  # of the exchanges
+    gradient_bytes: int = 0  # gradients that are in memory all the time
+    waiting_bytes: int = 0  # gradients that wait for their exchange during backward
 
     def states_bytes(self, residual: str) -> int:
         """Return the bytes that are on the device all the time, with the residual on `device` or `host`."""

@@ -30,12 +30,9 @@ class Collective:
 
     kind: str
     level: str
-    serial_s: float
-    """The part of the start-up before bytes flow."""
-    spread_s: float
-    """Time of the flow after that, alone and on infinitely fast links."""
-    load_bytes: Mapping[str, float]
-    """Bytes through the busiest link of each kind."""
+    serial_s: float  # the part of the start-up before bytes flow
+    spread_s: float  # time of the flow after that, alone and on infinitely fast links
+    load_bytes: Mapping[str, float]  # through the busiest link of each kind
 
 
 @dataclass(frozen=True)
@@ -45,11 +42,9 @@ class Bucket:
     name: str
     ready_s: float
     lane: int
-    stages: tuple[Work | Collective, ...]
-    """Stages of the first chunk, then of the second, and so on."""
+    stages: tuple[Work | Collective, ...]  # of the first chunk, then of the second, and so on
     chunks: int = 1
-    waits: bool = False
-    """Whether it blocks its lane until it has ended."""
+    waits: bool = False  # it blocks its lane until it has ended
 
     @property
     def each(self) -> int:
@@ -72,10 +67,8 @@ class Span:
 class Timeline:
     """The result of a simulation."""
 
-    spans: tuple[Span, ...]
-    """Sorted by their end."""
-    end_s: Mapping[str, float]
-    """End of each bucket."""
+    spans: tuple[Span, ...]  # sorted by their end
+    end_s: Mapping[str, float]  # by bucket
 
 
 @dataclass(frozen=True)
