@@ -85,8 +85,8 @@ class BackwardWatch(StepWatcher):
         # A parameter with a gradient from the last of these passes, and the version of that gradient.
         self._last_gradient: tuple[nn.Parameter, int] | None = None
         self._update_start: Any = None
-        self._versions: dict[str, int | None] | None = None
-        self._silent: list[str] | None = None
+        self._versions: dict[str, int | None] = {}  # of the gradients, before the first backward
+        self._silent: list[str] | None = None  # parameters that got a gradient in it, but whose hooks were not called
 
     def __enter__(self) -> BackwardWatch:
         if self._hooks:
@@ -184,7 +184,9 @@ class BackwardWatch(StepWatcher):
             self._pass.ready[name] = self.clock.mark()
 
     def _pass_ended(self, ended: Pass) -> None:
-        self._find_silent(ended)
+        if self._silent is None:
+            after = self._gradient_versions()
+            self._silent = [name for name in after if after[name] != self._versions[name] and name not in ended.ready]
         last = next(reversed(ended.ready), None)
         if last is None:
             return
@@ -217,12 +219,3 @@ class BackwardWatch(StepWatcher):
 
     def _gradient_versions(self) -> dict[str, int | None]:
         return {name: None if p.grad is None else p.grad._version for name, p in self._subject.parameters.items()}
-
-    def _find_silent(self, ended: Pass) -> None:
-        """Find the parameters that got a gradient in the first pass although their hooks were not called."""
-        if self._silent is None and self._versions is not None:
-            after = self._gradient_versions()
-            self._silent = [
-                name for name, before in self._versions.items() if after[name] != before and name not in ended.ready
-            ]
-        self._versions = None
