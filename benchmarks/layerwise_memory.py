@@ -249,9 +249,8 @@ def measure(rank: Rank, name: str, batch: int, methods: list[str], rounds: int) 
                 if trainer is not None:
                     training = training_of(net, trainer._pipeline)
                     row["waiting"] = training.waiting_bytes
-                    row["foreseen states"] = training.states(
-                        "host" if method.endswith(("host", "parked")) else "device"
-                    ).bytes
+                    residual = "host" if method.endswith(("host", "parked")) else "device"
+                    row["foreseen states"] = training.states_bytes(residual)
             row["seconds"] += seconds_of(step, STEPS, device)
             row["other"] = other_bytes(device)
             if device.type == "cuda":

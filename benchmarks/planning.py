@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import statistics
 import time
 from functools import partial
@@ -122,11 +123,32 @@ def clocked(forecast: Forecast, cycle_s: float, buffer_bytes: float) -> Plan:
     line = fusion.line(startup_s, (solo_s(network, "all_reduce", whole // 4, 4) - startup_s) / whole)
     ready_s = np.array([gradient.ready_s for gradient in profile.gradients])
     nbytes = np.array([float(gradient.bytes) for gradient in profile.gradients])
-    sizes = fusion.cycles(fusion.Gradients(ready_s, nbytes, line), cycle_s, buffer_bytes)
+    sizes = cycles(fusion.Gradients(ready_s, nbytes, line), cycle_s, buffer_bytes)
     ends = list(itertools.accumulate(sizes))
     buckets = tuple(tuple(range(end - count, end)) for count, end in zip(sizes, ends, strict=True))
     chosen = predict(profile, network, Schedule("cycles", buckets), paced=True)
     return plan_for(profile, network, chosen, plain_s=chosen.iteration_s, reason="by the clock")
+
+
+def cycles(gradients: fusion.Gradients, cycle_s: float, buffer_bytes: float) -> tuple[int, ...]:
+    """Fuse as Horovod does: at each tick of a clock, all ready gradients form a bucket, up to a size."""
+    sizes: list[int] = []
+    now_s, first = 0.0, 0
+    while first < gradients.count:
+        # The first tick at which something is ready.
+        now_s += max(1.0, math.ceil((float(gradients.ready_s[first]) - now_s) / cycle_s)) * cycle_s
+        last, filled = first, 0.0
+        while last < gradients.count and float(gradients.ready_s[last]) <= now_s + 1e-12:
+            filled += float(gradients.bytes[last])
+            if last > first and filled > buffer_bytes:
+                break
+            last += 1
+        last = max(last, first + 1)
+        bucket_bytes = gradients.bytes[first:last].sum(keepdims=True)
+        now_s += max(0.0, float(gradients.cost_s(bucket_bytes)[0]) - cycle_s)
+        sizes.append(last - first)
+        first = last
+    return tuple(sizes)
 
 
 class _Scaled(Forecast):

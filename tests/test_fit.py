@@ -48,7 +48,7 @@ def samples(
 def test_a_line_without_noise_is_found_exactly() -> None:
     lines = fit(samples(line, noise=0.0)).lines
     assert lines.breakpoint is None
-    assert (lines.intercept_s, lines.s_per_byte) == pytest.approx((ALPHA_S, BETA), rel=1e-6)
+    assert (lines.first.intercept_s, lines.first.s_per_byte) == pytest.approx((ALPHA_S, BETA), rel=1e-6)
     assert lines.residual < 1e-6
 
 
@@ -75,10 +75,10 @@ def test_a_burst_makes_two_pieces(seed: int) -> None:
     lines = fit(samples(bursting, noise=0.02, seed=seed), bursts=True).lines
     assert lines.breakpoint is not None
     assert lines.breakpoint == pytest.approx(BURST, rel=0.3)
-    assert lines.intercept_s == pytest.approx(ALPHA_S, rel=0.1)
-    assert lines.late_s_per_byte == pytest.approx(BETA, rel=0.1)
-    assert lines.s_per_byte < BETA / 3
-    credit = (lines.intercept_s - lines.late_intercept_s) / lines.late_s_per_byte
+    assert lines.first.intercept_s == pytest.approx(ALPHA_S, rel=0.1)
+    assert lines.last.s_per_byte == pytest.approx(BETA, rel=0.1)
+    assert lines.first.s_per_byte < BETA / 3
+    credit = (lines.first.intercept_s - lines.last.intercept_s) / lines.last.s_per_byte
     assert credit == pytest.approx(0.9 * BURST, rel=0.3)
 
 
@@ -86,9 +86,9 @@ def test_a_burst_makes_two_pieces(seed: int) -> None:
 def test_another_protocol_makes_two_pieces_the_other_way_round(seed: int) -> None:
     lines = fit(samples(switching, noise=0.02, seed=seed)).lines
     assert lines.breakpoint == pytest.approx(200_000, rel=0.4)
-    assert lines.s_per_byte == pytest.approx(2e-8, rel=0.2)
-    assert lines.late_s_per_byte == pytest.approx(2e-9, rel=0.2)
-    assert lines.late_intercept_s > lines.intercept_s
+    assert lines.first.s_per_byte == pytest.approx(2e-8, rel=0.2)
+    assert lines.last.s_per_byte == pytest.approx(2e-9, rel=0.2)
+    assert lines.last.intercept_s > lines.first.intercept_s
 
 
 @pytest.mark.parametrize("truth", [line, bursting, switching])
@@ -133,7 +133,8 @@ def test_noisier_repetitions_have_wider_intervals() -> None:
 @settings(max_examples=12, deadline=None)
 def test_nothing_is_ever_negative_and_intervals_hold_their_value(times: list[list[float]], bursts: bool) -> None:
     found = fit(dict(zip(SIZES, times, strict=False)), bursts=bursts)
-    for value in (found.lines.intercept_s, found.lines.s_per_byte, found.lines.late_s_per_byte, found.lines.residual):
+    first, last = found.lines.first, found.lines.last
+    for value in (first.intercept_s, first.s_per_byte, last.s_per_byte, found.lines.residual):
         assert 0 <= value < float("inf")
     for interval in (found.startup_s, found.late_s_per_byte):
         assert 0 <= interval.low <= interval.value <= interval.high < float("inf")
@@ -142,5 +143,5 @@ def test_nothing_is_ever_negative_and_intervals_hold_their_value(times: list[lis
 def test_times_that_fall_with_size_have_a_slope_of_zero() -> None:
     sizes = np.array(SIZES, dtype=float)
     lines = fit_lines(sizes, np.linspace(2e-3, 1e-3, len(sizes)))
-    assert lines.s_per_byte >= 0
-    assert lines.intercept_s == pytest.approx(1.5e-3, rel=0.4)
+    assert lines.first.s_per_byte >= 0
+    assert lines.first.intercept_s == pytest.approx(1.5e-3, rel=0.4)

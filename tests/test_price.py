@@ -264,8 +264,8 @@ def test_but_for_start_ups_the_formula_is_near_the_simulation(name: str, exchang
     network = NETWORKS[name].without(startups=True)
     cost = in_chunks(exchange, chunks).cost(NUMEL, torch.float32, topology_of(network))
     bucket = Bucket("0", 0.0, 0, tuple(flow(network, phase) for phase in cost.phases), cost.chunks)
-    slower = {"slowdown": network.slowdown, "crowding": network.crowding, "chunks_in_flight": network.in_flight}
-    simulated = simulate([bucket], capacities(network), **slower).end_s["0"]
+    links = capacities(network)
+    simulated = simulate([bucket], links, network.in_flight, network.slowdown, network.crowding).end_s["0"]
     assert pricing(network)(cost) == pytest.approx(simulated, rel=0.35)
 
 
@@ -321,7 +321,7 @@ LINKS = {"host": Capacity(RATE), "local": Capacity(3 * RATE)}
 
 
 def run(parts: list[Collective], chunks: int, in_flight: int = 1) -> Timeline:
-    return simulate([Bucket("0", 0.0, 0, tuple(parts) * chunks, chunks)], LINKS, chunks_in_flight=in_flight)
+    return simulate([Bucket("0", 0.0, 0, tuple(parts) * chunks, chunks)], LINKS, in_flight)
 
 
 def spans_by_stage(timeline: Timeline, stages: int, chunks: int) -> list[list[Span]]:

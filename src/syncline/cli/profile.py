@@ -22,7 +22,7 @@ from syncline.layerwise.layer_optimizer import state_bytes
 from syncline.layerwise.measure_blocks import measure_activations
 from syncline.measure.backward import measure_backward
 from syncline.measure.overhead import measure_overheads
-from syncline.measure.steps import together
+from syncline.measure.steps import run_on_all_ranks
 from syncline.models.target import Target, Task
 from syncline.predict.memory import peak_bytes
 from syncline.records.activations import KEEP, RECOMPUTE, Activations
@@ -73,7 +73,7 @@ def _measure(
         tasks.append(target.build(device))
         return b""
 
-    together(group, build)  # so that an error on one rank ends all of them
+    run_on_all_ranks(group, build)  # so that an error on one rank ends all of them
     task = tasks[0]
     where = next(task.model.parameters()).device
     with target.blamed():

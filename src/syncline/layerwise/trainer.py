@@ -259,7 +259,7 @@ class Layerwise:
         if self.choice is not None and self._budget_bytes is not None:
             lines.append(
                 f"memory: {format_bytes(self.choice.peak_bytes)} of {format_bytes(self._budget_bytes)} predicted, "
-                f"{format_bytes(self.choice.states.bytes)} of it between steps; blocks: {self.choice.describe()}"
+                f"{format_bytes(self.choice.states_bytes)} of it between steps; blocks: {self.choice.describe()}"
             )
         elif self.ways:
             lines.append(f"blocks: {', '.join(f'{name} {way}' for name, way in list(self.ways.items())[:4])}, …")

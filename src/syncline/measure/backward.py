@@ -1,8 +1,6 @@
-"""Measure when each gradient of a model becomes ready, by running steps for that purpose.
+"""Measure when each gradient of a model becomes ready, by running steps without communication for that purpose.
 
-Every parameter gets a hook that marks when its gradient is complete. The model is measured without communication;
-`overhead.py` measures what DDP adds. All ranks compute at the same time, because ranks on one host share its cores and
-memory bandwidth in training, too.
+All ranks compute at the same time, because ranks on one host share its cores and memory bandwidth in training, too.
 """
 
 from __future__ import annotations
@@ -17,17 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
+from syncline.measure.preserve_state import Weights, as_it_was
 from syncline.measure.steps import (
     Clock,
     Measured,
     StepMarks,
     Subject,
     checked_loss,
-    clock_for,
     describe_method,
     merge_over,
+    run_on_all_ranks,
     summarise,
-    together,
 )
 from syncline.records.profile import Profile
 
@@ -53,9 +51,9 @@ def measure_backward(
     compiled model, the compiled code. A parameter without a gradient counts as ready at 0, which is when DDP marks
     unused parameters.
 
-    Afterwards all gradients are `None`, and buffers such as BatchNorm's averages have their old values. With an
-    `optimizer`, the steps do train the model: parameters, buffers and optimizer state change. For a DDP model they are
-    restored, because the replicas would differ otherwise.
+    Afterwards gradients, random number generators and buffers such as BatchNorm's averages have their old values. With
+    an `optimizer`, the steps do train the model: parameters, buffers and optimizer state change, and gradients are
+    `None`. For a DDP model all are restored, because the replicas would differ otherwise.
 
     Args:
         model: The model, on one device. It may be wrapped in DDP or compiled.
@@ -88,23 +86,26 @@ def measure_backward(
         raise UsageError(
             "a compiled DDP model with static_graph=True cannot run without communication: pass its module instead"
         )
-    if group is None:
-        group = subject.ddp.process_group if subject.ddp is not None else _default_group()
+    if group is None and subject.ddp is not None:
+        group = subject.ddp.process_group
+    elif group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
     how = describe_method(subject.device, f"medians of {steps} steps after {warmup} to warm up", optimizer)
+    clock = Clock(subject.device)
     with contextlib.ExitStack() as around:
         if subject.device.type == "cuda":
             around.enter_context(torch.cuda.device(subject.device))
-        if optimizer is None:
-            around.enter_context(_restore_tensors(list(subject.model.buffers())))
-        elif subject.ddp is not None:
-            around.enter_context(_restore_training(subject.model, optimizer))
+        if optimizer is None or subject.ddp is not None:
+            around.enter_context(as_it_was(subject.model, subject.device))
+        if optimizer is not None and subject.ddp is not None:
+            around.callback(Weights(dict(subject.model.named_parameters())).restore)
+            around.callback(optimizer.load_state_dict, copy.deepcopy(optimizer.state_dict()))
         if subject.compiled_with_ddp and subject.ddp is not None:
             around.enter_context(subject.ddp.no_sync())
-        clock = clock_for(subject.device)
         run = around.enter_context(_timed(clock, subject, step, optimizer))
         done = 0
 
-        def take(count: int) -> list[StepMarks[Any]]:
+        def take(count: int) -> list[StepMarks]:
             nonlocal done
             marks = []
             for _ in range(count):
@@ -120,29 +121,24 @@ def measure_backward(
             return b""
 
         def measure() -> Measured:
-            times = [marks.read(clock) for marks in take(steps)]
-            return summarise(subject, times, model_name=model_name, how=how, batch=batch)
+            return summarise(subject, clock, take(steps), model_name=model_name, how=how, batch=batch)
 
-        together(group, warm_up)
+        run_on_all_ranks(group, warm_up)
         return merge_over(group, measure)
 
 
 @contextlib.contextmanager
 def _timed(
-    clock: Clock[Any], subject: Subject, step: Step, optimizer: torch.optim.Optimizer | None
-) -> Iterator[Callable[[], StepMarks[Any]]]:
+    clock: Clock, subject: Subject, step: Step, optimizer: torch.optim.Optimizer | None
+) -> Iterator[Callable[[], StepMarks]]:
     """Yield a function that runs one step and returns its marks."""
     ready: dict[str, Any] = {}
 
-    def marker(name: str) -> Callable[[Tensor], None]:
-        def mark(_: Tensor) -> None:
-            # With activation checkpointing this may be called more than once per step: the last call counts.
-            ready.pop(name, None)
-            ready[name] = clock.mark()
+    def mark(name: str) -> None:
+        ready.pop(name, None)  # with activation checkpointing a gradient may be completed in parts: the last one counts
+        ready[name] = clock.mark()
 
-        return mark
-
-    def run() -> StepMarks[Any]:
+    def run() -> StepMarks:
         nonlocal ready
         _clear_gradients(subject)
         ready = {}
@@ -150,18 +146,19 @@ def _timed(
         loss = checked_loss(step(subject.model))
         backward_start = clock.mark()
         loss.backward()
-        backward_end = clock.mark()
+        marks = StepMarks(start, backward_start, clock.mark(), ready)
         subject.refuse_silent(
             [name for name, p in subject.parameters.items() if p.grad is not None and name not in ready]
         )
-        marks = StepMarks(start, backward_start, backward_end, ready)
         if optimizer:
             update_start = clock.mark()
             optimizer.step()
             marks.update = (update_start, clock.mark())
         return marks
 
-    hooks = [p.register_post_accumulate_grad_hook(marker(name)) for name, p in subject.parameters.items()]
+    hooks = [
+        p.register_post_accumulate_grad_hook(lambda _, name=name: mark(name)) for name, p in subject.parameters.items()
+    ]
     try:
         yield run
     finally:
@@ -170,31 +167,6 @@ def _timed(
         _clear_gradients(subject)
 
 
-def _default_group() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-
-
 def _clear_gradients(subject: Subject) -> None:
     for p in subject.parameters.values():
         p.grad = None
-
-
-@contextlib.contextmanager
-def _restore_training(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    state = copy.deepcopy(optimizer.state_dict())
-    with _restore_tensors([*model.parameters(), *model.buffers()]):
-        try:
-            yield
-        finally:
-            optimizer.load_state_dict(state)
-
-
-@contextlib.contextmanager
-def _restore_tensors(tensors: list[Tensor]) -> Iterator[None]:
-    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, saved in before:
-                tensor.copy_(saved)

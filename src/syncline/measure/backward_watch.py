@@ -1,16 +1,4 @@
-"""Profile a model's backward from the steps that a running job makes anyway.
-
-    with watch_backward(model, optimizer) as watch:
-        train_for_a_while()
-    watch.profile().save("profile.json")
-
-Limits:
-
-- The call of `loss.backward()` is not visible. Backward starts when the gradient of the model's output is ready, so the
-  loss and its gradient count as forward.
-- Computation is not separated from communication: copies into DDP's buckets, and communication on the same cores, are
-  part of the gaps between gradients. `measure_backward` measures without them.
-- In `torch.compile(DDP(net))` the broadcast of buffers counts as forward. Elsewhere it does not.
+"""Profile a model's backward from the steps that a running job makes anyway. `watch_backward` lists the limits.
 
 Passes that only accumulate gradients count as forward of the step that uses them, because no communication runs behind
 them. Passes whose gradients were dropped, by a GradScaler for example, are left out.
@@ -20,23 +8,15 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from types import TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from syncline.errors import UsageError
 from syncline.measure.step_watcher import Pass, StepWatcher
-from syncline.measure.steps import (
-    Measured,
-    StepMarks,
-    Subject,
-    describe_method,
-    merge_over,
-    summarise,
-)
+from syncline.measure.steps import Measured, StepMarks, Subject, describe_method, merge_over, summarise
 from syncline.records.profile import Profile
 
 
@@ -50,6 +30,10 @@ def watch_backward(
     batch: int | None = None,
 ) -> BackwardWatch:
     """Watch the steps of a model, to make a profile of them. Training is not affected.
+
+    The call of `loss.backward()` is not visible: backward starts when the gradient of the model's output is ready, so
+    the loss and its gradient count as forward. Copies into DDP's buckets, and communication on the same cores, are part
+    of the gaps between gradients; `measure_backward` measures without them.
 
     Args:
         model: The object that the script calls: a plain, DDP or compiled model.
@@ -95,15 +79,14 @@ class BackwardWatch(StepWatcher):
         self._last_pass_only = last_pass_only
         self._subject, self._optimizer, self._skip = subject, optimizer, skip
         self._model_name, self._batch = model_name, batch
-        self._steps: deque[StepMarks[Any]] = deque(maxlen=steps)
+        self._steps: deque[StepMarks] = deque(maxlen=steps)
         self._seen = 0
-        self._unused: list[Pass] = []
-        """Passes whose gradients no update has used yet."""
+        self._unused: list[Pass] = []  # passes whose gradients no update has used yet
+        # A parameter with a gradient from the last of these passes, and the version of that gradient.
         self._last_gradient: tuple[nn.Parameter, int] | None = None
-        """A parameter with a gradient from the last of these passes, and the version of that gradient."""
         self._update_start: Any = None
-        self._versions: dict[str, int | None] | None = None
-        self._silent: list[str] | None = None
+        self._versions: dict[str, int | None] = {}  # of the gradients, before the first backward
+        self._silent: list[str] | None = None  # parameters that got a gradient in it, but whose hooks were not called
 
     def __enter__(self) -> BackwardWatch:
         if self._hooks:
@@ -117,22 +100,20 @@ class BackwardWatch(StepWatcher):
         self.watch(model, self._subject.ddp)
         # Python's garbage collector does not see what a parameter's hook refers to. A strong reference to a watch,
         # which knows its model, would keep the model alive for good.
-        weak_self = weakref.ref(self)
+        weak_ready = weakref.WeakMethod(self._gradient_ready)
 
-        def ready(parameter: Tensor, name: str) -> None:
-            if (watch := weak_self()) is not None:
-                watch._gradient_ready(name)
+        def ready(name: str) -> None:
+            if (gradient_ready := weak_ready()) is not None:
+                gradient_ready(name)
 
         for name, p in self._subject.parameters.items():
-            self._hooks.append(p.register_post_accumulate_grad_hook(lambda p, name=name: ready(p, name)))
+            self._hooks.append(p.register_post_accumulate_grad_hook(lambda _, name=name: ready(name)))
         if self._optimizer is not None:
             self._hooks.append(self._optimizer.register_step_pre_hook(lambda *_: self._update_began()))
             self._hooks.append(self._optimizer.register_step_post_hook(lambda *_: self._update_ended()))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
         self._unused = []
 
@@ -157,11 +138,11 @@ class BackwardWatch(StepWatcher):
         self._subject.refuse_silent(self._silent or [])
         if not self._steps:
             raise UsageError(self._why_nothing())
-        self.clock.settle()
-        times = [marks.read(self.clock) for marks in self._steps]
-        what = f"medians of {len(times)} steps of a running job"
+        what = f"medians of {len(self._steps)} steps of a running job"
         how = describe_method(self._subject.device, what, self._optimizer)
-        return summarise(self._subject, times, model_name=self._model_name, how=how, batch=self._batch)
+        return summarise(
+            self._subject, self.clock, self._steps, model_name=self._model_name, how=how, batch=self._batch
+        )
 
     def _why_nothing(self) -> str:
         if self._seen:
@@ -203,7 +184,9 @@ class BackwardWatch(StepWatcher):
             self._pass.ready[name] = self.clock.mark()
 
     def _pass_ended(self, ended: Pass) -> None:
-        self._find_silent(ended)
+        if self._silent is None:
+            after = self._gradient_versions()
+            self._silent = [name for name in after if after[name] != self._versions[name] and name not in ended.ready]
         last = next(reversed(ended.ready), None)
         if last is None:
             return
@@ -228,20 +211,11 @@ class BackwardWatch(StepWatcher):
         self._unused = []
         self._seen += 1
         if self._seen > self._skip:
-            spans = [(one.forward.start, one.backward_end) for one in earlier if one.forward is not last.forward]
-            spans = [] if self._last_pass_only else spans
+            counted = [] if self._last_pass_only else earlier
+            spans = [(each.forward.start, each.backward_end) for each in counted if each.forward is not last.forward]
             self._steps.append(
                 StepMarks(last.forward.start, last.backward_start, last.backward_end, last.ready, update, spans)
             )
 
     def _gradient_versions(self) -> dict[str, int | None]:
         return {name: None if p.grad is None else p.grad._version for name, p in self._subject.parameters.items()}
-
-    def _find_silent(self, ended: Pass) -> None:
-        """Find the parameters that got a gradient in the first pass although their hooks were not called."""
-        if self._silent is None and self._versions is not None:
-            after = self._gradient_versions()
-            self._silent = [
-                name for name, before in self._versions.items() if after[name] != before and name not in ended.ready
-            ]
-        self._versions = None

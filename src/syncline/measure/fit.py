@@ -1,9 +1,7 @@
 """Robust fits of a collective's time over its bytes: one line, or up to three lines that meet.
 
-- Errors are *relative*; with absolute errors, the largest sizes alone would decide.
-- A size has more weight if its repetitions agree. Tiny messages scatter on busy processors; large ones hardly do.
-- Outliers lose weight with each pass (Huber's weights), because a shared machine always has some.
-- Slopes and the first intercept are never negative (non-negative least squares).
+Errors are relative, and sizes whose repetitions agree weigh more; otherwise the largest sizes alone would decide.
+Outliers lose weight with each pass (Huber's weights). Slopes and the first intercept are never negative.
 """
 
 from __future__ import annotations
@@ -23,15 +21,12 @@ Samples = Mapping[int, Sequence[float]]
 CONFIDENCE = 0.9
 _PASSES = 6
 _HUBER = 1.345
-_BETTER = 0.6
-"""Another line is accepted only if the squared error falls below this share; otherwise it would describe noise."""
+_BETTER = 0.6  # another line is accepted only if the squared error falls below this share, or it would describe noise
 _RESAMPLES = 200
-_PRECISION = 0.02
-"""Lower limit for the relative error of a median, however well its repetitions agree."""
-_UNKNOWN_PRECISION = 0.05
-"""Relative error of a size that was measured once."""
+_PRECISION = 0.02  # lower limit for the relative error of a median, however well its repetitions agree
+_UNKNOWN_PRECISION = 0.05  # relative error of a size that was measured once
+# Protocols switch at small sizes only. If the slope falls beyond this size, smaller sizes were disturbed.
 _LAST_SWITCH_BYTES = 4e6
-"""Protocols switch at small sizes only. If the slope falls beyond this size, smaller sizes were disturbed."""
 
 
 @dataclass(frozen=True)
@@ -52,25 +47,17 @@ class Lines:
     """Root mean square of the relative errors."""
 
     @property
-    def intercept_s(self) -> float:
-        return self.pieces[0].intercept_s
+    def first(self) -> Line:
+        return self.pieces[0]
 
     @property
-    def s_per_byte(self) -> float:
-        return self.pieces[0].s_per_byte
-
-    @property
-    def late_intercept_s(self) -> float:
-        return self.pieces[-1].intercept_s
-
-    @property
-    def late_s_per_byte(self) -> float:
-        return self.pieces[-1].s_per_byte
+    def last(self) -> Line:
+        return self.pieces[-1]
 
     @property
     def breakpoint(self) -> float | None:
         """Bytes at which the last line begins; None if there is only one."""
-        return self.pieces[-1].from_bytes if len(self.pieces) > 1 else None
+        return self.last.from_bytes if len(self.pieces) > 1 else None
 
     def seconds(self, nbytes: float) -> float:
         piece = next(piece for piece in reversed(self.pieces) if nbytes >= piece.from_bytes)
@@ -111,12 +98,12 @@ def fit(samples: Samples, *, bursts: bool = False, switches: bool = True) -> Fit
     for _ in range(_RESAMPLES):
         resampled = np.array([np.median(rng.choice(times, len(times))) for times in repeats])
         refitted, _ = _fit_at(sizes, resampled, precision, breaks)
-        intercepts.append(refitted.intercept_s)
-        slopes.append(refitted.late_s_per_byte)
+        intercepts.append(refitted.first.intercept_s)
+        slopes.append(refitted.last.s_per_byte)
     return Fit(
         lines,
-        _interval(lines.intercept_s, intercepts, lines.residual),
-        _interval(lines.late_s_per_byte, slopes, lines.residual / len(sizes) ** 0.5),
+        _interval(lines.first.intercept_s, intercepts, lines.residual),
+        _interval(lines.last.s_per_byte, slopes, lines.residual / len(sizes) ** 0.5),
     )
 
 

@@ -1,12 +1,8 @@
-"""Turn the samples of a probe into a network: links, lines per collective, and the cost of running several at once.
-
-This module needs no process group: rank 0 fits for all ranks.
-"""
+"""Turn the samples of a probe into a network. This module needs no process group: rank 0 fits for all ranks."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,16 +18,12 @@ from syncline.records.network import Network
 
 STREAMS = (2, 4)
 ITEM_BYTES = 4
-SMALL = (4_000, 16_000)
-"""Bytes at which the start-up is most of a collective's time."""
-_LEAST_S_PER_BYTE = 1e-15
-"""Lower limit for a slope, which may come out as 0 if only small sizes were measured."""
-_USUALLY_IN_FLIGHT = 2
-"""gloo gives each group two threads."""
-_CROWDED = 1.05
-"""Smaller ratios are noise."""
-_SURPRISE = 0.35
-"""By how much (as a logarithm) a number must fit better than the usual one, because the expected times are close."""
+SMALL = (4_000, 16_000)  # bytes at which the start-up is most of a collective's time
+_LEAST_S_PER_BYTE = 1e-15  # lower limit for a slope, which may come out as 0 if only small sizes were measured
+_CROWDED = 1.05  # smaller ratios are noise
+_NUMEL = 1 << 20  # the size for which the bytes through links are compared
+_IN_FLIGHT = {"nccl": 1, "gloo": 2}
+"""Collectives that one group runs at a time: NCCL uses one stream, gloo two threads."""
 
 Key = tuple[Any, ...]
 """What was measured: a level, a collective, elements, …"""
@@ -83,11 +75,7 @@ class Readings:
     def fitted(self, cluster: Network, levels: Mapping[str, int], kinds: Sequence[str], burst_bytes: float) -> Network:
         """Return `cluster`, which holds the topology, with fitted links and collectives.
 
-        Args:
-            cluster: A network without links and collectives.
-            levels: The number of ranks at each level.
-            kinds: The collectives that were measured.
-            burst_bytes: The burst of the hosts' links.
+        `levels` has the number of ranks at each level, and `burst_bytes` is the burst of the hosts' links.
         """
         fits = {
             (level, kind): fit(
@@ -101,7 +89,7 @@ class Readings:
         linked = msgspec.structs.replace(
             cluster,
             links=_links(cluster, fits, burst_bytes),
-            in_flight=self._in_flight(),
+            in_flight=_IN_FLIGHT[self.backend],
             overlap=self._overlap(fits[WORLD, "all_reduce"]),
             startups=tuple(
                 Startup(ranks=key[1], seconds=statistics.median(times))
@@ -116,23 +104,19 @@ class Readings:
 
     def _collective(self, network: Network, level: str, ranks: int, kind: str, fitted: Fit) -> Collective:
         lines = fitted.lines
-        numel = 1 << 20
-        sent = self._sent(kind, numel, ranks)
-        busy_s = network.busy_s(kind, numel, ITEM_BYTES, level)
+        busy_s = network.busy_s(kind, _NUMEL, ITEM_BYTES, level)
         link = max(network.links, key=lambda link: busy_s.get(link.name, 0.0))
-        link_s_per_byte = busy_s[link.name] / sent
+        link_s_per_byte = busy_s[link.name] / self._sent(kind, _NUMEL, ranks)
         shared = self._shared_s_per_byte(kind) if level == WORLD else None
-        late = lines.late_s_per_byte if shared is None else min(lines.late_s_per_byte, shared)
+        late = lines.last.s_per_byte if shared is None else min(lines.last.s_per_byte, shared)
         # If two collectives at once carry more than one, something other than the link limits a single one. With a
         # breakpoint, the first line describes that already.
-        capped = lines.breakpoint is None and late < 0.9 * lines.late_s_per_byte
-        load = max(1.0, (late if capped else lines.late_s_per_byte) / link_s_per_byte)
-        own, serial_s, switches = 0.0, lines.intercept_s, tuple[Switch, ...]()
-        if capped:
-            own = lines.late_s_per_byte
-        elif lines.breakpoint is not None:
-            own = lines.s_per_byte
-            serial_s = max(0.0, lines.late_intercept_s + link.burst_bytes / link.bytes_per_s)
+        capped = lines.breakpoint is None and late < 0.9 * lines.last.s_per_byte
+        own, serial_s = lines.last.s_per_byte if capped else 0.0, lines.first.intercept_s
+        switches: tuple[Switch, ...] = ()
+        if lines.breakpoint is not None:
+            own = lines.first.s_per_byte
+            serial_s = max(0.0, lines.last.intercept_s + link.burst_bytes / link.bytes_per_s)
             switches = _switches(lines, serial_s)
         return Collective(
             level=level,
@@ -143,30 +127,28 @@ class Readings:
             startup_high_s=fitted.startup_s.high,
             own_s_per_byte=own,
             serial_s=serial_s,
-            load=load,
+            load=max(1.0, (late if capped else lines.last.s_per_byte) / link_s_per_byte),
             residual=lines.residual,
             breakpoint_bytes=None if lines.breakpoint is None else round(lines.breakpoint),
             switches=switches,
-            points=self._points(level, ranks, kind, lines),
+            points=tuple(
+                self._point(kind, ranks, numel, times, lines)
+                for numel, times in sorted(self.sweep(level, kind).items())
+            ),
         )
 
-    def _points(self, level: str, ranks: int, kind: str, lines: Lines) -> tuple[Point, ...]:
-        points = []
-        for numel, times in sorted(self.sweep(level, kind).items()):
-            sent = self._sent(kind, numel, ranks)
-            low, median, high = np.quantile(times, [0.25, 0.5, 0.75])
-            points.append(
-                Point(
-                    bytes=numel * ITEM_BYTES,
-                    sent_bytes=sent,
-                    low_s=float(low),
-                    median_s=float(median),
-                    high_s=float(high),
-                    fitted_s=max(0.0, lines.seconds(sent)),
-                    repeats=len(times),
-                )
-            )
-        return tuple(points)
+    def _point(self, kind: str, ranks: int, numel: int, times: Sequence[float], lines: Lines) -> Point:
+        sent = self._sent(kind, numel, ranks)
+        low, median, high = map(float, np.quantile(times, [0.25, 0.5, 0.75]))
+        return Point(
+            bytes=numel * ITEM_BYTES,
+            sent_bytes=sent,
+            low_s=low,
+            median_s=median,
+            high_s=high,
+            fitted_s=max(0.0, lines.seconds(sent)),
+            repeats=len(times),
+        )
 
     def _shared_s_per_byte(self, kind: str) -> float | None:
         """Return the seconds per sent byte that a second large collective at the same time adds."""
@@ -183,7 +165,13 @@ class Readings:
         )
 
     def _slowdown(self, streams: int) -> float:
-        return min(float(streams), max(1.0, self._times_longer("streams", streams)))
+        """Return how many times longer several small all-reduces at once take than a single one."""
+        ratios = []
+        for size in SMALL:
+            numel = even_elements(size, self.ranks)
+            alone = self.median("streams", "all_reduce", numel, 1)
+            ratios.append(self.median("streams", "all_reduce", numel, streams) / alone)
+        return min(float(streams), max(1.0, float(np.exp(np.mean(np.log(ratios))))))
 
     def _crowding(self, streams: int, all_reduce: Fit) -> float:
         """Return the time that all-reduces beyond the first add, over the time of their bytes alone.
@@ -195,66 +183,35 @@ class Readings:
         alone_s = self.median("streams", "all_reduce", numel, 1)
         crowding = min(
             (self.median("streams", "all_reduce", numel, count) - alone_s)
-            / max(1e-9, (count - 1) * all_reduce.lines.late_s_per_byte * sent)
+            / max(1e-9, (count - 1) * all_reduce.lines.last.s_per_byte * sent)
             for count in STREAMS
             if count >= streams
         )
         return crowding if crowding > _CROWDED else 1.0
 
-    def _in_flight(self) -> int:
-        """Return how many collectives one group runs at a time: the number that best explains the time of four tiny
-        all-reduces on one group.
-
-        NCCL's collectives are kernels on one stream, so they always run one after the other.
-        """
-        if self.backend == "nccl":
-            return 1
-        slower = {streams: self._slowdown(streams) for streams in STREAMS}
-        expected = {1: 4.0, 2: 2 * slower[2], 4: slower[4]}
-        measured = self._times_longer("in flight", 4)
-
-        def surprise(count: int) -> float:
-            return abs(math.log(expected[count] / measured)) + (0.0 if count == _USUALLY_IN_FLIGHT else _SURPRISE)
-
-        return min(expected, key=surprise)
-
-    def _times_longer(self, what: str, count: int) -> float:
-        """Return how many times longer `count` small all-reduces take than a single one."""
-        ratios = []
-        for size in SMALL:
-            numel = even_elements(size, self.ranks)
-            alone = self.median("streams", "all_reduce", numel, 1)
-            ratios.append(self.median(what, "all_reduce", numel, count) / alone)
-        return float(np.exp(np.mean(np.log(ratios))))
-
 
 def _links(network: Network, fits: dict[tuple[str, str], Fit], burst_bytes: float) -> tuple[Link, ...]:
     """Return the links, with rates from the all-reduce, which uses them most. With racks, whose trunks may hide the
     rate of the hosts' links, rates come from the host-to-host matrix."""
-    links = []
-    if ("local", "all_reduce") in fits:
-        links.append(_link("local", fits["local", "all_reduce"], 1.0, 0.0))
     world = fits[WORLD, "all_reduce"]
-    numel = 1 << 20
-    sent = wire.sent_bytes("all_reduce", numel, ITEM_BYTES, network.ranks, network.backend)
     if network.hosts == 1:
         return (_link("local", world, 1.0, 0.0),)
-    crossing = wire.uplink_bytes("all_reduce", numel, ITEM_BYTES, network.host_of_rank, network.backend) / sent
+    links = [_link("local", fits["local", "all_reduce"], 1.0, 0.0)] if ("local", "all_reduce") in fits else []
+    crossing = _crossing(network, network.host_of_rank)
     if network.racks == 1:
         return (*links, _link("host", world, crossing, burst_bytes))
-    matrix, rack = network.matrix_bytes_per_s, network.rack_of_host
-    inside = [matrix[a][b] for a in range(network.hosts) for b in range(network.hosts) if a != b and rack[a] == rack[b]]
+    matrix, rack, hosts = network.matrix_bytes_per_s, network.rack_of_host, range(network.hosts)
+    inside = [matrix[a][b] for a in hosts for b in hosts if a != b and rack[a] == rack[b]]
     shift_sums = [
         sum(
             matrix[a][(a + shift) % network.hosts]
-            for a in range(network.hosts)
+            for a in hosts
             if rack[a] == sender and rack[(a + shift) % network.hosts] != sender
         )
-        for shift in range(1, network.hosts)
+        for shift in hosts[1:]
         for sender in range(network.racks)
     ]
-    rack_of_rank = [rack[host] for host in network.host_of_rank]
-    trunk_crossing = wire.uplink_bytes("all_reduce", numel, ITEM_BYTES, rack_of_rank, network.backend) / sent
+    trunk_crossing = _crossing(network, [rack[host] for host in network.host_of_rank])
     host_rate, trunk_rate = statistics.median(inside), max(shift_sums)
     host = Link(
         name="host",
@@ -275,6 +232,12 @@ def _links(network: Network, fits: dict[tuple[str, str], Fit], burst_bytes: floa
     return (*links, host, trunk)
 
 
+def _crossing(network: Network, place_of_rank: Sequence[int]) -> float:
+    """Return the bytes of an all-reduce through the uplink of a host or rack, for each byte that a rank sends."""
+    sent = wire.sent_bytes("all_reduce", _NUMEL, ITEM_BYTES, network.ranks, network.backend)
+    return wire.uplink_bytes("all_reduce", _NUMEL, ITEM_BYTES, place_of_rank, network.backend) / sent
+
+
 def _switches(lines: Lines, serial_s: float) -> tuple[Switch, ...]:
     """Return the changes of start-up and slope between the first line and the last, which is the link's."""
     switches = []
@@ -291,13 +254,5 @@ def _switches(lines: Lines, serial_s: float) -> tuple[Switch, ...]:
 def _link(name: str, fitted: Fit, crossing: float, burst_bytes: float) -> Link:
     """Return a link through which `crossing` bytes travel for each sent byte."""
     slope = fitted.late_s_per_byte
-    slow, typical, fast = (
-        crossing / max(s_per_byte, _LEAST_S_PER_BYTE) for s_per_byte in (slope.high, slope.value, slope.low)
-    )
-    return Link(
-        name=name,
-        bytes_per_s=typical,
-        low_bytes_per_s=slow,
-        high_bytes_per_s=fast,
-        burst_bytes=burst_bytes,
-    )
+    slow, typical, fast = (crossing / max(each, _LEAST_S_PER_BYTE) for each in (slope.high, slope.value, slope.low))
+    return Link(name=name, bytes_per_s=typical, low_bytes_per_s=slow, high_bytes_per_s=fast, burst_bytes=burst_bytes)

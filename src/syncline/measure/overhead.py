@@ -1,21 +1,9 @@
 """Measure what DDP and the exchanges add to a step on this machine, without any network.
 
-DDP wraps a toy model in a process group of one rank. The backward of the toy model returns prepared gradients: it
-computes and sends nothing, so the difference to a step without DDP is DDP's overhead. A callback in the autograd
-engine runs after the last gradient and before DDP finishes its buckets. It divides the overhead in two:
-
-- before it, on the thread that runs backward: copies into buckets, which grow with the bytes, and hooks, which grow
-  with the number of buckets;
-- after it: copies out of buckets, which wait for the exchange in training.
-
-All variants take turns in the same rounds, and each figure is the median over rounds of a difference within one round,
-so that a disturbance affects both sides of the difference.
-
-An exchange's own computation is measured with a `SilentComm`, whose collectives do nothing.
-
-On CUDA, copies and work are times on the device's stream, measured while the host is ahead of the device: the host
-needs longer to start a copy than the device needs for most copies. `hook_s` is host time, which delays a step only if
-the host is the bottleneck.
+DDP wraps a toy model in a process group of one rank, whose backward returns prepared gradients: the difference to a
+step without DDP is DDP's overhead. An exchange's own work is measured with collectives that do nothing. All variants
+take turns in the same rounds, so that a disturbance affects both sides of a difference. On CUDA, copies and work are
+times on the device's stream; `hook_s` is host time, which delays a step only if the host is the bottleneck.
 """
 
 from __future__ import annotations
@@ -33,6 +21,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
 from torch.autograd.function import once_differentiable
@@ -40,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, Comm, Exchange, Layout, Topology
-from syncline.measure.steps import Clock, clock_for, together
+from syncline.measure.steps import Clock, run_on_all_ranks
 from syncline.records.profile import Overheads, Work
 
 _PARAMETERS = 16
@@ -82,8 +71,8 @@ def measure_overheads(
         return msgspec.json.encode(Overheads(**copies, work=work))
 
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        together(group, lambda: b"")  # a barrier: otherwise the first rank would measure an idle machine
-        answers = together(group, measure)
+        run_on_all_ranks(group, lambda: b"")  # a barrier: otherwise the first rank would measure an idle machine
+        answers = run_on_all_ranks(group, measure)
     return _medians([msgspec.json.decode(answer, type=Overheads) for answer in answers])
 
 
@@ -134,14 +123,14 @@ class SilentWork:
 
 
 def _measure_work(exchange: Exchange, topology: Topology, device: torch.device) -> Work:
-    clock = clock_for(device)
+    clock = Clock(device)
     # Sizes that divide evenly by the ranks, so that all ranks would send equal parts.
     ranks = topology.ranks
     sizes = tuple(4 * ranks << max(0, round(math.log2(size / 4 / ranks))) for size in _BUCKET_BYTES[device.type])
     return _line(sizes, [_work_s(clock, exchange, topology, size // 4, device) for size in sizes])
 
 
-def _work_s(clock: Clock[Any], exchange: Exchange, topology: Topology, numel: int, device: torch.device) -> float:
+def _work_s(clock: Clock, exchange: Exchange, topology: Topology, numel: int, device: torch.device) -> float:
     layout = Layout.flat(numel, device=device)
     # Random, because the entries that a sparse exchange selects must be spread over the bucket, as in gradients.
     start = torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(device)
@@ -175,82 +164,53 @@ def _line(sizes: tuple[int, ...], seconds: list[float]) -> Work:
 
 
 def _measure_ddp(device: torch.device) -> dict[str, float]:
-    clock = clock_for(device)
+    clock, large_numel = Clock(device), _LARGE[device.type]
     with group_of_one(device) as group:
-        large = _LARGE[device.type]
 
         def wrapped(numel: int, bucket_cap_mb: float) -> nn.Module:
             return DDP(_Toy(numel, device), process_group=group, bucket_cap_mb=bucket_cap_mb, init_sync=False)
 
-        variants: dict[str, nn.Module] = {
-            "tiny": _Toy(_TINY, device),
-            "tiny in one bucket": wrapped(_TINY, _ONE_BUCKET_MB),
-            "tiny in many buckets": wrapped(_TINY, _MANY_BUCKETS_MB),
-            "large": _Toy(large, device),
-            "large in one bucket": wrapped(large, _ONE_BUCKET_MB),
-        }
+        models = [
+            _Toy(_TINY, device),
+            wrapped(_TINY, _ONE_BUCKET_MB),
+            wrapped(_TINY, _MANY_BUCKETS_MB),
+            _Toy(large_numel, device),
+            wrapped(large_numel, _ONE_BUCKET_MB),
+        ]
         for _ in range(3):  # DDP rebuilds its buckets after the first step
-            for model in variants.values():
+            for model in models:
                 _backward(clock, model, device)
-        marks = [{name: _backward(clock, model, device) for name, model in variants.items()} for _ in range(_ROUNDS)]
+        rounds = [[_backward(clock, model, device) for model in models] for _ in range(_ROUNDS)]
         clock.settle()
-        del variants  # DDP objects must not outlive their group
-    nbytes = 4 * _PARAMETERS * large
-
-    def during(round_: dict[str, _Marks], name: str) -> float:
-        return clock.seconds(round_[name].start, round_[name].ready)
-
-    def after(round_: dict[str, _Marks], name: str) -> float:
-        return clock.seconds(round_[name].ready, round_[name].end)
-
+        del models, model  # DDP objects must not outlive their group
+    # Seconds, by model and round: before the last gradient is ready, after it, and before it by the host's clock.
+    tiny, tiny_in_one, tiny_in_many, large, large_in_one = np.array(
+        [
+            [(clock.seconds(start, ready), clock.seconds(ready, end), host_s) for start, ready, end, host_s in marks]
+            for marks in zip(*rounds, strict=True)
+        ]
+    )
+    nbytes = 4 * _PARAMETERS * large_numel
     return {
-        "copy_in_s_per_byte": _typical(
-            (
-                during(round_, "large in one bucket")
-                - during(round_, "large")
-                - (during(round_, "tiny in one bucket") - during(round_, "tiny"))
-            )
-            / nbytes
-            for round_ in marks
-        ),
-        "copy_out_s_per_byte": _typical(
-            (after(round_, "large in one bucket") - after(round_, "tiny in one bucket")) / nbytes for round_ in marks
-        ),
-        "hook_s": _typical(
-            (round_["tiny in many buckets"].host_s - round_["tiny in one bucket"].host_s) / (_PARAMETERS - 1)
-            for round_ in marks
-        ),
+        "copy_in_s_per_byte": _typical((large_in_one - large - (tiny_in_one - tiny))[:, 0] / nbytes),
+        "copy_out_s_per_byte": _typical((large_in_one - tiny_in_one)[:, 1] / nbytes),
+        "hook_s": _typical((tiny_in_many - tiny_in_one)[:, 2] / (_PARAMETERS - 1)),
     }
 
 
-@dataclass(frozen=True)
-class _Marks:
-    start: Any
-    ready: Any
-    """After the last gradient, and before DDP finishes its buckets."""
-    end: Any
-    host_s: float
-    """From start to ready, by the host's clock."""
-
-
-def _backward(clock: Clock[Any], model: nn.Module, device: torch.device) -> _Marks:
+def _backward(clock: Clock, model: nn.Module, device: torch.device) -> tuple[Any, Any, Any, float]:
+    """Return the marks of start, last gradient and end, and the host's seconds from start to the last gradient."""
     ready: list[Any] = []
-    ready_s = 0.0
-
-    def on_ready() -> None:
-        nonlocal ready_s
-        ready.append(clock.mark())
-        ready_s = time.perf_counter()
-
     model.zero_grad()
-    loss = model(on_ready)
+    loss = model(lambda: ready.extend((clock.mark(), time.perf_counter())))
     _let_host_run_ahead(device)
     start, start_s = clock.mark(), time.perf_counter()
     loss.backward()
-    return _Marks(start, ready[0], clock.mark(), ready_s - start_s)
+    return start, ready[0], clock.mark(), ready[1] - start_s
 
 
 def _let_host_run_ahead(device: torch.device) -> None:
+    """Make the device wait, because the host needs longer to start a copy than the device needs for most copies."""
     wait = getattr(torch.cuda, "_sleep", None)  # private API; without it, kernel launches are measured, too
     if device.type == "cuda" and wait is not None:
         torch.cuda.synchronize()
@@ -267,37 +227,28 @@ class _Toy(nn.Module):
 
     def forward(self, on_ready: Callable[[], None]) -> Tensor:
         x = torch.zeros((), device=self._gradient.device, requires_grad=True)
-        for parameter in self.weights:
-            x = _ReturnGradient.apply(x, parameter, self._gradient)  # type: ignore[no-untyped-call]
-        return _CallWhenReady.apply(x, on_ready)  # type: ignore[no-any-return, no-untyped-call]
+        *others, last = self.weights
+        for parameter in others:
+            x = _ReturnGradient.apply(x, parameter, self._gradient, None)  # type: ignore[no-untyped-call]
+        return _ReturnGradient.apply(x, last, self._gradient, on_ready)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ReturnGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
-        ctx.gradient = gradient
+    def forward(
+        ctx: Any, x: Tensor, parameter: Tensor, gradient: Tensor, on_ready: Callable[[], None] | None
+    ) -> Tensor:
+        ctx.gradient, ctx.on_ready = gradient, on_ready
         return x.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, ctx.gradient, None
-
-
-class _CallWhenReady(torch.autograd.Function):
-    """Queues a callback before DDP does, because it runs first in backward; callbacks run in that order."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, on_ready: Callable[[], None]) -> Tensor:
-        ctx.on_ready = on_ready
-        return x.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        engine: Any = torch.autograd.Variable._execution_engine
-        engine.queue_callback(ctx.on_ready)
-        return grad, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        if ctx.on_ready is not None:
+            # Called after the last gradient. DDP queues its callback later, and callbacks run in the order of queueing.
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(ctx.on_ready)
+        return grad, ctx.gradient, None, None
 
 
 @contextlib.contextmanager
@@ -305,39 +256,27 @@ def group_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
     """Yield a process group of this rank alone. The other ranks need not call this function."""
     if dist.is_initialized():
         group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        try:
-            yield group
-        finally:
-            dist.destroy_process_group(group)
-        return
-    backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-    dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    else:
+        backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        group = dist.group.WORLD
     try:
-        world = dist.group.WORLD
-        assert world is not None  # noqa: S101 - created above
-        yield world
+        yield group
     finally:
-        dist.destroy_process_group()
+        dist.destroy_process_group(group)
 
 
 def _medians(ranks: list[Overheads]) -> Overheads:
-    median = statistics.median
-    return Overheads(
-        copy_in_s_per_byte=median(rank.copy_in_s_per_byte for rank in ranks),
-        copy_out_s_per_byte=median(rank.copy_out_s_per_byte for rank in ranks),
-        hook_s=median(rank.hook_s for rank in ranks),
-        work={
-            name: Work(
-                fixed_s=median(rank.work[name].fixed_s for rank in ranks),
-                s_per_byte=median(rank.work[name].s_per_byte for rank in ranks),
-            )
-            for name in ranks[0].work
-        },
-    )
+    def median(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {name: median([value[name] for value in values]) for name in values[0]}
+        return statistics.median(values)
+
+    return msgspec.convert(median([msgspec.to_builtins(rank) for rank in ranks]), Overheads)
 
 
-def _typical(values: Iterator[float]) -> float:
-    return _rounded(max(0.0, statistics.median(values)))
+def _typical(values: NDArray[np.float64]) -> float:
+    return _rounded(max(0.0, float(np.median(values))))
 
 
 def _rounded(value: float) -> float:

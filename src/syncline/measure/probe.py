@@ -1,13 +1,13 @@
 """Measure a cluster's links with the collectives that exchanges use, on all ranks at once.
 
 Every figure comes from collectives among the real number of ranks, never from a sum of point-to-point rates, so that
-it includes the cost of the processors. `sampling` says how a collective is timed, and `network_fit` turns the samples
-into a network. Control messages use a separate gloo group, also when NCCL is measured.
+it includes the cost of the processors. Control messages use a separate gloo group, also when NCCL is measured.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,16 +30,12 @@ from syncline.measure.steps import describe_hardware
 from syncline.records.network import Network
 
 _SIZES = (1e3, 4e3, 16e3, 64e3, 128e3, 256e3, 512e3, 1e6, 2e6, 4e6, 16e6, 32e6)
-_ALL_REDUCE_ONLY = (1e3, 128e3, 512e3, 2e6, 16e6)
-"""Sizes at which only the all-reduce is measured."""
-_FAST_SIZES = (128e6, 512e6)
-"""Further sizes for fast links."""
+_ALL_REDUCE_ONLY = (1e3, 128e3, 512e3, 2e6, 16e6)  # sizes at which only the all-reduce is measured
+_FAST_SIZES = (128e6, 512e6)  # further sizes for fast links
+_FAST_S = 0.1  # links that carry 32 MB in less time are measured with `_FAST_SIZES`, too
+# The all-reduce gets more time: most exchanges use it, and link rates and start-ups are derived from it.
 _ALL_REDUCE_WEIGHT = 3.0
-"""The all-reduce gets more time: most exchanges use it, and link rates and start-ups are derived from it."""
-_SCATTERED = 64e3
-"""Up to this size processors decide the time and samples scatter, so more samples are needed."""
-_FAST_S = 0.1
-"""Links that carry 32 MB in less time are measured with `_FAST_SIZES`, too."""
+_SCATTERED = 64e3  # up to this size processors decide the time and samples scatter, so more samples are needed
 _TINY = 4_000
 _CHAIN = 8
 _FEW_HOSTS = 8
@@ -108,14 +104,8 @@ class _Prober:
         self._hosts = max(self._host_of_rank) + 1
         self._leaders = [self._host_of_rank.index(host) for host in range(self._hosts)]
         self._readings = Readings(self._backend, self._host_of_rank)
-        self._sampler = Sampler(
-            control,
-            self._device,
-            self._readings,
-            budget_s,
-            on_progress if dist.get_rank() == 0 else None,
-            one_clock=self._one_boot,
-        )
+        progress = on_progress if dist.get_rank() == 0 else None
+        self._sampler = Sampler(control, self._device, self._readings, budget_s, progress, one_clock=self._one_boot)
         self._groups: list[dist.ProcessGroup] = []
         self._streams: list[GroupComm | None] = []
 
@@ -132,8 +122,8 @@ class _Prober:
             data = b""
             if dist.get_rank() == 0:
                 ranks_at = {level.name: level.ranks for level in levels}
-                network = self._readings.fitted(self._cluster(matrix), ranks_at, self._kinds, burst_bytes)
-                data = msgspec.json.encode(network)
+                cluster = self._cluster(matrix)
+                data = msgspec.json.encode(self._readings.fitted(cluster, ranks_at, self._kinds, burst_bytes))
             return msgspec.json.decode(gather_bytes(self._control, data)[0], type=Network)
         finally:
             for group in self._groups:
@@ -183,13 +173,11 @@ class _Prober:
         """Measure every collective at every level and size, up to the longest call that the budget allows."""
         # The world's all-reduce may take longest, because link rates come from its largest sizes. For the others, more
         # samples are better than larger sizes.
-        sweeps = len(levels) * len(self._kinds)
         entries = []
-        for level in levels:
-            for kind in self._kinds:
-                first = (level.name, kind) == (WORLD, "all_reduce")
-                sizes = [size for size in _SIZES if kind == "all_reduce" or size not in _ALL_REDUCE_ONLY]
-                entries += self._pilot(level, kind, sizes, budget_s / (12 if first else max(12, 4 * sweeps)))
+        for level, kind in itertools.product(levels, self._kinds):
+            share = 12 if (level.name, kind) == (WORLD, "all_reduce") else max(12, 4 * len(levels) * len(self._kinds))
+            sizes = [size for size in _SIZES if kind == "all_reduce" or size not in _ALL_REDUCE_ONLY]
+            entries += self._pilot(level, kind, sizes, budget_s / share)
         self._sampler.repeat(entries, budget_s - self._sampler.elapsed_s())
 
     def _pilot(self, level: _Level, kind: str, sizes: Sequence[float], longest_s: float) -> list[Entry]:
@@ -211,7 +199,7 @@ class _Prober:
         return entries
 
     def _measure_overlap(self, budget_s: float) -> None:
-        """Measure several collectives at once, on separate groups and on one group."""
+        """Measure several collectives at once, on separate groups."""
         large = self._readings.large()
         entries = []
         for kind in [kind for kind in ("all_reduce", "all_to_all") if kind in self._kinds]:
@@ -223,9 +211,6 @@ class _Prober:
                 for streams in STREAMS if kind == "all_reduce" else (2,):
                     calls = [self._sampler.collective(self._streams[i], kind, numel, i) for i in range(streams)]
                     entries.append(Entry(("streams", kind, numel, streams), _issue_all(calls), chain=chain))
-                if size in SMALL:
-                    calls = [self._sampler.collective(self._streams[0], kind, numel, i) for i in range(4)]
-                    entries.append(Entry(("in flight", kind, numel, 4), _issue_all(calls), chain=chain))
         self._sampler.repeat(entries, budget_s)
 
     def _chain(self, size: float) -> int:
@@ -257,9 +242,9 @@ class _Prober:
         self._sampler.repeat(entries, budget_s, most=9)
         samples = {size: self._readings.seconds["message", size] for size in sizes}
         lines = fit(samples, switches=False).lines
-        if lines.breakpoint is None or lines.late_s_per_byte <= lines.s_per_byte:
+        if lines.breakpoint is None or lines.last.s_per_byte <= lines.first.s_per_byte:
             return 0.0
-        return max(0.0, lines.intercept_s - lines.late_intercept_s) / lines.late_s_per_byte
+        return max(0.0, lines.first.intercept_s - lines.last.intercept_s) / lines.last.s_per_byte
 
     def _measure_matrix(self, budget_s: float, burst_bytes: float) -> list[list[float]]:
         """Return bytes per second from host to host, without the burst, while every host sends to one other."""

@@ -1,9 +1,8 @@
 """Time collectives from a standing start, on all ranks at once.
 
-A sample is one collective. Rank 0 announces a start time a little ahead, the links rest until then, and all ranks
-start. The sample runs from the start of the last rank to the end of the last rank. Collectives and sizes take turns,
-so that a disturbance affects all of them alike. A first sample of each and the available time decide how often each is
-repeated.
+Rank 0 announces a start time a little ahead, the links rest until then, and all ranks start. A sample runs from the
+start of the last rank to the end of the last rank. Collectives and sizes take turns, so that a disturbance affects all
+of them alike. A first sample of each and the available time decide how often each is repeated.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from syncline.dist.comm import GroupComm
 from syncline.exchange import Work
 from syncline.measure.network_fit import Key, Readings
 
-REST_S = 0.012
-"""How long links rest before a sample, so that traffic shapers regain their burst credit."""
+REST_S = 0.012  # links rest this long before a sample, so that traffic shapers regain their burst credit
 
 Progress = Callable[[float, float], None]
 Issue = Callable[[], Sequence[Work]]
@@ -33,13 +31,10 @@ class Entry:
     """A measurement that is repeated."""
 
     key: Key
-    issue: Issue
-    """Starts it on a rank that takes part."""
+    issue: Issue  # starts it on a rank that takes part
     taking_part: bool = True
-    weight: float = 1.0
-    """Share of the available time, relative to other entries."""
-    chain: int = 1
-    """Number of collectives in one sample, one after the other. The sample is their mean."""
+    weight: float = 1.0  # share of the available time, relative to other entries
+    chain: int = 1  # collectives in one sample, one after the other; the sample is their mean
 
 
 class Sampler:

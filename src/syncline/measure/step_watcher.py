@@ -1,11 +1,8 @@
 """Watch the steps of a model while a script trains it: when they begin and end, and how long they take.
 
-A pass is one backward and the forward before it. Its start, the moment at which backward reaches the model's output,
-and the moment at which the last gradient is ready are marked. If DDP exchanges the gradients in a pass, that pass is a
-step, and the moment at which DDP has waited for its buckets is marked too: between the last two moments lies the
-exposed communication. Passes that only accumulate gradients lie between steps.
-
-On CUDA, marks are events on the stream that computes: nothing waits for the device until the times are read.
+A pass is one backward and the forward before it. If DDP exchanges the gradients in a pass, that pass is a step. The
+time between the last gradient and the moment at which DDP has waited for its buckets is the exposed communication. On
+CUDA, marks are events on the stream that computes: nothing waits for the device until the times are read.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
 from syncline.measure.hooks import Unseen
-from syncline.measure.steps import Clock, clock_for
+from syncline.measure.steps import Clock
 
 
 @dataclass(eq=False)
@@ -32,26 +29,20 @@ class Forward:
 
     number: int
     start: Any
-    started_s: float
-    """When it started, on the host's monotonic clock."""
-    sync: bool
-    """Whether DDP exchanges its gradients. A plain module has no DDP."""
-    nested: bool
-    """Whether it runs inside a backward, as under checkpointing."""
-    exchanged: bool = False
-    """Whether DDP has exchanged its gradients, which it does once per forward."""
+    started_s: float  # on the host's monotonic clock
+    sync: bool  # DDP exchanges its gradients; a plain module has no DDP
+    nested: bool  # it runs inside a backward, as under checkpointing
+    exchanged: bool = False  # DDP has exchanged its gradients, which it does once per forward
 
 
 @dataclass(eq=False)
 class Pass:
     """One backward and the forward before it."""
 
-    forward: Forward
-    """The first of the forwards that this backward goes through."""
+    forward: Forward  # the first of the forwards that this backward goes through
     backward_start: Any
     forwards: list[Forward] = field(default_factory=list)
-    ready: dict[str, Any] = field(default_factory=dict)
-    """When each gradient was ready, by parameter name. Only `BackwardWatch` marks this."""
+    ready: dict[str, Any] = field(default_factory=dict)  # by parameter name; only `BackwardWatch` marks this
     backward_end: Any = None
     end: Any = None
 
@@ -60,29 +51,23 @@ class Pass:
 class Moments:
     """The moments of one step, in seconds on the host's monotonic clock."""
 
-    number: int
-    """Counted from 0."""
+    number: int  # counted from 0
     start_s: float
     backward_s: float
     backward_end_s: float
     end_s: float
-    between_s: float | None
-    """Time since the end of the previous step."""
+    between_s: float | None  # since the end of the previous step
 
     @property
     def step_s(self) -> float:
         return self.end_s - self.start_s
 
     @classmethod
-    def of(cls, step: Pass, number: int, clock: Clock[Any], previous: tuple[Any, float] | None) -> Moments:
+    def of(cls, step: Pass, number: int, clock: Clock, previous: tuple[Any, float] | None) -> Moments:
         """Read the marks of a step.
 
-        Args:
-            step: The step.
-            number: Its number.
-            clock: The clock that made the marks.
-            previous: The end of the previous step, as a mark and in seconds. The host runs ahead of a device, so
-                a step's start is computed from it by the device's clock.
+        `previous` is the end of the previous step, as a mark and in seconds. The host runs ahead of a device, so the
+        step's start is computed from it by the device's clock.
         """
         start = step.forward.start
         between_s = None if previous is None else max(0.0, clock.seconds(previous[0], start))
@@ -98,31 +83,20 @@ class StepWatcher:
     """Marks the passes of a model from `watch` to `close`: only steps with `on_step`, and all passes without it."""
 
     def __init__(self, device: torch.device, on_step: Callable[[Pass], None] | None = None) -> None:
-        """Create a watcher.
-
-        Args:
-            device: The model's device.
-            on_step: Called at the end of each step, inside backward, where it must not use the device or other ranks.
-        """
+        """Create a watcher that calls `on_step` inside backward, where it must not use the device or other ranks."""
         self.step_count = 0
         """Number of steps so far. It is the same on all ranks, because an exchange needs all of them."""
         self.forward_count = 0
         """Number of forwards with gradients so far."""
-        self.clock = clock_for(device)
+        self.clock = Clock(device)
         self._on_step = on_step
         self._ddp: weakref.ref[DDP] | None = None
         self._forward: Forward | None = None
-        self._pass: Pass | None = None
-        """The backward that runs now."""
+        self._pass: Pass | None = None  # the backward that runs now
         self._hooks: list[RemovableHandle] = []
 
     def watch(self, model: nn.Module, ddp: DDP | None) -> None:
-        """Start watching.
-
-        Args:
-            model: The module whose forward begins a pass.
-            ddp: The DDP model that exchanges its gradients, if any.
-        """
+        """Start watching a module whose forward begins a pass, and the DDP model that exchanges its gradients."""
         self._ddp = None if ddp is None else weakref.ref(ddp)
         self._hooks = [
             model.register_forward_pre_hook(Unseen(lambda *_: self._forward_began())),
@@ -209,15 +183,12 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
     """Return the tensors in a model's output, however it is nested."""
     if isinstance(output, Tensor):
         yield output
-    elif isinstance(output, Mapping):
-        for value in output.values():
-            yield from tensors_in(value)
-    elif isinstance(output, list | tuple):
-        for value in output:
-            yield from tensors_in(value)
-    elif dataclasses.is_dataclass(output) and not isinstance(output, type):
-        for entry in dataclasses.fields(output):
-            yield from tensors_in(getattr(output, entry.name))
+        return
+    if dataclasses.is_dataclass(output) and not isinstance(output, Mapping | type):
+        output = [getattr(output, entry.name) for entry in dataclasses.fields(output)]
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
+    for part in parts:
+        yield from tensors_in(part)
 
 
 def _will_exchange(forward: Forward, trained: Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-"""Common parts of everything that times a model's steps: the model's parts, clocks, and medians over steps and ranks.
+"""Common parts of everything that times a model's steps: the model's parts, a clock, and medians over steps and ranks.
 
 A step is a set of marks that a clock converts to seconds later. On CUDA a mark is an event on the computing stream:
 waiting for the device at each parameter would stretch the gaps that communication is to hide in, and waiting between
@@ -12,9 +12,9 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import msgspec
 import torch
@@ -25,8 +25,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from syncline.dist.comm import gather_bytes
 from syncline.errors import MismatchError, UsageError
 from syncline.records.profile import Buffers, Gradient, Profile, RankTimes, Spread
-
-Mark = TypeVar("Mark")
 
 
 @dataclass(frozen=True)
@@ -44,29 +42,29 @@ class Subject:
 
     @classmethod
     def of(cls, model: nn.Module) -> Subject:
-        inner, ddp, compiled_ddp = model, None, False
-        while True:
+        inner: Any = model
+        ddp, compiled_ddp = None, False
+        while isinstance(inner, DDP) or hasattr(inner, "_orig_mod"):
             if isinstance(inner, DDP):
                 ddp, compiled_ddp = inner, inner is not model
-                inner = inner.module
-            elif (original := getattr(inner, "_orig_mod", None)) is not None:
-                inner = original
-            else:
-                break
+            inner = inner.module if isinstance(inner, DDP) else inner._orig_mod
         ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
         parameters = {
             name.replace("_orig_mod.", ""): p
             for name, p in inner.named_parameters()
             if p.requires_grad and name not in ignored
         }
-        buffers = [buffer for name, buffer in inner.named_buffers() if name not in ignored]
-        broadcast = ddp is None or ddp.broadcast_buffers
+        buffer_bytes: dict[str, int] = {}
+        for name, buffer in inner.named_buffers():
+            if name not in ignored and (ddp is None or ddp.broadcast_buffers):
+                dtype = str(buffer.dtype).removeprefix("torch.")
+                buffer_bytes[dtype] = buffer_bytes.get(dtype, 0) + buffer.numel() * buffer.element_size()
         return cls(
             model=model if ddp is None or compiled_ddp else ddp.module,
             name=type(inner).__name__,
             ddp=ddp,
             parameters=parameters,
-            buffers=_by_type(buffers) if broadcast else (),
+            buffers=tuple(Buffers(dtype=dtype, bytes=nbytes) for dtype, nbytes in buffer_bytes.items()),
             device=_only_device(parameters),
         )
 
@@ -92,81 +90,40 @@ def checked_loss(loss: object) -> Tensor:
     return loss
 
 
-class Clock(Protocol[Mark]):
-    """Marks times now, and returns the seconds between them later."""
+class Clock:
+    """Marks times now, and returns the seconds between them later. On CUDA, marks are events on the current stream."""
 
-    def mark(self) -> Mark: ...
-    def seconds(self, start: Mark, end: Mark) -> float: ...
-    def settle(self) -> None:
-        """Wait until all marks made so far can be read."""
-
-
-class HostClock:
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
-
-    def settle(self) -> None:
-        pass
-
-
-class CudaClock:
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._cuda = device if device.type == "cuda" else None
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> Any:
+        if self._cuda is None:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))  # the model's device may not be the current one
+        event.record(torch.cuda.current_stream(self._cuda))  # the model's device may not be the current one
         return event
 
-    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        return float(start.elapsed_time(end)) / 1e3
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(end - start) if self._cuda is None else float(start.elapsed_time(end)) / 1e3
 
     def settle(self) -> None:
-        torch.cuda.synchronize(self._device)
-
-
-def clock_for(device: torch.device) -> Clock[Any]:
-    return CudaClock(device) if device.type == "cuda" else HostClock()
+        """Wait until all marks made so far can be read."""
+        if self._cuda is not None:
+            torch.cuda.synchronize(self._cuda)
 
 
 @dataclass
-class StepMarks(Generic[Mark]):
+class StepMarks:
     """The marks of one step."""
 
-    start: Mark
-    backward_start: Mark
-    backward_end: Mark
-    ready: dict[str, Mark]
-    update: tuple[Mark, Mark] | None = None
+    start: Any
+    backward_start: Any
+    backward_end: Any
+    ready: dict[str, Any]
+    update: tuple[Any, Any] | None = None
     """Start and end of the optimizer's step, if it is measured."""
-    earlier: list[tuple[Mark, Mark]] = field(default_factory=list)
+    earlier: Sequence[tuple[Any, Any]] = ()
     """Start and end of earlier passes that only accumulated gradients, without an exchange."""
-
-    def read(self, clock: Clock[Mark]) -> StepTimes:
-        return StepTimes(
-            forward_s=clock.seconds(self.start, self.backward_start)
-            + sum(clock.seconds(*span) for span in self.earlier),
-            backward_s=clock.seconds(self.backward_start, self.backward_end),
-            update_s=clock.seconds(*self.update) if self.update else 0.0,
-            ready_s={name: clock.seconds(self.backward_start, mark) for name, mark in self.ready.items()},
-        )
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """The times of one step. `ready_s` counts from the start of backward."""
-
-    forward_s: float
-    backward_s: float
-    update_s: float
-    ready_s: dict[str, float]
-
-    @property
-    def step_s(self) -> float:
-        return self.forward_s + self.backward_s + self.update_s
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -177,31 +134,36 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def summarise(
-    subject: Subject, times: Sequence[StepTimes], *, model_name: str | None, how: str, batch: int | None
+    subject: Subject, clock: Clock, steps: Sequence[StepMarks], *, model_name: str | None, how: str, batch: int | None
 ) -> Measured:
     """Return a profile with the medians of one rank's steps."""
-    backward_s = _median_s([step.backward_s for step in times])
-    step_s = [step.step_s for step in times]
-    return Measured(
-        Profile(
-            model=model_name or subject.name,
-            gradients=_in_ready_order(subject.parameters, times, backward_s),
-            forward_s=_median_s([step.forward_s for step in times]),
-            backward_s=backward_s,
-            update_s=_median_s([step.update_s for step in times]),
-            device=subject.device.type,
-            where=describe_hardware(subject.device),
-            how=how,
-            steps=len(times),
-            batch=batch,
-            buffers=subject.buffers,
-            spread=quartiles(step_s),
-        ),
-        step_s,
+    clock.settle()
+    forward_s = [
+        clock.seconds(step.start, step.backward_start) + sum(clock.seconds(*span) for span in step.earlier)
+        for step in steps
+    ]
+    backward_s = [clock.seconds(step.backward_start, step.backward_end) for step in steps]
+    update_s = [clock.seconds(*step.update) if step.update else 0.0 for step in steps]
+    ready_s = [{name: clock.seconds(step.backward_start, mark) for name, mark in step.ready.items()} for step in steps]
+    step_s = [sum(times) for times in zip(forward_s, backward_s, update_s, strict=True)]
+    profile = Profile(
+        model=model_name or subject.name,
+        gradients=_in_ready_order(subject.parameters, ready_s, _median_s(backward_s)),
+        forward_s=_median_s(forward_s),
+        backward_s=_median_s(backward_s),
+        update_s=_median_s(update_s),
+        device=subject.device.type,
+        where=describe_hardware(subject.device),
+        how=how,
+        steps=len(steps),
+        batch=batch,
+        buffers=subject.buffers,
+        spread=quartiles(step_s),
     )
+    return Measured(profile, step_s)
 
 
-def together(group: dist.ProcessGroup | None, work: Callable[[], bytes]) -> list[bytes]:
+def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], bytes]) -> list[bytes]:
     """Run `work` on all ranks and return the result of each rank. Collective.
 
     If `work` fails on one rank, all ranks raise; otherwise the others would wait for it.
@@ -235,10 +197,8 @@ def merge(measured: Sequence[Measured]) -> Profile:
     backward_s = _median_s([profile.backward_s for profile in profiles])
     ready_s = [{gradient.name: gradient.ready_s for gradient in profile.gradients} for profile in profiles]
     gradients = [
-        msgspec.structs.replace(
-            gradient, ready_s=min(_median_s([ready[gradient.name] for ready in ready_s]), backward_s)
-        )
-        for gradient in profiles[0].gradients
+        msgspec.structs.replace(entry, ready_s=min(_median_s([ready[entry.name] for ready in ready_s]), backward_s))
+        for entry in profiles[0].gradients
     ]
     by_pace = sorted(measured, key=lambda rank: statistics.median(rank.step_s))
     return msgspec.structs.replace(
@@ -261,7 +221,7 @@ def merge(measured: Sequence[Measured]) -> Profile:
 
 def merge_over(group: dist.ProcessGroup | None, measure: Callable[[], Measured]) -> Profile:
     """Run `measure` on all ranks and return the merged profile, the same on all ranks. Collective."""
-    answers = together(group, lambda: msgspec.json.encode(measure()))
+    answers = run_on_all_ranks(group, lambda: msgspec.json.encode(measure()))
     return merge([msgspec.json.decode(answer, type=Measured) for answer in answers])
 
 
@@ -281,35 +241,23 @@ def describe_method(device: torch.device, what: str, optimizer: torch.optim.Opti
     return f"{what}, {clock}, {update}, torch {torch.__version__}"
 
 
-def _by_type(buffers: Sequence[Tensor]) -> tuple[Buffers, ...]:
-    total: dict[str, int] = {}
-    for buffer in buffers:
-        dtype = str(buffer.dtype).removeprefix("torch.")
-        total[dtype] = total.get(dtype, 0) + buffer.numel() * buffer.element_size()
-    return tuple(Buffers(dtype=dtype, bytes=nbytes) for dtype, nbytes in total.items())
-
-
 def _in_ready_order(
-    parameters: dict[str, nn.Parameter], times: Sequence[StepTimes], backward_s: float
+    parameters: dict[str, nn.Parameter], steps: Sequence[dict[str, float]], backward_s: float
 ) -> tuple[Gradient, ...]:
     """Return gradients sorted by their median ready time; equal ones keep the order of the last step."""
-    arrival = {name: index for index, name in enumerate(times[-1].ready_s)}
-    ready_s = {
-        # The median of a parameter that only slow steps use may be later than the median end of backward.
-        name: min(_median_s([step.ready_s[name] for step in times if name in step.ready_s] or [0.0]), backward_s)
-        for name in parameters
-    }
-    order = sorted(parameters, key=lambda name: (ready_s[name], arrival.get(name, -1)))
-    return tuple(
+    arrival = {name: index for index, name in enumerate(steps[-1])}
+    gradients = [
         Gradient(
             name=name,
-            shape=tuple(parameters[name].shape),
-            dtype=str(parameters[name].dtype).removeprefix("torch."),
-            bytes=parameters[name].numel() * parameters[name].element_size(),
-            ready_s=ready_s[name],
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            bytes=parameter.numel() * parameter.element_size(),
+            # The median of a parameter that only slow steps use may be later than the median end of backward.
+            ready_s=min(_median_s([ready_s[name] for ready_s in steps if name in ready_s] or [0.0]), backward_s),
         )
-        for name in order
-    )
+        for name, parameter in parameters.items()
+    ]
+    return tuple(sorted(gradients, key=lambda gradient: (gradient.ready_s, arrival.get(gradient.name, -1))))
 
 
 def _median_s(values: Sequence[float]) -> float:
@@ -317,10 +265,8 @@ def _median_s(values: Sequence[float]) -> float:
     return max(0.0, round(statistics.median(values), 9))
 
 
-def quartiles(step_s: Sequence[float]) -> Spread:
-    if len(step_s) == 1:
-        return Spread(low_s=_median_s(step_s), high_s=_median_s(step_s))
-    low_s, _, high_s = statistics.quantiles(step_s, n=4, method="inclusive")
+def quartiles(step_s: list[float]) -> Spread:
+    low_s, _, high_s = statistics.quantiles(step_s, n=4, method="inclusive") if len(step_s) > 1 else step_s * 3
     return Spread(low_s=_median_s([low_s]), high_s=_median_s([high_s]))
 
 

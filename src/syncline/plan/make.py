@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from syncline.exchange import Hierarchical, settings
 from syncline.plan.search import SearchResult, search
-from syncline.predict import Losses, Prediction, Schedule
+from syncline.predict import Prediction, Schedule
 from syncline.predict.diagnosis import CAUSES, lost_to
 from syncline.predict.exchange_time import topology_of
 from syncline.predict.schedule import DDP_CAPS
@@ -46,19 +46,19 @@ def make_plan(
         >>> plan.save("plan.json")
     """
     result = search(profile, network, allow, paced=paced, caps=caps)
-    nothing = Alternative(name="do nothing: plain DDP", iteration_s=result.plain.iteration_s, lossless=True)
-    others = [
+    plain_s = result.plain.iteration_s
+    alternatives = [Alternative(name="do nothing: plain DDP", iteration_s=plain_s, lossless=True)]
+    alternatives += [
         Alternative(name=candidate.name, iteration_s=candidate.seconds, lossless=candidate.schedule.lossless)
         for candidate in result.candidates
     ]
-    chosen = result.plain if result.nothing else result.best
     return plan_for(
         profile,
         network,
-        chosen,
-        plain_s=result.plain.iteration_s,
+        result.plain if result.nothing else result.best,
+        plain_s=plain_s,
         reason="There is only one rank, which has nothing to exchange." if network.ranks == 1 else _reason(result),
-        alternatives=(nothing, *others),
+        alternatives=tuple(alternatives),
         nothing=result.nothing,
     )
 
@@ -117,30 +117,23 @@ def _planned(profile: Profile, network: Network, schedule: Schedule) -> tuple[Pl
 
 def _reason(result: SearchResult) -> str:
     plain, best = result.plain, result.best
+    plain_text = milliseconds_text(plain.iteration_s)
     if result.nothing:
         gain = 1 - best.iteration_s / plain.iteration_s if plain.iteration_s else 0.0
         if gain <= 0:
-            predicted = f"predicted at {milliseconds_text(plain.iteration_s)} per step"
-            return f"Nothing that is allowed is faster than plain DDP, {predicted}."
+            return f"Nothing that is allowed is faster than plain DDP, predicted at {plain_text} per step."
         return (
-            f"Plain DDP is predicted to take {milliseconds_text(plain.iteration_s)} per step, of which the best that "
-            f"is allowed saves {gain:.1%}: not worth a change."
+            f"Plain DDP is predicted to take {plain_text} per step, of which the best that is allowed saves {gain:.1%}"
+            ": not worth a change."
         )
-    names = " and ".join(best.schedule.exchanges)
-    count, before = len(best.schedule.buckets), len(plain.schedule.buckets)
+    count = len(best.schedule.buckets)
     buckets = "One bucket" if count == 1 else f"{count} buckets"
     lanes = f" on {best.schedule.lanes} lanes" if best.schedule.lanes > 1 else ""
-    saved = _largest_saving(plain.losses, best.losses)
-    return (
-        f"{buckets}{lanes} through {names}, instead of DDP's {before}: "
-        f"predicted {milliseconds_text(plain.iteration_s)} → {milliseconds_text(best.iteration_s)} per step"
-        f"{f', mostly less lost to {saved}' if saved else ''}."
-    )
-
-
-def _largest_saving(before: Losses, after: Losses) -> str:
-    """Return the cause whose loss shrinks most, in words; empty if none shrinks."""
-    left = lost_to(after)
-    saved = {name: seconds - left.get(name, 0.0) for name, seconds in lost_to(before).items()}
+    left = lost_to(best.losses)
+    saved = {name: seconds - left.get(name, 0.0) for name, seconds in lost_to(plain.losses).items()}
     most = max(saved, key=lambda name: saved[name], default="")
-    return CAUSES[most] if most and saved[most] > 0 else ""
+    return (
+        f"{buckets}{lanes} through {' and '.join(best.schedule.exchanges)}, instead of DDP's "
+        f"{len(plain.schedule.buckets)}: predicted {plain_text} → {milliseconds_text(best.iteration_s)} per step"
+        f"{f', mostly less lost to {CAUSES[most]}' if most and saved[most] > 0 else ''}."
+    )

@@ -31,8 +31,7 @@ from syncline.records.network import Network
 from syncline.records.profile import Profile
 
 _WORD = 4
-_AS_FAST = 0.99
-"""Plain DDP is listed first unless another method is faster by more than this factor."""
+_AS_FAST = 0.99  # plain DDP is listed first unless another method is faster by more than this factor
 
 
 class MemoryRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,15 +86,14 @@ def plan_memory(profile: Profile, network: Network, budget_bytes: int, allow: Se
     Raises:
         UsageError: The profile has no activations, or `allow` has an unknown name.
     """
-    if profile.activations is None:
+    activations = profile.activations
+    if activations is None:
         raise UsageError("the profile has no memory measurements: make one with syncline profile --memory")
     check_allowed(allow)
-    activations = profile.activations
     methods = ["dense", *(["bf16"] if "bf16" in allow else []), *(["oktopk"] if "sparse" in allow else [])]
-    rows = [_row(f"layerwise, {name}", profile, network, activations, name, budget_bytes) for name in methods]
-    rows.append(_row("plain DDP", profile, network, activations, "ddp", budget_bytes))
-    if "sparse" in allow:
-        rows.append(_row("DDP, oktopk", profile, network, activations, "oktopk", budget_bytes))
+    named = [(f"layerwise, {name}", name) for name in methods]
+    named += [("plain DDP", "ddp"), *([("DDP, oktopk", "oktopk")] if "sparse" in allow else [])]
+    rows = [_row(name, profile, network, activations, method, budget_bytes) for name, method in named]
     rows.sort(key=lambda row: row.sample_s * (1.0 if row.exchange else _AS_FAST) if row.batch else math.inf)
     return MemoryPlan(
         model=profile.model,
@@ -116,38 +114,34 @@ def _row(
     caps = (bucket_bytes(profile.gradient_bytes),) if by_layer else DDP_CAPS
     schedule = Schedule(name, filled(profile.gradients, caps), exchange, exchange_name, lanes)
     training = _training(activations, keeps=exchange.keeps, lanes=lanes, by_layer=by_layer)
-    considered = activations if by_layer else msgspec.structs.replace(activations, to_host_bps=0.0)
-    choice = best_batch(
-        considered,
-        training,
-        budget_bytes,
-        step_s=lambda choice: _iteration_s(profile, network, schedule, choice),
-        keep_all=not by_layer,
-    )
-    least = smallest_budget(considered, training, 1, keep_all=not by_layer)
-    if choice is None:
-        return MemoryRow(name=name, lossless=exchange.lossless, batch=0, least_bytes=least)
-    return MemoryRow(
+
+    def step_s(choice: Choice) -> float:
+        computed_s = profile.forward_s + profile.backward_s
+        factor = choice.step_s / computed_s if computed_s else 1.0
+        scaled = msgspec.structs.replace(profile.scaled(time=factor), update_s=profile.update_s)
+        return predict(scaled, network, schedule).iteration_s
+
+    choice = best_batch(activations, training, budget_bytes, step_s, keep_all=not by_layer)
+    row = MemoryRow(
         name=name,
         lossless=exchange.lossless,
+        batch=0,
+        least_bytes=smallest_budget(activations, training, 1, keep_all=not by_layer),
+    )
+    if choice is None:
+        return row
+    return msgspec.structs.replace(
+        row,
         batch=choice.batch,
         peak_bytes=choice.peak_bytes,
-        states_bytes=choice.states.bytes,
-        step_s=_iteration_s(profile, network, schedule, choice),
+        states_bytes=choice.states_bytes,
+        step_s=step_s(choice),
         ways=tuple((block.name, way) for block, way in zip(activations.blocks, choice.ways, strict=True)),
         residual=choice.residual,
         by_layer=by_layer,
         exchange="" if method == "ddp" else repr(exchange),
         about=choice.describe(),
-        least_bytes=least,
     )
-
-
-def _iteration_s(profile: Profile, network: Network, schedule: Schedule, choice: Choice) -> float:
-    computed_s = profile.forward_s + profile.backward_s
-    factor = choice.step_s / computed_s if computed_s else 1.0
-    scaled = msgspec.structs.replace(profile.scaled(time=factor), update_s=profile.update_s)
-    return predict(scaled, network, schedule).iteration_s
 
 
 def _training(activations: Activations, *, keeps: bool, lanes: int, by_layer: bool) -> Training:

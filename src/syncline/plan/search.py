@@ -1,16 +1,14 @@
 """Search the best schedule: which gradients form a bucket, the number of lanes, and the exchange of each bucket.
 
-The search starts from the exact optimum for one lane (`fusion.optimal`), for each allowed exchange and for the cheapest
-exchange at each size, and from common layouts: DDP's own, constant sizes, no fusion, the published greedy algorithms.
-All are simulated, with lanes, shared links and the exchanges' own work. From the best few, the search moves, removes
-and adds boundaries between buckets, changes the number of lanes, and swaps exchanges, as long as that helps. For models
-with few gradients, all layouts are simulated.
-
-The search is deterministic: its effort is counted in simulated collectives, not in seconds.
+The search simulates the exact optimum for one lane (`fusion.optimal`) with each exchange, DDP's own buckets, constant
+sizes and the published planners; for models with few gradients, all layouts. From the best few it moves boundaries
+between buckets, changes lanes and swaps exchanges, as long as that helps. It is deterministic: its effort is counted in
+simulated collectives, not in seconds.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -19,13 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, Dense, Exchange, default_lanes
 from syncline.plan import fusion
 from syncline.predict import Prediction, Schedule, predict
-from syncline.predict.exchange_time import topology_of
+from syncline.predict.exchange_time import pricing, topology_of
 from syncline.predict.schedule import DDP_CAPS, MIB, Costed, real_dtype
 from syncline.records.bucket_caps import caps_of, filled
 from syncline.records.network import Network
@@ -39,21 +36,14 @@ ALLOWED = {
 """Names for `allow`, and the lossy exchanges that each adds to the lossless ones."""
 LEAST_GAIN = 0.02
 """Smallest share of a step that a plan must save; otherwise plain DDP is kept."""
-_CONSTANT = (0.04, 0.2, 1.0, 4.0)
-"""Bucket sizes to try, as multiples of DDP's: 1, 5, 25 and 100 MB by default."""
+_CONSTANT = (0.04, 0.2, 1.0, 4.0)  # bucket sizes to try, as multiples of DDP's: 1, 5, 25 and 100 MB by default
 _LANES = (1, 2, 4)
-_EFFORT = 9_000
-"""Approximate number of collectives that are simulated to improve the starting points."""
-_LARGEST = 600
-"""Schedules with more collectives per step than this, and than gradients, are not simulated."""
+_EFFORT = 9_000  # approximate number of collectives that are simulated to improve the starting points
+_LARGEST = 600  # schedules with more collectives per step than this, and than gradients, are not simulated
+# Share of a step that another bucket must save: every bucket adds a hook, a copy and a collective.
 _PER_BUCKET = 1e-4
-"""Share of a step that another bucket must save. Of equally fast schedules, the one with fewer buckets is better,
-because every bucket adds a hook, a copy and a collective."""
-_FEW = 8
-"""Up to this number of gradients, all layouts are simulated."""
-_STARTS = 3
-"""Number of layouts that are improved."""
-
+_FEW = 8  # up to this number of gradients, all layouts are simulated
+_STARTS = 3  # number of layouts that are improved
 _SEARCHED = "searched"
 
 Buckets = tuple[tuple[int, ...], ...]
@@ -126,7 +116,7 @@ def named(profile: Profile, network: Network, name: str) -> Schedule:
     planner, lanes = _PUBLISHED[name]
     dense = _Search(profile, network, {"dense": Dense()}, False, DDP_CAPS)
     sizes = planner(dense.gradients(dense.line()))
-    return dataclasses.replace(dense.schedule(sizes, ["dense"], lanes), name=name)
+    return dataclasses.replace(dense.schedule(dense.cut(sizes), ["dense"], lanes), name=name)
 
 
 class _Search:
@@ -136,54 +126,47 @@ class _Search:
         self._profile, self._network, self._exchanges, self._paced = profile, network, exchanges, paced
         self._own, self._cap = filled(profile.gradients, caps), caps[-1]
         self._topology = topology_of(network)
+        self._phases = functools.cache(
+            lambda name, numel, dtype: len(exchanges[name].cost(numel, dtype, self._topology).phases)
+        )
         self._known: dict[tuple[object, ...], float] = {}
-        self._counted: dict[tuple[str, int, torch.dtype], int] = {}
         self._effort = 0
         self._kinds: dict[str, Candidate] = {}
-        self._dtype = _main_dtype(profile)
-        kinds = {gradient.dtype for gradient in profile.gradients}
-        self._uneven = len(kinds) > 1 or not all(gradient.bytes for gradient in profile.gradients)
+        by_dtype = collections.Counter[str]()
+        for gradient in profile.gradients:
+            by_dtype[gradient.dtype] += gradient.bytes
+        self._dtype = real_dtype(by_dtype.most_common(1)[0][0])
+        self._uneven = len(by_dtype) > 1 or not all(gradient.bytes for gradient in profile.gradients)
         total = max(1, profile.gradient_bytes)
         self._grid = np.unique(np.concatenate([[0.0], np.geomspace(min(256.0, total), total, 48)]))
 
     def run(self) -> SearchResult:
         plain = self._predict(Schedule("ddp", self._own))
         starts = [self._try("DDP's buckets", self._own, [name], 1) for name in self._exchanges]
-        starts += self._common_layouts()
-        starts += self._fused()
+        starts += [*self._common_layouts(), *self._fused()]
         if len(self._profile.gradients) <= _FEW:
             starts += self._all_layouts()
-        ranked = sorted({self._key(start.schedule): start for start in starts}.values(), key=_rank)
+        ranked = sorted({_key(start.schedule): start for start in starts}.values(), key=_rank)
         best = min((self._improve(start) for start in ranked[:_STARTS]), key=_rank)
         kinds = sorted(self._kinds.values(), key=lambda candidate: candidate.seconds)
         chosen = self._predict(best.schedule)
         return SearchResult(plain, chosen if chosen.iteration_s < plain.iteration_s else plain, tuple(kinds))
 
-    def _common_layouts(self) -> list[Candidate]:
+    def _common_layouts(self) -> Iterator[Candidate]:
         """Try constant sizes with each exchange, and the published planners."""
-        gradients = self.gradients(self.line())
         total = self._profile.gradient_bytes
-        caps = [
-            *(max(1, int(self._cap * part)) for part in _CONSTANT),
-            *(total // parts + 1 for parts in (1, 2, 3, 4, 6, 8, 12, 16)),
-        ]
-        tried = [
-            self._try(
-                f"buckets of {cap / MIB:.3g} MB",
-                filled(self._profile.gradients, [cap]),
-                [name],
-                default_lanes(exchange, self._network.backend),
-            )
-            for name, exchange in self._exchanges.items()
-            for cap in (sorted(set(caps)) if name == "dense" else caps[len(_CONSTANT) :: 2])
-        ]
+        multiples = [max(1, int(self._cap * part)) for part in _CONSTANT]
+        parts = [total // parts + 1 for parts in (1, 2, 3, 4, 6, 8, 12, 16)]
+        for name, exchange in self._exchanges.items():
+            lanes = default_lanes(exchange, self._network.backend)
+            for cap in sorted({*multiples, *parts}) if name == "dense" else parts[::2]:
+                yield self._try(f"buckets of {cap / MIB:.3g} MB", filled(self._profile.gradients, [cap]), [name], lanes)
+        gradients = self.gradients(self.line())
         for name, (planner, lanes) in _PUBLISHED.items():
-            tried.append(self._try(name, self._cut(planner(gradients)), ["dense"], lanes))
-        return tried
+            yield self._try(name, self.cut(planner(gradients)), ["dense"], lanes)
 
-    def _fused(self) -> list[Candidate]:
+    def _fused(self) -> Iterator[Candidate]:
         """Try the optimum for one lane, also with cheaper start-ups, because more lanes hide a part of them."""
-        tried = []
         sets = [[name] for name in self._exchanges]
         if len(self._exchanges) > 1:
             sets.append(list(self._exchanges))
@@ -191,24 +174,17 @@ class _Search:
             tables = {name: self._table(name) for name in names}
             least = np.min(np.stack(list(tables.values())), axis=0)
             for lanes, share in ((1, 1.0), (2, 1.0), (2, 0.5), (4, 0.25)):
-                more_s = _PER_BUCKET * self._profile.step_s
-                cost = functools.partial(_priced, self._grid, least - (1 - share) * least[0] + more_s)
-                buckets = self._cut(fusion.optimal(self.gradients(cost)))
-                tried.append(self._try("optimal fusion", buckets, self._cheapest(buckets, tables), lanes))
-        return tried
+                table = least - (1 - share) * least[0] + _PER_BUCKET * self._profile.step_s
+                gradients = self.gradients(functools.partial(_interpolate, self._grid, table))
+                buckets = self.cut(fusion.optimal(gradients))
+                yield self._try("optimal fusion", buckets, self._cheapest(buckets, tables), lanes)
 
-    def _all_layouts(self) -> list[Candidate]:
-        count = len(self._profile.gradients)
-        layouts = [
-            self._cut(tuple(len(list(group)) for _, group in itertools.groupby(itertools.accumulate((0, *cuts)))))
-            for cuts in itertools.product((0, 1), repeat=count - 1)
-        ]
-        return [
-            self._try("fusion", buckets, [name], lanes)
-            for buckets in layouts
-            for name in self._exchanges
-            for lanes in _LANES
-        ]
+    def _all_layouts(self) -> Iterator[Candidate]:
+        for cuts in itertools.product((0, 1), repeat=len(self._profile.gradients) - 1):
+            groups = itertools.groupby(itertools.accumulate((0, *cuts)))
+            buckets = self.cut([len(list(group)) for _, group in groups])
+            for name, lanes in itertools.product(self._exchanges, _LANES):
+                yield self._try("fusion", buckets, [name], lanes)
 
     def _improve(self, start: Candidate) -> Candidate:
         """Follow improving moves until none is left, or the effort is spent."""
@@ -227,29 +203,27 @@ class _Search:
 
     def _moves(self, schedule: Schedule) -> Iterator[tuple[Buckets, list[str], int]]:
         """Yield the neighbours of a schedule, first those that change the last buckets."""
-        names = [schedule.exchange_of(index)[0] for index in range(len(schedule.buckets))]
-        for lanes in _LANES:
-            if lanes != schedule.lanes:
-                yield schedule.buckets, names, lanes
+        names, lanes = [name for name, _ in schedule.each], schedule.lanes
+        yield from ((schedule.buckets, names, other) for other in _LANES if other != lanes)
         for index in reversed(range(len(names))):
             for name in self._exchanges:
                 if name != names[index]:
-                    yield schedule.buckets, [*names[:index], name, *names[index + 1 :]], schedule.lanes
+                    yield schedule.buckets, [*names[:index], name, *names[index + 1 :]], lanes
         if self._uneven:
             return  # moving one boundary would move others
         sizes = [len(indices) for indices in schedule.buckets]
         for index in reversed(range(len(sizes))):
-            for part in sorted({1, sizes[index] // 4, sizes[index] // 2, 3 * sizes[index] // 4, sizes[index] - 1}):
-                if 0 < part < sizes[index]:
-                    split = [*sizes[:index], part, sizes[index] - part, *sizes[index + 1 :]]
-                    yield self._cut(split), [*names[: index + 1], *names[index:]], schedule.lanes
+            size, after = sizes[index], sizes[index + 1 :]
+            for part in sorted({1, size // 4, size // 2, 3 * size // 4, size - 1}):
+                if 0 < part < size:
+                    split = [*sizes[:index], part, size - part, *after]
+                    yield self.cut(split), [*names[: index + 1], *names[index:]], lanes
             if index:
-                merged = [*sizes[: index - 1], sizes[index - 1] + sizes[index], *sizes[index + 1 :]]
-                yield self._cut(merged), [*names[: index - 1], *names[index:]], schedule.lanes
+                before, previous = sizes[: index - 1], sizes[index - 1]
+                yield self.cut([*before, previous + size, *after]), [*names[: index - 1], *names[index:]], lanes
                 for shift in (1, -1, 4, -4, 16, -16):
-                    if -sizes[index - 1] < shift < sizes[index]:
-                        pair = [sizes[index - 1] + shift, sizes[index] - shift]
-                        yield self._cut([*sizes[: index - 1], *pair, *sizes[index + 1 :]]), names, schedule.lanes
+                    if -previous < shift < size:
+                        yield self.cut([*before, previous + shift, size - shift, *after]), names, lanes
 
     def gradients(self, cost_s: Callable[[fusion.Floats], fusion.Floats]) -> fusion.Gradients:
         ready_s = np.array([gradient.ready_s for gradient in self._profile.gradients])
@@ -264,47 +238,38 @@ class _Search:
         slope = (table[-1] - table[half]) / span if span > 0 else 0.0
         return fusion.line(float(table[0]), float(slope))
 
-    def schedule(self, sizes: fusion.Sizes, names: Sequence[str], lanes: int) -> Schedule:
-        return self._schedule(self._as_made(self._cut(sizes)), names, lanes)
-
-    def _schedule(self, buckets: Buckets, names: Sequence[str], lanes: int) -> Schedule:
-        """Return a schedule. `names` has the exchange of each bucket; the last one repeats."""
-        names = (list(names) + [names[-1]] * len(buckets))[: len(buckets)]
-        each: tuple[tuple[str, Costed], ...] = tuple((name, self._exchanges[name]) for name in names)
-        return Schedule("plan", buckets, self._exchanges[names[0]], names[0], lanes, each=each)
-
-    def _cut(self, sizes: Sequence[int]) -> Buckets:
+    def cut(self, sizes: Sequence[int]) -> Buckets:
         """Return buckets of the given numbers of gradients, split further where dtypes are mixed."""
-        ends = list(itertools.accumulate(sizes))
+        ends = itertools.accumulate(sizes)
         buckets = tuple(tuple(range(end - size, end)) for size, end in zip(sizes, ends, strict=True))
         if not self._uneven:
             return buckets
+        dtypes = [gradient.dtype for gradient in self._profile.gradients]
         return tuple(
-            part
+            tuple(index for index in indices if dtypes[index] == dtype)
             for indices in buckets
-            for dtype in dict.fromkeys(self._profile.gradients[index].dtype for index in indices)
-            if (part := tuple(index for index in indices if self._profile.gradients[index].dtype == dtype))
+            for dtype in dict.fromkeys(dtypes[index] for index in indices)
         )
 
-    def _as_made(self, buckets: Buckets) -> Buckets:
-        """Return the buckets that DDP makes with the caps of these: others, if dtypes are mixed or gradients empty."""
-        if not self._uneven:
-            return buckets
-        return filled(self._profile.gradients, caps_of(self._profile.gradients, buckets))
+    def schedule(self, buckets: Buckets, names: Sequence[str], lanes: int) -> Schedule:
+        """Return a schedule. `names` has the exchange of each bucket; the last one repeats."""
+        if self._uneven:  # DDP makes other buckets from the caps of these if dtypes are mixed or gradients empty
+            buckets = filled(self._profile.gradients, caps_of(self._profile.gradients, buckets))
+        names = [*names, *[names[-1]] * len(buckets)][: len(buckets)]
+        each: tuple[tuple[str, Costed], ...] = tuple((name, self._exchanges[name]) for name in names)
+        return Schedule("plan", buckets, self._exchanges[names[0]], names[0], lanes, each=each)
 
     def _table(self, name: str) -> fusion.Floats:
         """Return the times of single buckets of the grid's sizes with an exchange."""
-        exchange, itemsize = self._exchanges[name], self._dtype.itemsize
-        seconds = self._topology.seconds
-        assert seconds is not None  # noqa: S101 - set by topology_of
+        exchange, seconds = self._exchanges[name], pricing(self._network)
         overheads = self._profile.overheads
         work = overheads.work.get(name) if overheads is not None else None
-        table = []
-        for nbytes in self._grid:
-            cost = exchange.cost(max(1, int(nbytes) // itemsize), self._dtype, self._topology)
+        table = np.zeros(len(self._grid))
+        for index, nbytes in enumerate(self._grid if self._network.ranks > 1 else ()):
+            cost = exchange.cost(max(1, int(nbytes) // self._dtype.itemsize), self._dtype, self._topology)
             own_s = work.fixed_s + work.s_per_byte * nbytes if work is not None else 0.0
-            table.append(seconds(cost) + own_s if self._network.ranks > 1 else 0.0)
-        return np.array(table)
+            table[index] = seconds(cost) + own_s
+        return table
 
     def _cheapest(self, buckets: Buckets, tables: dict[str, fusion.Floats]) -> list[str]:
         """Return the cheapest exchange for each bucket."""
@@ -313,10 +278,11 @@ class _Search:
 
     def _try(self, name: str, buckets: Buckets, names: Sequence[str], lanes: int) -> Candidate:
         """Simulate a schedule, unless that has been done, and remember it if it is the best of its kind."""
-        schedule = self._schedule(self._as_made(buckets), names, lanes)
-        key = self._key(schedule)
+        schedule = self.schedule(buckets, names, lanes)
+        key = _key(schedule)
         if key not in self._known:
-            collectives = self._collectives(schedule)
+            contents = zip(schedule.each, schedule.contents(self._profile), strict=True)
+            collectives = sum(self._phases(exchange_name, *content) for (exchange_name, _), content in contents)
             if collectives > max(_LARGEST, len(self._profile.gradients)):
                 return Candidate(name, schedule, math.inf)
             self._effort += 10 + collectives + len(self._profile.gradients) // 50
@@ -325,19 +291,6 @@ class _Search:
         if name != _SEARCHED:
             self._note(candidate)
         return candidate
-
-    def _collectives(self, schedule: Schedule) -> int:
-        """Return the number of collectives per step."""
-        contents = schedule.contents(self._profile)
-        return sum(
-            self._phases(name, numel, dtype) for (name, _), (numel, dtype) in zip(schedule.each, contents, strict=True)
-        )
-
-    def _phases(self, name: str, numel: int, dtype: torch.dtype) -> int:
-        key = (name, numel, dtype)
-        if key not in self._counted:
-            self._counted[key] = len(self._exchanges[name].cost(numel, dtype, self._topology).phases)
-        return self._counted[key]
 
     def _note(self, candidate: Candidate) -> None:
         """Store the candidate if it is the best of its kind."""
@@ -348,25 +301,17 @@ class _Search:
             lanes = f", {candidate.schedule.lanes} lanes" if candidate.schedule.lanes > 1 else ""
             self._kinds[kind] = dataclasses.replace(candidate, name=f"{candidate.name}, {through}{lanes}")
 
-    def _key(self, schedule: Schedule) -> tuple[object, ...]:
-        return schedule.buckets, tuple(name for name, _ in schedule.each), schedule.lanes
-
     def _predict(self, schedule: Schedule) -> Prediction:
         return predict(self._profile, self._network, schedule, paced=self._paced, topology=self._topology)
+
+
+def _key(schedule: Schedule) -> tuple[object, ...]:
+    return schedule.buckets, tuple(name for name, _ in schedule.each), schedule.lanes
 
 
 def _rank(candidate: Candidate) -> float:
     return candidate.seconds * (1 + _PER_BUCKET * len(candidate.schedule.buckets))
 
 
-def _main_dtype(profile: Profile) -> torch.dtype:
-    """Return the dtype with most bytes."""
-    by_dtype: dict[str, int] = {}
-    for gradient in profile.gradients:
-        by_dtype[gradient.dtype] = by_dtype.get(gradient.dtype, 0) + gradient.bytes
-    return real_dtype(max(by_dtype, key=lambda dtype: by_dtype[dtype]))
-
-
-def _priced(grid: fusion.Floats, table: fusion.Floats, nbytes: fusion.Floats) -> fusion.Floats:
-    seconds: fusion.Floats = np.interp(nbytes, grid, table)
-    return seconds
+def _interpolate(grid: fusion.Floats, table: fusion.Floats, nbytes: fusion.Floats) -> fusion.Floats:
+    return np.interp(nbytes, grid, table)

@@ -11,10 +11,8 @@ from syncline.exchange import Cost, Phase, Topology, Tree
 from syncline.predict.timeline import Bucket, Capacity, Collective, simulate
 from syncline.records.network import Network
 
-_ROUNDS = 4
-"""Iterations until the pace of chunks and the slowdown that follows from it agree."""
-_MANY = 4
-"""Number of concurrent collectives that hide each other's latency, so that only the processors' time remains."""
+_ROUNDS = 4  # iterations until the pace of chunks and the slowdown that follows from it agree
+_MANY = 4  # concurrent collectives that hide each other's latency, so that only the processors' time remains
 
 
 def topology_of(network: Network, tree: Tree | None = None) -> Topology:
@@ -116,10 +114,8 @@ class _PhaseTime:
 
     serial_s: float
     spread_s: float
-    startup_s: float
-    """Time without any bytes."""
-    busy_s: Mapping[str, float]
-    """Time that it occupies each link."""
+    startup_s: float  # without any bytes
+    busy_s: Mapping[str, float]  # by link
 
     def seconds(self, slowdown: float = 1.0, crowding: float = 1.0) -> float:
         busiest_s = max(self.busy_s.values(), default=0.0)

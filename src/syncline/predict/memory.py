@@ -1,23 +1,15 @@
 """Predict the peak memory of a training step, and choose which activations to keep, recompute or move to the host.
 
-A step is a forward and a backward over a sequence of blocks, with layers before them (embeddings, a stem) and behind
-them (a head and the loss). The activations of a block are one of:
-
-- kept: everything that autograd saves stays on the device;
-- recomputed: only the input stays, and backward runs the block's forward again;
-- offloaded: everything is saved in host memory, and fetched one block ahead of backward;
-- parked: recomputed, with the input in host memory.
-
-Memory use peaks in a block's forward, in the head, or in a block's backward, while the activations of earlier blocks
-are still held. Weights, optimizer state, residuals, workspaces of the exchanges, and gradients that wait for their
-exchange are added.
+A step is a forward and a backward over a sequence of blocks. The activations of a block are kept on the device,
+recomputed from the block's input, offloaded to host memory and fetched one block ahead of backward, or parked:
+recomputed, with the input in host memory.
 """
 
 from __future__ import annotations
 
-import math
+import bisect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from syncline.predict.schedule import MIB
 from syncline.records.activations import KEEP, OFFLOAD, PARK, RECOMPUTE, WAYS, Activations, Block
@@ -40,18 +32,6 @@ def layerwise_lanes(backend: str) -> int:
 
 
 @dataclass(frozen=True)
-class States:
-    """Bytes that are in use all the time, by name."""
-
-    device: dict[str, int]
-    host: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.device.values())
-
-
-@dataclass(frozen=True)
 class Choice:
     """What happens to each block's activations, and the memory and time that follow."""
 
@@ -60,22 +40,15 @@ class Choice:
     residual: str
     """`device` or `host`."""
     peak_bytes: float
-    states: States
+    states_bytes: int
+    """Bytes on the device between steps."""
     step_s: float
     """Computation of a step, including recomputation and waiting for transfers."""
-    plain_s: float
-    """Computation of a step if all activations were kept."""
-
-    def counted(self) -> dict[str, int]:
-        """Return the number of blocks that are kept, recomputed, offloaded and parked."""
-        return {way: self.ways.count(way) for way in WAYS if way in self.ways}
 
     def describe(self) -> str:
-        parts = [f"{count} {_DONE[way]}" for way, count in self.counted().items()]
+        done = {KEEP: "kept", RECOMPUTE: "recomputed", OFFLOAD: "offloaded", PARK: "parked"}
+        parts = [f"{self.ways.count(way)} {done[way]}" for way in WAYS if way in self.ways]
         return ", ".join([*parts, *(["residual on the host"] if self.residual == "host" else [])]) or "none"
-
-
-_DONE = {KEEP: "kept", RECOMPUTE: "recomputed", OFFLOAD: "offloaded", PARK: "parked"}
 
 
 def held_bytes(block: Block, way: str, batch: float) -> float:
@@ -85,20 +58,27 @@ def held_bytes(block: Block, way: str, batch: float) -> float:
     return block.input.at(batch) if way == RECOMPUTE else 0.0
 
 
+def _in_transfer(block: Block, way: str, batch: float) -> float:
+    """Return the bytes of a block that are on the device only while they are copied to or from the host."""
+    if way == OFFLOAD:
+        return block.held.at(batch)
+    return block.input.at(batch) if way == PARK else 0.0
+
+
 def peak_bytes(activations: Activations, ways: Sequence[str], batch: float, waiting_bytes: float = 0.0) -> float:
-    """Return the peak of forward and backward alone.
+    """Return the peak of forward and backward alone: in a block's forward, in the head, or in a block's backward.
 
     `waiting_bytes` is the most that gradients take that wait for their exchange.
     """
     before = activations.before.at(batch)
     peak, held = before, before
     blocks = list(zip(activations.blocks, ways, strict=True))
-    for index, (block, way) in enumerate(blocks):
-        # The previous block's activations are still being copied to the host.
-        leaving = _in_transfer(*blocks[index - 1], batch) if index else 0.0
+    leaving = 0.0  # the previous block's activations, which are still being copied to the host
+    for block, way in blocks:
         peak = max(peak, held + leaving + block.forward_peak.at(batch))
         held += held_bytes(block, way, batch)
-    peak = max(peak, held + (_in_transfer(*blocks[-1], batch) if blocks else 0.0) + activations.behind_peak.at(batch))
+        leaving = _in_transfer(block, way, batch)
+    peak = max(peak, held + leaving + activations.behind_peak.at(batch))
     for index in reversed(range(len(blocks))):
         block, way = blocks[index]
         held -= held_bytes(block, way, batch)
@@ -111,13 +91,6 @@ def peak_bytes(activations: Activations, ways: Sequence[str], batch: float, wait
     return max(peak, min(waiting_bytes, activations.parameter_bytes) + activations.before_peak.at(batch))
 
 
-def _in_transfer(block: Block, way: str, batch: float) -> float:
-    """Return the bytes of a block that are on the device only while they are copied to or from the host."""
-    if way == OFFLOAD:
-        return block.held.at(batch)
-    return block.input.at(batch) if way == PARK else 0.0
-
-
 def step_s(activations: Activations, ways: Sequence[str], batch: float) -> float:
     """Return the time of a step without its exchange. Transfers to the host overlap with computation."""
     compute = activations.behind_s.at(batch)
@@ -126,8 +99,7 @@ def step_s(activations: Activations, ways: Sequence[str], batch: float) -> float
         compute += block.forward_s.at(batch) + block.backward_s.at(batch)
         if way in (RECOMPUTE, PARK):
             compute += block.forward_s.at(batch)
-        if way in (OFFLOAD, PARK):
-            moved += 2 * _in_transfer(block, way, batch)
+        moved += 2 * _in_transfer(block, way, batch)
     return max(compute, moved / activations.to_host_bps if moved else 0.0)
 
 
@@ -139,23 +111,15 @@ class Training:
     buffer_bytes: int
     optimizer_bytes: int
     residual_bytes: int
-    workspace_bytes: int
-    """Workspaces of the exchanges."""
-    gradient_bytes: int = 0
-    """Gradients that are in memory all the time."""
-    waiting_bytes: int = 0
-    """Gradients that wait for their exchange during backward."""
+    workspace_bytes: int  # of the exchanges
+    gradient_bytes: int = 0  # gradients that are in memory all the time
+    waiting_bytes: int = 0  # gradients that wait for their exchange during backward
 
-    def states(self, residual: str) -> States:
-        device = {
-            "weights": self.parameter_bytes,
-            "buffers": self.buffer_bytes,
-            "optimizer": self.optimizer_bytes,
-            "residual": self.residual_bytes if residual == "device" else 0,
-            "exchange": self.workspace_bytes,
-            "gradients": self.gradient_bytes,
-        }
-        return States(device, {} if residual == "device" else {"residual": self.residual_bytes})
+    def states_bytes(self, residual: str) -> int:
+        """Return the bytes that are on the device all the time, with the residual on `device` or `host`."""
+        states = self.parameter_bytes + self.buffer_bytes + self.optimizer_bytes
+        kept = self.residual_bytes if residual == "device" else 0
+        return states + kept + self.workspace_bytes + self.gradient_bytes
 
 
 def choose(
@@ -184,49 +148,47 @@ def choose(
         The choice, or None if nothing fits.
     """
     choices: list[Choice] = []
-    plain_s = step_s(activations, [KEEP] * len(activations.blocks), batch)
-    for location in ("device",) if keep_all else _residual_locations(activations, training, residual):
-        states = training.states(location)
-        find = _all_kept if keep_all else _cheapest_ways
-        ways = find(activations, batch, budget_bytes - states.bytes, training.waiting_bytes)
+    for location in _residual_locations(activations, training, residual, keep_all):
+        states_bytes = training.states_bytes(location)
+        ways = _fastest_ways(activations, batch, budget_bytes - states_bytes, training.waiting_bytes, keep_all)
         if ways is None:
             continue
-        peak = states.bytes + peak_bytes(activations, ways, batch, training.waiting_bytes)
+        peak = states_bytes + peak_bytes(activations, ways, batch, training.waiting_bytes)
         seconds = step_s(activations, ways, batch)
         if location == "host" and activations.to_host_bps:  # copied in both directions during the computation
             seconds = max(seconds, 2 * training.residual_bytes / activations.to_host_bps)
-        choices.append(Choice(batch, tuple(ways), location, peak, states, seconds, plain_s))
+        choices.append(Choice(batch, tuple(ways), location, peak, states_bytes, seconds))
     return min(choices, key=lambda choice: choice.step_s, default=None)
 
 
-def _residual_locations(activations: Activations, training: Training, residual: str | None) -> tuple[str, ...]:
-    if residual is not None:
+def _residual_locations(
+    activations: Activations, training: Training, residual: str | None, keep_all: bool
+) -> tuple[str, ...]:
+    if residual is not None and not keep_all:
         return (residual,)
-    return ("device", "host") if training.residual_bytes and activations.to_host_bps else ("device",)
+    return ("device", "host") if training.residual_bytes and activations.to_host_bps and not keep_all else ("device",)
 
 
-def _all_kept(activations: Activations, batch: int, room: float, waiting_bytes: float) -> list[str] | None:
-    ways = [KEEP] * len(activations.blocks)
-    return ways if peak_bytes(activations, ways, batch, waiting_bytes) <= room else None
+def _uniform_ways(activations: Activations, keep_all: bool) -> list[list[str]]:
+    alternatives = () if keep_all else _alternatives(activations)
+    return [[way] * len(activations.blocks) for way in (KEEP, *alternatives)]
 
 
-def _cheapest_ways(activations: Activations, batch: int, room: float, waiting_bytes: float) -> list[str] | None:
+def _fastest_ways(
+    activations: Activations, batch: int, room: float, waiting_bytes: float, keep_all: bool
+) -> list[str] | None:
     """Give up one block after the other until the step fits; or treat all blocks alike, if that is faster."""
 
     def fits(ways: Sequence[str]) -> bool:
         return peak_bytes(activations, ways, batch, waiting_bytes) <= room
 
-    uniform = [ways for ways in _uniform_ways(activations) if fits(ways)]
-    if not uniform:
-        return None
-    ways: list[str] | None = [KEEP] * len(activations.blocks)
+    options = [ways for ways in _uniform_ways(activations, keep_all) if fits(ways)]
+    ways: list[str] | None = [KEEP] * len(activations.blocks) if options else None
     while ways is not None and not fits(ways):
         ways = _give_up_one_more(activations, ways, batch)
-    return min([*uniform, *([] if ways is None else [ways])], key=lambda ways: step_s(activations, ways, batch))
-
-
-def _uniform_ways(activations: Activations) -> list[list[str]]:
-    return [[way] * len(activations.blocks) for way in (KEEP, *_alternatives(activations))]
+    if ways is not None:
+        options.append(ways)
+    return min(options, key=lambda ways: step_s(activations, ways, batch), default=None)
 
 
 def _give_up_one_more(activations: Activations, ways: Sequence[str], batch: int) -> list[str] | None:
@@ -254,12 +216,11 @@ def smallest_budget(
     activations: Activations, training: Training, batch: int, *, residual: str | None = None, keep_all: bool = False
 ) -> float:
     """Return the smallest memory budget with which a step of this batch fits."""
-    lowest = math.inf
-    for location in ("device",) if keep_all else _residual_locations(activations, training, residual):
-        states = training.states(location)
-        for ways in [[KEEP] * len(activations.blocks)] if keep_all else _uniform_ways(activations):
-            lowest = min(lowest, states.bytes + peak_bytes(activations, ways, batch, training.waiting_bytes))
-    return lowest
+    return min(
+        training.states_bytes(location) + peak_bytes(activations, ways, batch, training.waiting_bytes)
+        for location in _residual_locations(activations, training, residual, keep_all)
+        for ways in _uniform_ways(activations, keep_all)
+    )
 
 
 def largest_batch(activations: Activations, training: Training, budget_bytes: float, *, keep_all: bool = False) -> int:
@@ -268,19 +229,12 @@ def largest_batch(activations: Activations, training: Training, budget_bytes: fl
     def fits(batch: int) -> bool:
         return smallest_budget(activations, training, batch, keep_all=keep_all) <= budget_bytes
 
-    if not fits(1):
-        return 0
-    high = 2
-    while fits(high) and high < _LARGEST_BATCH:
+    high = 1
+    while fits(high) and high < 2**20:
         high *= 2
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    return bisect.bisect_left(range(1, high), True, key=lambda batch: not fits(batch))
 
 
-_LARGEST_BATCH = 2**20
 FURTHEST = 16
 """Batches are considered up to this multiple of the largest measured batch, because a line cannot be extended far."""
 
@@ -300,10 +254,11 @@ def best_batch(
     """
     most = largest_batch(activations, training, budget_bytes, keep_all=keep_all)
     most = min(most, FURTHEST * max(activations.batches))
-    tried = {most, *(most * part // 8 for part in range(1, 8)), *(2**power for power in range(21))}
-    best: tuple[float, Choice] | None = None
-    for batch in sorted(batch for batch in tried if 1 <= batch <= most):
-        choice = choose(activations, training, batch, budget_bytes, keep_all=keep_all)
-        if choice is not None and (best is None or step_s(choice) / batch < best[0]):
-            best = step_s(choice) / batch, choice
-    return None if best is None else best[1]
+    batches = {most, *(most * part // 8 for part in range(1, 8)), *(2**power for power in range(21))}
+    choices = [
+        choose(activations, training, batch, budget_bytes, keep_all=keep_all)
+        for batch in sorted(batches)
+        if 1 <= batch <= most
+    ]
+    fitting = [choice for choice in choices if choice is not None]
+    return min(fitting, key=lambda choice: step_s(choice) / choice.batch, default=None)

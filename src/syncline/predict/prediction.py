@@ -3,16 +3,6 @@
 A step on the slowest rank consists of: DDP's broadcast of buffers; forward; backward, whose thread copies gradients
 into buckets and hands full buckets to their lanes; the exchanges on the lanes; copies out of the buckets; the
 optimizer.
-
-Losses are found by removing one cause after the other and predicting the step again, so that they add up to the total:
-
-1. buffers;
-2. overhead: copies, hooks, and the exchanges' own work;
-3. start-ups;
-4. the tail: gradients that are sent late because they wait for their bucket to fill;
-5. each kind of link, the busiest last;
-6. software that does not fill a link;
-7. ranks that are slower than others.
 """
 
 from __future__ import annotations
@@ -20,7 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import msgspec
 
@@ -53,9 +44,14 @@ class Losses(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """The cost of collectives on infinitely fast links: processors, and protocols that do not fill a link."""
 
     @property
+    def by_cause(self) -> dict[str, float]:
+        """Seconds by cause; a link's cause is its name."""
+        single = ("startups", "tail", "straggler", "overhead", "buffers", "software")
+        return {name: getattr(self, f"{name}_s") for name in single} | self.links_s
+
+    @property
     def total_s(self) -> float:
-        single = (self.startups_s, self.tail_s, self.straggler_s, self.overhead_s, self.buffers_s, self.software_s)
-        return sum(single) + sum(self.links_s.values())
+        return sum(self.by_cause.values())
 
 
 @dataclass(frozen=True)
@@ -66,11 +62,11 @@ class _Case:
     network: Network
     schedule: Schedule
     paced: bool
+    topology: Topology
+    """The topology with all causes, so that exchanges choose the same paths when a cause is removed."""
     overheads: bool = True
     straggler: bool = True
     buffers: bool = True
-    topology: Topology = field(default_factory=lambda: Topology.flat(1))
-    """The topology with all causes, so that exchanges choose the same paths when a cause is removed."""
 
 
 @dataclass(frozen=True)
@@ -117,28 +113,24 @@ class Prediction:
     @property
     def sent_bytes(self) -> int:
         """Bytes per step sent by the busiest rank."""
-        return sum(phase.sent_bytes for cost in _costs(self._case) for phase in cost.phases)
+        return sum(phase.sent_bytes for phase in _phases(self._case))
 
     def link_bytes(self, name: str) -> int:
         """Return the bytes per step through the busiest link of a kind."""
-        phases = [phase for cost in _costs(self._case) for phase in cost.phases]
-        network = self._case.network
-        return sum(
-            network.loads(phase.kind, phase.elements, phase.itemsize, phase.level).get(name, 0) for phase in phases
-        )
+        loads = self._case.network.loads
+        phases = _phases(self._case)
+        return sum(loads(phase.kind, phase.elements, phase.itemsize, phase.level).get(name, 0) for phase in phases)
 
     @functools.cached_property
     def low_s(self) -> float:
-        """Time of the step with the network's costs at the low ends of their intervals, and the profile's low
-        quartile."""
+        """Time of the step at the low ends of the network's intervals and the profile's quartiles."""
         spread = self._case.profile.spread
         faster_s = 0.0 if spread is None else min(0.0, spread.low_s - self.compute_s)
         return max(self.compute_s, min(self._bound_s(high=False), self.iteration_s)) + faster_s
 
     @functools.cached_property
     def high_s(self) -> float:
-        """Time of the step with the network's costs at the high ends of their intervals, and the profile's high
-        quartile."""
+        """Time of the step at the high ends of the network's intervals and the profile's quartiles."""
         spread = self._case.profile.spread
         slower_s = 0.0 if spread is None else max(0.0, spread.high_s - self.compute_s)
         return max(self._bound_s(high=True), self.iteration_s) + slower_s
@@ -174,64 +166,47 @@ def predict(
         climbing = next((exchange for exchange in exchanges if isinstance(exchange, Climbing)), None)
         tree = network.tree if climbing is None else climbing.tree(network.tree, network.ranks)
         topology = topology_of(network, tree)
-    case = _Case(profile, network, schedule, paced, topology=topology)
+    case = _Case(profile, network, schedule, paced, topology)
     iteration_s, timeline = _iteration(case)
     return Prediction(iteration_s, timeline, case)
 
 
 def _losses(case: _Case, iteration_s: float) -> Losses:
-    """Remove one cause after the other, and attribute the time that each saves to it."""
+    """Remove one cause after the other, and attribute the time that each saves to it, so that losses add up."""
     typical_s = case.profile.step_s
-    removed: list[tuple[str, _Case]] = []
-    current = case
-    if case.buffers and case.profile.buffers:
-        current = dataclasses.replace(current, buffers=False)
-        removed.append(("buffers", current))
-    current = dataclasses.replace(current, overheads=False)
-    removed.append(("overhead", current))
-    current = dataclasses.replace(current, network=current.network.without(startups=True))
-    removed.append(("startups", current))
-    current = dataclasses.replace(current, schedule=_one_by_one(current.schedule))
-    removed.append(("tail", current))
-    busiest_last = _by_busy_time(case)
-    for name in busiest_last:
-        current = dataclasses.replace(current, network=current.network.without(link=name))
-        removed.append((name, current))
-    current = dataclasses.replace(current, network=current.network.without(software=True))
-    removed.append(("software", current))
-    current = dataclasses.replace(current, straggler=False)
-    removed.append(("straggler", current))
+    causes, cases = zip(*_without_causes(case), strict=True)
     # Removing a cause may make a step longer: single gradients are padded one by one. That cause then counts as 0.
-    times = list(itertools.accumulate([iteration_s, *(_iteration(case)[0] for _, case in removed)], min))
+    times = list(itertools.accumulate([iteration_s, *(_iteration(case)[0] for case in cases)], min))
     times = [*(max(typical_s, time_s) for time_s in times[:-1]), typical_s]
-    lost = {name: before - after for (name, _), (before, after) in zip(removed, itertools.pairwise(times), strict=True)}
+    lost = {name: before - after for name, (before, after) in zip(causes, itertools.pairwise(times), strict=True)}
+    links = [link.name for link in case.network.links]
     return Losses(
-        startups_s=lost["startups"],
-        links_s={name: lost[name] for name in busiest_last},
-        tail_s=lost["tail"],
-        straggler_s=lost["straggler"],
-        overhead_s=lost["overhead"],
-        buffers_s=lost.get("buffers", 0.0),
-        software_s=lost["software"],
+        **{f"{name}_s": seconds for name, seconds in lost.items() if name not in links},
+        links_s={name: seconds for name, seconds in lost.items() if name in links},
     )
 
 
-def _by_busy_time(case: _Case) -> list[str]:
-    """Return the kinds of links, the busiest last."""
+def _without_causes(case: _Case) -> Iterator[tuple[str, _Case]]:
+    """Yield the causes of loss, and the case without them and all earlier ones. The busiest link is the last."""
+    replace = dataclasses.replace
     busy_s = {link.name: 0.0 for link in case.network.links}
-    for phase in (phase for cost in _costs(case) for phase in cost.phases):
+    for phase in _phases(case):
         for name, seconds in case.network.busy_s(phase.kind, phase.elements, phase.itemsize, phase.level).items():
             busy_s[name] += seconds
-    return sorted(busy_s, key=lambda name: busy_s[name])
+    yield "buffers", (case := replace(case, buffers=False))
+    yield "overhead", (case := replace(case, overheads=False))
+    yield "startups", (case := replace(case, network=case.network.without(startups=True)))
+    yield "tail", (case := replace(case, schedule=_one_by_one(case.schedule)))
+    for name in sorted(busy_s, key=lambda name: busy_s[name]):
+        yield name, (case := replace(case, network=case.network.without(link=name)))
+    yield "software", (case := replace(case, network=case.network.without(software=True)))
+    yield "straggler", replace(case, straggler=False)
 
 
 def _one_by_one(schedule: Schedule) -> Schedule:
     """Return the schedule with one bucket for every gradient."""
-    each = {
-        gradient: schedule.exchange_of(bucket)
-        for bucket, gradients in enumerate(schedule.buckets)
-        for gradient in gradients
-    }
+    buckets = [schedule.exchange_of(index) for index in range(len(schedule.buckets))]
+    each = {gradient: buckets[index] for index, bucket in enumerate(schedule.buckets) for gradient in bucket}
     order = sorted(each)
     return dataclasses.replace(
         schedule, buckets=tuple((gradient,) for gradient in order), each=tuple(each[gradient] for gradient in order)
@@ -245,23 +220,14 @@ def _iteration(case: _Case) -> tuple[float, Timeline]:
     ready_s, thread_s = _ready(case, overheads, backward_s)
     sizes = schedule.bucket_bytes(profile)
     buckets = []
-    costs = _costs(case)
-    for index, (cost, nbytes) in enumerate(zip(costs, sizes, strict=True)):
+    for index, (cost, nbytes) in enumerate(zip(_costs(case), sizes, strict=True)):
         name, exchange = schedule.exchange_of(index)
         work = overheads.work.get(name)
         own_s = work.fixed_s + work.s_per_byte * nbytes if work is not None else 0.0
         stages = [stage for phases in cost.parts for stage in _stages(network, phases, own_s / cost.chunks)]
-        waits = exchange.waits and len(cost.phases) > 1
-        lane = index % schedule.lanes
+        waits, lane = exchange.waits and len(cost.phases) > 1, index % schedule.lanes
         buckets.append(Bucket(str(index), ready_s[index], lane, tuple(stages), cost.chunks, waits))
-    timeline = simulate(
-        buckets,
-        capacities(network),
-        network.in_flight,
-        network.slowdown,
-        network.crowding,
-        chunks_in_flight=network.in_flight,
-    )
+    timeline = simulate(buckets, capacities(network), network.in_flight, network.slowdown, network.crowding)
     end_s = thread_s
     for index, nbytes in enumerate(sizes):
         end_s = max(end_s, timeline.end_s[str(index)]) + overheads.copy_out_s_per_byte * nbytes
@@ -311,20 +277,20 @@ def _costs(case: _Case) -> list[Cost]:
     """Return the cost of each bucket's exchange."""
     if case.network.ranks < 2:
         return [Cost(()) for _ in case.schedule.buckets]
-    contents = case.schedule.contents(case.profile)
-    return [
-        case.schedule.exchange_of(index)[1].cost(numel, dtype, case.topology)
-        for index, (numel, dtype) in enumerate(contents)
-    ]
+    exchanges = [case.schedule.exchange_of(index)[1] for index in range(len(case.schedule.buckets))]
+    contents = zip(exchanges, case.schedule.contents(case.profile), strict=True)
+    return [exchange.cost(numel, dtype, case.topology) for exchange, (numel, dtype) in contents]
+
+
+def _phases(case: _Case) -> list[Phase]:
+    return [phase for cost in _costs(case) for phase in cost.phases]
 
 
 def _stages(network: Network, phases: tuple[Phase, ...], own_s: float) -> tuple[Work | Collective, ...]:
     """Return the stages of one chunk: its collectives, with equal parts of the exchange's own work around each."""
-    if not phases:
-        return ()
-    flows = [flow(network, phase) for phase in phases]
-    if not own_s:
-        return tuple(flows)
+    flows = tuple(flow(network, phase) for phase in phases)
+    if not flows or not own_s:
+        return flows
     part = Work(own_s / (len(flows) + 1))
     return (part, *(stage for collective in flows for stage in (collective, part)))
 

@@ -16,9 +16,7 @@ from syncline.records.plan import MAX_LANES
 from syncline.records.profile import Gradient, Profile
 
 MIB = 1024 * 1024
-DDP_FIRST_BYTES = MIB
-DDP_BUCKET_BYTES = 25 * MIB
-DDP_CAPS = (DDP_FIRST_BYTES, DDP_BUCKET_BYTES)
+DDP_CAPS = (MIB, 25 * MIB)
 """Bytes at which plain DDP closes its buckets by default. The first bucket is small, so that sending starts early."""
 
 
@@ -92,14 +90,7 @@ class Schedule:
             raise UsageError("plain DDP has one lane; for several, name an exchange: dense,lanes=4")
         if bucket_mb is not None and not 0 < bucket_mb < 1e6:
             raise UsageError(f"bucket_mb is {bucket_mb:g}: a bucket needs a positive size, in MB")
-        return cls(
-            name=name,
-            buckets=ddp_buckets(profile.gradients, bucket_mb),
-            exchange=exchange,
-            exchange_name=exchange_name,
-            lanes=lanes,
-            bucket_mb=bucket_mb,
-        )
+        return cls(name, ddp_buckets(profile.gradients, bucket_mb), exchange, exchange_name, lanes, bucket_mb)
 
     @classmethod
     def parse(cls, profile: Profile, text: str, backend: str = "nccl") -> Schedule:
@@ -116,13 +107,8 @@ class Schedule:
         lanes = values.get("lanes")
         if lanes is not None and lanes != int(lanes):
             raise UsageError(f"plan {text!r}: lanes must be a whole number")
-        return cls.of(
-            profile,
-            name.strip(),
-            lanes=None if lanes is None else int(lanes),
-            bucket_mb=values.get("bucket_mb"),
-            backend=backend,
-        )
+        whole = None if lanes is None else int(lanes)
+        return cls.of(profile, name.strip(), lanes=whole, bucket_mb=values.get("bucket_mb"), backend=backend)
 
     def bucket_bytes(self, profile: Profile) -> list[int]:
         """Return the bytes of each bucket."""
@@ -136,18 +122,13 @@ class Schedule:
 
     def describe(self) -> str:
         """Return the schedule as `parse` reads it."""
-        parts = [self.name]
-        if self.lanes > 1:
-            parts.append(f"lanes={self.lanes}")
-        if self.bucket_mb is not None:
-            parts.append(f"bucket_mb={self.bucket_mb:g}")
-        return ",".join(parts)
+        lanes = f",lanes={self.lanes}" if self.lanes > 1 else ""
+        return f"{self.name}{lanes}" + ("" if self.bucket_mb is None else f",bucket_mb={self.bucket_mb:g}")
 
 
 def real_dtype(name: str) -> torch.dtype:
     """Return the dtype of a bucket: DDP stores complex numbers as pairs of real ones."""
-    real = {"complex64": "float32", "complex128": "float64"}.get(name, name)
-    dtype: torch.dtype = getattr(torch, real)
+    dtype: torch.dtype = getattr(torch, {"complex64": "float32", "complex128": "float64"}.get(name, name))
     return dtype
 
 

@@ -1,28 +1,20 @@
 """An event simulation of collectives on lanes, over shared links.
 
-A lane starts its buckets in order, and runs up to `in_flight` of them at a time. A bucket is a list of stages: its own
-work, or a collective. It may consist of several chunks, each with such a list, which form a pipeline.
-
 A collective begins with its serial start-up. Then its bytes flow at a speed that is limited by its own start-ups and
-processors, and by its share of the links that it crosses. Links are shared by max-min fairness: flows that want more
-get equal shares of a full link, and shares that a flow cannot use go to the others. An idle link has credit: it carries
-its burst before its rate applies.
-
-Concurrent collectives slow down each other's start-ups, and may use a link less efficiently than one after the other,
-by measured factors (`Network.overlap`).
-
-Only the busiest link of each kind is simulated, so the run time does not depend on the number of ranks.
+processors, and by its share of the links that it crosses (max-min fairness). An idle link has credit: it carries its
+burst before its rate applies. Concurrent collectives slow each other down by measured factors (`Network.overlap`). Only
+the busiest link of each kind is simulated, so the run time does not depend on the number of ranks.
 """
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _EPSILON = 1e-12
-_PEAK = 20.0
-"""Speed of a link while it has credit, as a multiple of its rate."""
+_PEAK = 20.0  # speed of a link while it has credit, as a multiple of its rate
 
 
 @dataclass(frozen=True)
@@ -38,12 +30,9 @@ class Collective:
 
     kind: str
     level: str
-    serial_s: float
-    """The part of the start-up before bytes flow."""
-    spread_s: float
-    """Time of the flow after that, alone and on infinitely fast links."""
-    load_bytes: Mapping[str, float]
-    """Bytes through the busiest link of each kind."""
+    serial_s: float  # the part of the start-up before bytes flow
+    spread_s: float  # time of the flow after that, alone and on infinitely fast links
+    load_bytes: Mapping[str, float]  # through the busiest link of each kind
 
 
 @dataclass(frozen=True)
@@ -53,11 +42,9 @@ class Bucket:
     name: str
     ready_s: float
     lane: int
-    stages: tuple[Work | Collective, ...]
-    """Stages of the first chunk, then of the second, and so on."""
+    stages: tuple[Work | Collective, ...]  # of the first chunk, then of the second, and so on
     chunks: int = 1
-    waits: bool = False
-    """Whether it blocks its lane until it has ended."""
+    waits: bool = False  # it blocks its lane until it has ended
 
     @property
     def each(self) -> int:
@@ -80,10 +67,8 @@ class Span:
 class Timeline:
     """The result of a simulation."""
 
-    spans: tuple[Span, ...]
-    """Sorted by their end."""
-    end_s: Mapping[str, float]
-    """End of each bucket."""
+    spans: tuple[Span, ...]  # sorted by their end
+    end_s: Mapping[str, float]  # by bucket
 
 
 @dataclass(frozen=True)
@@ -103,45 +88,36 @@ class _Active:
     current: Work | Collective
     started_s: float
     serial_left_s: float
-    share_left: float = 1.0
-    """Remaining share of the flow, or of the work."""
-    speed: float = 0.0
-    """Share per second; in a serial start-up, start-up seconds per second."""
+    share_left: float = 1.0  # of the flow, or of the work
+    speed: float = 0.0  # share per second; in a serial start-up, start-up seconds per second
     serial: bool = False
 
     def left_s(self) -> float:
         """Return the seconds until the start-up or the stage ends, at the current speed."""
-        if self.serial:
-            return self.serial_left_s / self.speed
-        if math.isinf(self.speed):
-            return 0.0
-        return self.share_left / self.speed if self.speed > 0 else math.inf
+        left = self.serial_left_s if self.serial else self.share_left
+        return left / self.speed if self.speed > 0 else math.inf
 
 
 @dataclass
 class _LinkState:
     capacity: Capacity
-    credit_bytes: float = field(init=False)
+    credit_bytes: float
     used_bytes_per_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.credit_bytes = self.capacity.burst_bytes
 
     @property
     def limited(self) -> bool:
         return self.credit_bytes <= _EPSILON * (1 + self.capacity.burst_bytes)
 
-    @property
-    def offered_bytes_per_s(self) -> float:
-        return self.capacity.bytes_per_s * (1.0 if self.limited else _PEAK)
-
-    def pass_time(self, seconds: float) -> None:
-        gained = (self.capacity.bytes_per_s - self.used_bytes_per_s) * seconds
-        self.credit_bytes = min(self.capacity.burst_bytes, max(0.0, self.credit_bytes + gained))
-
     def until_empty_s(self) -> float:
         drain = self.used_bytes_per_s - self.capacity.bytes_per_s
         return math.inf if self.limited or drain <= 0 else self.credit_bytes / drain
+
+    def pass_time(self, seconds: float) -> None:
+        if self.until_empty_s() <= seconds * (1 + 1e-9):
+            self.credit_bytes = 0.0
+        else:
+            gained = (self.capacity.bytes_per_s - self.used_bytes_per_s) * seconds
+            self.credit_bytes = min(self.capacity.burst_bytes, max(0.0, self.credit_bytes + gained))
 
 
 def simulate(
@@ -150,112 +126,102 @@ def simulate(
     in_flight: int = 1,
     slowdown: Callable[[int], float] = lambda streams: 1.0,
     crowding: Callable[[int], float] = lambda streams: 1.0,
-    chunks_in_flight: int = 1,
 ) -> Timeline:
     """Simulate `buckets` and return the start and end of each stage.
 
     Args:
         buckets: The buckets; those of one lane in the order in which it starts them.
         links: The busiest link of each kind.
-        in_flight: Number of buckets that a lane runs at a time.
+        in_flight: Number of buckets that a lane runs at a time, and of chunks of a bucket that are in the same stage.
         slowdown: The factor by which start-ups take longer while a number of collectives runs.
         crowding: The factor by which bytes take longer while a number of collectives shares the links.
-        chunks_in_flight: Number of chunks of one bucket that are in the same stage at a time.
     """
-    return _Simulation(buckets, links, in_flight, slowdown, crowding, chunks_in_flight).run()
+    queues: dict[int, list[Bucket]] = {}
+    for bucket in reversed(buckets):
+        queues.setdefault(bucket.lane, []).append(bucket)
+    states = {name: _LinkState(capacity, capacity.burst_bytes) for name, capacity in links.items()}
+    return _Simulation(queues, states, in_flight, slowdown, crowding).run()
 
 
+@dataclass
 class _Simulation:
-    def __init__(
-        self,
-        buckets: Sequence[Bucket],
-        links: Mapping[str, Capacity],
-        in_flight: int,
-        slowdown: Callable[[int], float],
-        crowding: Callable[[int], float],
-        chunks_in_flight: int,
-    ) -> None:
-        self._queues: dict[int, list[Bucket]] = {}
-        for bucket in reversed(buckets):
-            self._queues.setdefault(bucket.lane, []).append(bucket)
-        self._links = {name: _LinkState(capacity) for name, capacity in links.items()}
-        self._in_flight, self._slowdown, self._crowding = in_flight, slowdown, crowding
-        self._chunks_in_flight = chunks_in_flight
-        self._running: dict[int, dict[str, int]] = {lane: {} for lane in self._queues}
-        """Lane → running buckets → number of stages that have not ended."""
-        self._blocked: dict[int, bool] = {}
-        """Lane → whether the last bucket that it started blocks it."""
-        self._ended: set[tuple[str, int]] = set()
-        self._now_s = 0.0
-        self._active: list[_Active] = []
-        self._spans: list[Span] = []
-        self._end_s: dict[str, float] = {}
+    queues: dict[int, list[Bucket]]  # lane → buckets that it has not started, the next one last
+    links: dict[str, _LinkState]
+    in_flight: int
+    slowdown: Callable[[int], float]
+    crowding: Callable[[int], float]
+    running: dict[int, dict[str, int]] = field(default_factory=lambda: collections.defaultdict(dict))
+    """Lane → running buckets → number of stages that have not ended."""
+    blocked: dict[int, bool] = field(default_factory=dict)  # lane → whether the last bucket that it started blocks it
+    ended: set[tuple[str, int]] = field(default_factory=set)
+    now_s: float = 0.0
+    active: list[_Active] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    end_s: dict[str, float] = field(default_factory=dict)
 
     def run(self) -> Timeline:
         while True:
             self._admit()
-            if not self._active and not any(self._queues.values()):
-                return Timeline(tuple(self._spans), dict(self._end_s))
+            if not self.active and not any(self.queues.values()):
+                return Timeline(tuple(self.spans), self.end_s)
             self._set_speeds()
             self._advance(self._next_event_s())
 
     def _admit(self) -> None:
-        for lane, queue in self._queues.items():
-            running = self._running[lane]
-            while queue and self._open(lane) and queue[-1].ready_s <= self._now_s + _EPSILON:
+        for lane, queue in self.queues.items():
+            while queue and self._open(lane) and queue[-1].ready_s <= self.now_s + _EPSILON:
                 bucket = queue.pop()
                 if not bucket.stages:
-                    self._end_s[bucket.name] = self._now_s
+                    self.end_s[bucket.name] = self.now_s
                     continue
-                running[bucket.name] = len(bucket.stages)
-                self._blocked[lane] = bucket.waits
-                for chunk in range(min(self._chunks_in_flight, bucket.chunks)):
+                self.running[lane][bucket.name] = len(bucket.stages)
+                self.blocked[lane] = bucket.waits
+                for chunk in range(min(self.in_flight, bucket.chunks)):
                     self._begin(bucket, chunk * bucket.each)
 
     def _open(self, lane: int) -> bool:
         """Return whether the lane can start another bucket."""
-        running = self._running[lane]
-        return len(running) < self._in_flight and not (running and self._blocked[lane])
+        running = self.running[lane]
+        return len(running) < self.in_flight and not (running and self.blocked[lane])
 
     def _begin(self, bucket: Bucket, stage: int) -> None:
         current = bucket.stages[stage]
         serial_s = current.serial_s if isinstance(current, Collective) else 0.0
-        self._active.append(_Active(bucket, stage, current, self._now_s, serial_s))
+        self.active.append(_Active(bucket, stage, current, self.now_s, serial_s))
 
     def _follow(self, bucket: Bucket, stage: int) -> None:
         """Start the stages that waited for this one: the chunk's next stage, and the same stage of a later chunk."""
         chunk, position = divmod(stage, bucket.each)
         if position + 1 < bucket.each:
-            before = chunk - self._chunks_in_flight
-            if before < 0 or (bucket.name, before * bucket.each + position + 1) in self._ended:
+            before = chunk - self.in_flight
+            if before < 0 or (bucket.name, before * bucket.each + position + 1) in self.ended:
                 self._begin(bucket, stage + 1)
-        later = chunk + self._chunks_in_flight
-        if later < bucket.chunks and (
-            position == 0 or (bucket.name, later * bucket.each + position - 1) in self._ended
-        ):
-            self._begin(bucket, later * bucket.each + position)
+        later = (chunk + self.in_flight) * bucket.each + position
+        if later < len(bucket.stages) and (position == 0 or (bucket.name, later - 1) in self.ended):
+            self._begin(bucket, later)
 
     def _set_speeds(self) -> None:
-        collectives = [active for active in self._active if isinstance(active.current, Collective)]
-        slowdown = self._slowdown(max(1, len(collectives)))
+        slowdown = self.slowdown(max(1, sum(isinstance(active.current, Collective) for active in self.active)))
         flowing: list[tuple[_Active, Collective, float]] = []
-        for active in self._active:
+        for active in self.active:
             stage = active.current
-            active.serial = False
+            active.serial = active.serial_left_s > _EPSILON
             if isinstance(stage, Work):
                 active.speed = 1 / stage.seconds if stage.seconds > 0 else math.inf
-            elif active.serial_left_s > _EPSILON:
-                active.serial, active.speed = True, 1 / slowdown
+            elif active.serial:
+                active.speed = 1 / slowdown
             else:
-                cap = 1 / (stage.spread_s * slowdown) if stage.spread_s > 0 else math.inf
-                flowing.append((active, stage, cap))
+                flowing.append((active, stage, 1 / (stage.spread_s * slowdown) if stage.spread_s > 0 else math.inf))
         self._share_links(flowing)
 
     def _share_links(self, flowing: list[tuple[_Active, Collective, float]]) -> None:
         """Share the links by max-min fairness: settle the flows that need less than their share, then the fullest link,
         and repeat with what is left."""
-        crowding = self._crowding(max(1, len(flowing)))
-        left = {name: state.offered_bytes_per_s / crowding for name, state in self._links.items()}
+        crowding = self.crowding(max(1, len(flowing)))
+        left = {
+            name: state.capacity.bytes_per_s * (1.0 if state.limited else _PEAK) / crowding
+            for name, state in self.links.items()
+        }
         open_flows = list(flowing)
         while open_flows:
             # Each link offers equal shares to its open flows; a flow gets the worst of its offers.
@@ -271,7 +237,7 @@ class _Simulation:
                     if load and name in left:
                         left[name] = max(0.0, left[name] - active.speed * load)
             open_flows = [flow for index, flow in enumerate(open_flows) if index not in settled]
-        for name, state in self._links.items():
+        for name, state in self.links.items():
             state.used_bytes_per_s = crowding * sum(
                 active.speed * stage.load_bytes.get(name, 0.0)
                 for active, stage, _ in flowing
@@ -280,22 +246,17 @@ class _Simulation:
 
     def _next_event_s(self) -> float:
         """Return the seconds until something changes."""
-        waits = [active.left_s() for active in self._active]
-        waits += [state.until_empty_s() for state in self._links.values()]
-        for lane, queue in self._queues.items():
-            if queue and self._open(lane):
-                waits.append(queue[-1].ready_s - self._now_s)
+        waits = [active.left_s() for active in self.active]
+        waits += [state.until_empty_s() for state in self.links.values()]
+        waits += [queue[-1].ready_s - self.now_s for lane, queue in self.queues.items() if queue and self._open(lane)]
         return max(0.0, min(waits))
 
     def _advance(self, seconds: float) -> None:
-        self._now_s += seconds
-        for state in self._links.values():
-            empties = state.until_empty_s() <= seconds * (1 + 1e-9)
+        self.now_s += seconds
+        for state in self.links.values():
             state.pass_time(seconds)
-            if empties:
-                state.credit_bytes = 0.0
         done = []
-        for active in self._active:
+        for active in self.active:
             ends = active.left_s() <= seconds * (1 + 1e-9) + _EPSILON
             if active.serial:
                 active.serial_left_s = 0.0 if ends else active.serial_left_s - active.speed * seconds
@@ -304,19 +265,19 @@ class _Simulation:
             else:
                 active.share_left -= active.speed * seconds
         for active in done:
-            self._active.remove(active)
+            self.active.remove(active)
             self._finish(active)
 
     def _finish(self, active: _Active) -> None:
         bucket, stage = active.bucket, active.current
         what = stage.kind if isinstance(stage, Collective) else "work"
-        self._spans.append(Span(bucket.name, bucket.lane, what, active.started_s, self._now_s))
-        self._ended.add((bucket.name, active.stage))
-        running = self._running[bucket.lane]
+        self.spans.append(Span(bucket.name, bucket.lane, what, active.started_s, self.now_s))
+        self.ended.add((bucket.name, active.stage))
+        running = self.running[bucket.lane]
         running[bucket.name] -= 1
         if not running[bucket.name]:
             del running[bucket.name]
-            self._end_s[bucket.name] = self._now_s
+            self.end_s[bucket.name] = self.now_s
         self._follow(bucket, active.stage)
 
 

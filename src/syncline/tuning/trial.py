@@ -19,7 +19,7 @@ from syncline.health import meeting
 from syncline.measure.assumed_network import assumed_links
 from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
-from syncline.measure.steps import together
+from syncline.measure.steps import run_on_all_ranks
 from syncline.plan.make import make_plan
 from syncline.plan.search import options
 from syncline.predict.exchange_time import topology_of
@@ -82,7 +82,7 @@ def plan_for_live(
     def encoded_plan() -> bytes:
         return msgspec.json.encode(make_plan(profile, network, allowed, caps=caps)) if group.rank() == 0 else b""
 
-    return profile, msgspec.json.decode(together(group, encoded_plan)[0], type=Plan)
+    return profile, msgspec.json.decode(run_on_all_ranks(group, encoded_plan)[0], type=Plan)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from syncline.health import meeting
 from syncline.health.watchdog import watch_plain
 from syncline.measure.backward_watch import watch_backward
 from syncline.measure.preserve_state import Weights, as_it_was
-from syncline.measure.steps import together
+from syncline.measure.steps import run_on_all_ranks
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
@@ -147,7 +147,7 @@ def tune(
                     left_s = max(MIN_BUDGET_S, budget_s - (time.monotonic() - began_s))
                     left_s = _TRIAL_SHARE * _reduced(group, left_s, dist.ReduceOp.MIN)
                     trial = _try(ddp, plan, step, left_s, links, timeout_s, device)
-                together(group, lambda: _check_unchanged(weights))
+                run_on_all_ranks(group, lambda: _check_unchanged(weights))
             except BaseException:
                 _restore_plain(ddp)
                 raise
@@ -207,11 +207,11 @@ def _profile(
 
     name = type(ddp.module).__name__
     with watch_backward(ddp.module, steps=_PROFILED[1], skip=2, model_name=name) as watch:
-        together(group, lambda: run(1, check=True))
-        together(group, lambda: run(1))
+        run_on_all_ranks(group, lambda: run(1, check=True))
+        run_on_all_ranks(group, lambda: run(1))
         slowest_s = max(_reduced(group, times_s[-1], dist.ReduceOp.MAX), 1e-6)
         count = max(_PROFILED[0], min(_PROFILED[1], int(budget_s / slowest_s)))
-        together(group, lambda: run(count))
+        run_on_all_ranks(group, lambda: run(count))
         return watch.profile(group)
 
 
