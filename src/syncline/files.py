@@ -69,6 +69,19 @@ def read_json(path: str | os.PathLike[str], type: type[T]) -> T:
         raise FileError(f"{path}: {one_line(str(error))}") from error
 
 
+class JsonFile(msgspec.Struct, frozen=True):
+    """Base class of records that are files."""
+
+    @classmethod
+    def load(cls: type[T], path: str | os.PathLike[str]) -> T:
+        """Read a JSON file. Raises `FileError` if it is not valid."""
+        return read_json(path, cls)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a JSON file."""
+        write_json(path, self)
+
+
 def _text_of(path: str | os.PathLike[str]) -> str:
     data = bytearray()
     with Path(path).open("rb") as file:
@@ -229,7 +242,20 @@ def _explained(error: msgspec.ValidationError) -> _FieldError:
         return _FieldError(inner + match[1], "is not a known key; remove it or correct its spelling")
     if match := re.fullmatch(r"Object missing required field `(.*)`", text):
         return _FieldError(inner + match[1], "is missing")
+    for pattern, problem in _LIMITS.items():
+        if match := re.fullmatch(pattern, text):
+            return _FieldError(field, problem.format(match[1].removesuffix(".0").replace("|", ", ")))
     return _FieldError(field, text[:1].lower() + text[1:].replace("`", ""))
+
+
+_LIMITS = {
+    r"Expected `(?:int|float)` >= (.*)": "must be at least {}",
+    r"Expected `(?:int|float)` > (.*)": "must be greater than {}",
+    r"Expected `(?:int|float)` <= (.*)": "must be at most {}",
+    r"Expected `\w+` of length >= (.*)": "must have a length of at least {}",
+    r"Expected `str` matching regex '\^\((.*)\)\\\\Z'": "must be one of {}",
+}
+"""msgspec's messages for values outside of limits, and ours."""
 
 
 def one_line(text: str) -> str:

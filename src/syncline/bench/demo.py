@@ -91,7 +91,7 @@ def run_demo(
         samples / len(data.train_images),
         rows,
         said=first["said"],
-        network=network.sold_as(spec.rate_bps, spec.trunk_rate_bps) if shaped else network,
+        network=network.with_nominal_rates(spec.rate_bps, spec.trunk_rate_bps) if shaped else network,
         tunings=msgspec.convert(first["tunings"], dict[str, Tuning]),
     )
 

@@ -137,4 +137,4 @@ def probe_emulated(
 
     answers = launch(spec, main, deadline_s=120 + 6 * budget_s, on_event=reported)
     network = msgspec.convert(answers[0], Network)
-    return network.sold_as(spec.rate_bps, spec.trunk_rate_bps) if why_not_shaped() is None else network
+    return network.with_nominal_rates(spec.rate_bps, spec.trunk_rate_bps) if why_not_shaped() is None else network

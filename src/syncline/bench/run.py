@@ -135,7 +135,7 @@ def _prediction_inputs(answer: dict[str, Any], spec: ClusterSpec, shaped: bool) 
         return {}
     network = msgspec.convert(answer["network"], Network)
     return {
-        "network": network.sold_as(spec.rate_bps, spec.trunk_rate_bps) if shaped else network,
+        "network": network.with_nominal_rates(spec.rate_bps, spec.trunk_rate_bps) if shaped else network,
         "profile": msgspec.convert(answer["profile"], Profile),
         "plans": msgspec.convert(answer["plans"], dict[str, Plan]),
     }

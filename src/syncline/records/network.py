@@ -19,21 +19,21 @@ import collections
 import functools
 import itertools
 import math
-import os
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
 
 from syncline.errors import UsageError
 from syncline.exchange import WORLD, Level, Tree, wire
-from syncline.files import read_json, write_json
-from syncline.records.checks import MOST, check_device, check_schema, check_whole, first_repeated
+from syncline.files import JsonFile
+from syncline.records.fields import Amount, Device, PositiveCount, Schema, check_unique, one_of
 from syncline.records.link_costs import LEVELS, Collective, Link, Overlap, Startup
 
 Groups = tuple[tuple[int, ...], ...]
 
 
-class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """A cluster: its topology, the rates of its links, and the cost of collectives.
 
     The constructor raises `ValueError`, which names the field, if fields contradict each other.
@@ -43,18 +43,18 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         >>> larger = network.with_hosts(16).with_rate(25_000_000_000)
     """
 
-    schema: int = 1
-    backend: str
-    device: str
+    schema: Schema = 1
+    backend: Annotated[str, one_of("gloo", "nccl")]
+    device: Device
     host_of_rank: tuple[int, ...]
     rack_of_host: tuple[int, ...]
     links: tuple[Link, ...]
     collectives: tuple[Collective, ...]
-    in_flight: int
+    in_flight: PositiveCount
     """Number of collectives that one process group runs at the same time."""
     overlap: tuple[Overlap, ...] = ()
     startups: tuple[Startup, ...] = ()
-    matrix_bytes_per_s: tuple[tuple[float, ...], ...] = ()
+    matrix_bytes_per_s: tuple[tuple[Amount, ...], ...] = ()
     """Rates from host to host, while every host sends to one other; 0 on the diagonal."""
     one_machine: bool = False
     """Whether the hosts are emulated on one machine, and so share its processors."""
@@ -64,8 +64,21 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     date: str = ""
 
     def __post_init__(self) -> None:
-        _check_topology(self)
-        _check_parts(self)
+        if set(self.host_of_rank) != set(range(self.hosts)) or not self.hosts:
+            raise ValueError("host_of_rank: must name every host of rack_of_host, numbered from 0, and no other")
+        if set(self.rack_of_host) != set(range(self.racks)):
+            raise ValueError("rack_of_host: racks must be numbered from 0, without gaps")
+        check_unique("links", (link.name for link in self.links))
+        check_unique("collectives", (f"{entry.kind} at level {entry.level}" for entry in self.collectives))
+        check_unique("overlap", (f"{entry.streams} streams" for entry in self.overlap))
+        check_unique("startups", (f"{entry.ranks} ranks" for entry in self.startups))
+        for index, entry in enumerate(self.collectives):
+            if entry.ranks != (ranks := self.ranks_at(entry.level)):
+                problem = f"is {entry.ranks}, but the network has {ranks} at level {entry.level}"
+                raise ValueError(f"collectives[{index}].ranks: {problem}")
+        rows = self.matrix_bytes_per_s
+        if rows and {len(rows), *map(len, rows)} != {self.hosts}:
+            raise ValueError(f"matrix_bytes_per_s: must have a row and a column for each of the {self.hosts} hosts")
 
     @property
     def ranks(self) -> int:
@@ -78,15 +91,6 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     @property
     def racks(self) -> int:
         return len(set(self.rack_of_host))
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Network:
-        """Read a network from a JSON file. Raises `FileError` if it is not valid."""
-        return read_json(path, cls)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the network to a JSON file."""
-        write_json(path, self)
 
     @functools.cached_property
     def tree(self) -> Tree:
@@ -242,7 +246,7 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """Return the network with the rate of one kind of link multiplied by `factor`."""
         return self._with_links(lambda old: old.times(factor) if old.name == link else old)
 
-    def sold_as(self, host_bps: int, rack_bps: int | None = None) -> Network:
+    def with_nominal_rates(self, host_bps: int, rack_bps: int | None = None) -> Network:
         """Return the network with the given nominal rates; the measured rates stay the same."""
         nominal = {"host": host_bps, "rack": rack_bps}
         return self._with_links(lambda old: msgspec.structs.replace(old, nominal_bps=nominal.get(old.name)))
@@ -338,36 +342,3 @@ def _interpolate(known: list[tuple[int, float]], streams: float) -> float:
             share = math.log(streams / few) / math.log(many / few)
             return float(at_few ** (1 - share) * at_many**share)
     return known[-1][1]
-
-
-def _check_topology(network: Network) -> None:
-    check_schema(network.schema)
-    if network.backend not in ("gloo", "nccl"):
-        raise ValueError(f"backend: must be gloo or nccl, not {network.backend}")
-    check_device(network.device)
-    if set(network.host_of_rank) != set(range(network.hosts)) or not network.hosts:
-        raise ValueError("host_of_rank: must name every host of rack_of_host, numbered from 0, and no other")
-    if set(network.rack_of_host) != set(range(network.racks)):
-        raise ValueError("rack_of_host: racks must be numbered from 0, without gaps")
-
-
-def _check_parts(network: Network) -> None:
-    check_whole(network.in_flight, "in_flight", least=1)
-    for field, keys in (
-        ("links", [link.name for link in network.links]),
-        ("collectives", [f"{entry.kind} at level {entry.level}" for entry in network.collectives]),
-        ("overlap", [f"{entry.streams} streams" for entry in network.overlap]),
-        ("startups", [f"{entry.ranks} ranks" for entry in network.startups]),
-    ):
-        if repeated := first_repeated(keys):
-            raise ValueError(f"{field}: {repeated[1]} appears twice")
-    for index, entry in enumerate(network.collectives):
-        if entry.ranks != (ranks := network.ranks_at(entry.level)):
-            raise ValueError(
-                f"collectives[{index}].ranks: is {entry.ranks}, but the network has {ranks} at level {entry.level}"
-            )
-    rows = network.matrix_bytes_per_s
-    if rows and (len(rows) != network.hosts or any(len(row) != network.hosts for row in rows)):
-        raise ValueError(f"matrix_bytes_per_s: must have a row and a column for each of the {network.hosts} hosts")
-    if any(not 0 <= value <= MOST for row in rows for value in row):
-        raise ValueError(f"matrix_bytes_per_s: all rates must be between 0 and {MOST:g}")
