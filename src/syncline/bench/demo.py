@@ -15,9 +15,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from syncline.bench.cluster import cluster_of
+from syncline.bench.cluster import OnProgress, cluster_of, network_of, reported_to
 from syncline.bench.methods import METHODS, Prepared, Wrapping
-from syncline.bench.rounds import Contender, combine, reported_to, take_turns
+from syncline.bench.rounds import Contender, combine, take_turns
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.cluster.isolation import why_not_shaped
 from syncline.measure.probe import probe
@@ -51,7 +51,7 @@ def run_demo(
     *,
     deadline_s: float = 900.0,
     tune_s: float = TUNE_S,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> DemoResult:
     """Train with every method of `CONTENDERS` and compare their times, losses and weights."""
     data = digits()  # loaded once, before the ranks are forked
@@ -67,14 +67,11 @@ def run_demo(
     turns = combine([answer["record"] for answer in answers])
     rows = []
     for method in CONTENDERS:
-        times = turns[method].quartiles
         losses = [answer["losses"][method] for answer in answers]
         rows.append(
             DemoRow(
                 method=method,
-                step_ms=times.median * 1000,
-                step_ms_low=times.low * 1000,
-                step_ms_high=times.high * 1000,
+                **turns[method].step_ms(),
                 vs_ddp=turns[method].ratio_to(turns["ddp"]).median,
                 wire_bytes=round(turns[method].wire_bytes) if shaped else None,
                 held_out_accuracy=answers[0]["accuracy"].get(method),
@@ -84,14 +81,13 @@ def run_demo(
         )
     samples = steps * BATCH * spec.world_size
     first = answers[0]
-    network = msgspec.convert(first["network"], Network)
     return DemoResult(
         cluster_of(spec, shaped),
         steps,
         samples / len(data.train_images),
         rows,
         said=first["said"],
-        network=network.with_nominal_rates(spec.rate_bps, spec.trunk_rate_bps) if shaped else network,
+        network=network_of(first["network"], spec, shaped),
         tunings=msgspec.convert(first["tunings"], dict[str, Tuning]),
     )
 
@@ -139,7 +135,7 @@ def _tune(
 def _prepare(rank: Rank, method: str, data: Digits) -> _Training:
     torch.manual_seed(0)
     base = "ddp" if method in ALLOWED else method
-    prepared = METHODS[base][1][0](zoo.build_model(MODEL), Wrapping(rank.device))
+    prepared = METHODS[base][1][0](base, zoo.build_model(MODEL), Wrapping(rank.device))
     optimizer = torch.optim.SGD(prepared.model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     batches = torch.Generator().manual_seed(1)
     losses: list[float] = []

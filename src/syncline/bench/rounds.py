@@ -11,12 +11,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from syncline.bench.cluster import report_progress
 from syncline.bench.methods import slow_sgd
 from syncline.cluster import Rank
 
@@ -79,19 +79,8 @@ def take_turns(rank: Rank, contenders: Sequence[Contender], *, warmup: int, roun
             _barrier(rank)
             if number >= 0:
                 record[contender.name].append([start, end, sent_before, _host_sent_bytes(rank)])
-        if rank.rank == 0:
-            rank.say({"done": number + warmup + 1, "of": warmup + rounds})
+        report_progress(rank, number + warmup + 1, warmup + rounds)
     return record
-
-
-def reported_to(on_progress: Callable[[int, int], None] | None) -> Callable[[int, Any], None]:
-    """Return the event handler for `launch` that passes on the progress of `take_turns`."""
-
-    def on_event(rank: int, event: Any) -> None:
-        if on_progress is not None:
-            on_progress(event["done"], event["of"])
-
-    return on_event
 
 
 @dataclass(frozen=True)
@@ -106,6 +95,11 @@ class Turns:
     @property
     def quartiles(self) -> Quartiles:
         return Quartiles.of(self.seconds)
+
+    def step_ms(self) -> dict[str, float]:
+        """Return the fields of a result's row for the step time."""
+        times = self.quartiles
+        return {"step_ms": times.median * 1e3, "step_ms_low": times.low * 1e3, "step_ms_high": times.high * 1e3}
 
     def ratio_to(self, other: Turns) -> Quartiles:
         """Return the quartiles over the rounds of this time divided by the other's."""

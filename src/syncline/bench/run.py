@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from syncline._version import __version__
-from syncline.bench.cluster import cluster_of
-from syncline.bench.forecast import Forecast, alone_s, profile_workload
-from syncline.bench.methods import METHODS, PLANNERS, RINGS, Prepared, Wrapping, check_methods
-from syncline.bench.rounds import Contender, Turns, combine, finish, reported_to, take_turns, training_step
+from syncline.bench.cluster import OnProgress, cluster_of, network_of, reported_to
+from syncline.bench.forecast import Forecast, profile_workload
+from syncline.bench.methods import METHODS, PLANNERS, Prepared, Wrapping, check_methods
+from syncline.bench.rounds import Contender, Turns, combine, finish, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, format_rate, launch
 from syncline.cluster.isolation import why_not_shaped
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES, Exchange, wire
-from syncline.measure.overhead import group_of_one
+from syncline.exchange import EXCHANGES, Exchange
+from syncline.layerwise.trainer import Layerwise
 from syncline.measure.probe import probe
 from syncline.memory_meter import metered
 from syncline.models import zoo
@@ -78,7 +78,7 @@ def run_bench(
     network: Network | None = None,
     probe_s: float | None = None,
     peak_memory: bool = False,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> BenchResult:
     """Predict and then measure `methods` on the emulated cluster, in one run.
 
@@ -114,31 +114,21 @@ def run_bench(
     )
     turns = combine([answer["record"] for answer in answers])
     about = [answer["about"] for answer in answers]
-    rows = [_row(method, turns, about, shaped) for method in methods]
+    first = answers[0]
     return BenchResult(
         cluster=cluster_of(spec, shaped),
-        model=Model(workload.name, answers[0]["parameters"], answers[0]["gradient_bytes"]),
-        rows=rows,
+        model=Model(workload.name, first["parameters"], first["gradient_bytes"]),
+        rows=[_row(method, turns, about, shaped) for method in methods],
         rounds=rounds,
         batch=None if workload.profile is not None else workload.batch,
         torch=str(torch.__version__),
         syncline=__version__,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        tree=answers[0]["tree"],
-        **_prediction_inputs(answers[0], spec, shaped),
+        tree=first["tree"],
+        network=None if first["network"] is None else network_of(first["network"], spec, shaped),
+        profile=msgspec.convert(first["profile"], Profile | None),
+        plans=msgspec.convert(first["plans"], dict[str, Plan]),
     )
-
-
-def _prediction_inputs(answer: dict[str, Any], spec: ClusterSpec, shaped: bool) -> dict[str, Any]:
-    """Return the inputs of predictions and plans; empty if there were no predictions."""
-    if answer["network"] is None:
-        return {}
-    network = msgspec.convert(answer["network"], Network)
-    return {
-        "network": network.with_nominal_rates(spec.rate_bps, spec.trunk_rate_bps) if shaped else network,
-        "profile": msgspec.convert(answer["profile"], Profile),
-        "plans": msgspec.convert(answer["plans"], dict[str, Plan]),
-    }
 
 
 def _check_network(network: Network, spec: ClusterSpec) -> None:
@@ -172,32 +162,28 @@ def _measure(
     """Measure on one rank."""
     rank.init_process_group()
     if network is None and probe_s and rank.world_size > 1:
-        rings = RINGS | ({"plan"} if max(rank.spec.per_host) == 1 else set())
-        network = probe(
-            budget_s=probe_s, kinds=("all_reduce", "broadcast") if rings.issuperset(methods) else wire.KINDS
-        )
+        network = probe(budget_s=probe_s)
     wrapping = Wrapping(rank.device, bucket_mb, network=network)
     unplanned = _prepare(rank, workload, [method for method in methods if method not in PLANNERS], wrapping)
     forecast = None if network is None else _forecast(rank, workload, methods, unplanned, bucket_mb, network)
     wrapping = dataclasses.replace(wrapping, forecast=forecast)
     planned = _prepare(rank, workload, [method for method in methods if method in PLANNERS], wrapping)
     prepared = {**unplanned, **planned}
-    predicted_s = {} if forecast is None else _predict(rank, workload, prepared, forecast)
     contenders = [Contender(name, _training_step(variant, workload, rank)) for name, variant in prepared.items()]
     record = take_turns(rank, contenders, warmup=WARMUP, rounds=rounds)
     about = {
         name: {
             "method": variant.method,
             "setting": variant.chosen(),
-            "sent": variant.sent_bytes(),
+            "sent": variant.sent_bytes(rank.world_size),
             "predicted": variant.predicted_sent_bytes(rank.world_size),
-            "predicted_s": predicted_s.get(name),
+            "predicted_s": None if forecast is None else forecast.predicted_s(variant),
             **(_memory_of(rank, workload, variant, wrapping) if peak_memory else {}),
         }
         for name, variant in prepared.items()
     }
     parameters = [p for p in next(iter(prepared.values())).model.parameters() if p.requires_grad]
-    trees = [variant.exchanging.tree for variant in prepared.values() if variant.exchanging is not None]
+    trees = [variant.handle.tree for variant in prepared.values() if variant.handle is not None]
     return {
         "record": record,
         "about": about,
@@ -215,7 +201,7 @@ def _measure(
 def _prepare(rank: Rank, workload: Workload, methods: Sequence[str], wrapping: Wrapping) -> dict[str, Prepared]:
     """Build a model for each variant of each method; return them by name."""
     prepared = [
-        dataclasses.replace(prepare(workload.build(rank.rank).to(rank.device), wrapping), variant=variant)
+        dataclasses.replace(prepare(method, workload.build(rank.rank).to(rank.device), wrapping), variant=variant)
         for method in methods
         for variant, prepare in enumerate(METHODS[method][1])
     ]
@@ -234,9 +220,9 @@ def _forecast(
     loss_of = workload.loss_of(net, rank.rank, rank.device)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     exchanges: dict[str, Callable[[], Exchange]] = {
-        name: functools.partial(_exchange_of, variant)
+        name: functools.partial(_itself, variant.handle.exchange)
         for name, variant in prepared.items()
-        if variant.exchanging is not None
+        if variant.handle is not None
     }
     for method in methods:
         exchanges |= {
@@ -246,30 +232,14 @@ def _forecast(
     return Forecast(profile, network, workload.profile is not None, bucket_mb)
 
 
-def _predict(
-    rank: Rank, workload: Workload, prepared: dict[str, Prepared], forecast: Forecast
-) -> dict[str, float | None]:
-    """Predict the seconds per step of each variant; return them by name."""
-    methods = list(dict.fromkeys(variant.method for variant in prepared.values()))
-    hooks = [
-        method for method in methods if any(variant.cost for variant in prepared.values() if variant.method == method)
-    ]
-    hook_s = {}
-    with group_of_one(rank.device) as group:
-        for name, variant in _prepare(rank, workload, hooks, Wrapping(rank.device, forecast.bucket_mb, group)).items():
-            hook_s[name] = forecast.hook_s(alone_s(_training_step(variant, workload, rank), rank.device))
-    return {name: forecast.predicted_s(variant, hook_s.get(name)) for name, variant in prepared.items()}
-
-
-def _exchange_of(prepared: Prepared) -> Exchange:
-    assert prepared.exchanging is not None  # noqa: S101 - called only for methods with an exchange
-    return prepared.exchanging.exchange
+def _itself(exchange: Exchange) -> Exchange:
+    return exchange
 
 
 def _training_step(prepared: Prepared, workload: Workload, rank: Rank) -> Callable[[], None]:
-    if prepared.trainer is None:
+    if not isinstance(prepared.handle, Layerwise):
         return training_step(prepared.model, workload.loss_of(prepared.model, rank.rank, rank.device))
-    loss_of = workload.loss_of(prepared.trainer, rank.rank, rank.device)
+    loss_of = workload.loss_of(prepared.handle, rank.rank, rank.device)
     return lambda: loss_of().backward()
 
 
@@ -281,7 +251,7 @@ def _memory_of(rank: Rank, workload: Workload, measured: Prepared, wrapping: Wra
     with metered(rank.device, [*net.parameters(), *net.buffers()]) as meter:
         weights = sum(tensor.numel() * tensor.element_size() for tensor in [*net.parameters(), *net.buffers()])
         base = meter.now() - weights
-        prepared = prepare(net, wrapping)
+        prepared = prepare(measured.method, net, wrapping)
         step = _training_step(prepared, workload, rank)
         for _ in range(WARMUP):
             step()
@@ -290,8 +260,8 @@ def _memory_of(rank: Rank, workload: Workload, measured: Prepared, wrapping: Wra
         step()
         finish(rank)
         memory = {"peak_bytes": meter.peak() - base, "states_bytes": states}
-    if prepared.trainer is not None:
-        prepared.trainer.close()
+    if isinstance(prepared.handle, Layerwise):
+        prepared.handle.close()
     return memory
 
 
@@ -299,13 +269,10 @@ def _row(method: str, turns: dict[str, Turns], about: list[dict[str, Any]], shap
     """Make the row of a method, from its fastest variant."""
     variants = [name for name in turns if about[0][name]["method"] == method]
     best = min(variants, key=lambda name: turns[name].quartiles.median)
-    times = turns[best].quartiles
     ratio = turns[best].ratio_to(turns["ddp"]) if "ddp" in turns else None
     return Row(
         method=method,
-        step_ms=times.median * 1000,
-        step_ms_low=times.low * 1000,
-        step_ms_high=times.high * 1000,
+        **turns[best].step_ms(),
         sent_bytes=_largest(answer[best]["sent"] for answer in about),
         predicted_ms=None if (expected := about[0][best]["predicted_s"]) is None else expected * 1000,
         predicted_sent_bytes=_largest(answer[best]["predicted"] for answer in about),

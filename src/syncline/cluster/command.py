@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TextIO
 
 from syncline.cluster.environment import MASTER_PORT, OUTER_JOB, host_variables, rank_variables, torchrun_variables
-from syncline.cluster.isolation import Isolated, start_hosts, unshaped_notice, why_not_shaped
+from syncline.cluster.isolation import running_hosts, unshaped_notice, why_not_shaped
 from syncline.cluster.ports import reserved_port
-from syncline.cluster.processes import describe_exit
+from syncline.cluster.processes import describe_exit, reap
 from syncline.cluster.spec import ClusterSpec
 from syncline.errors import UsageError
 
@@ -66,25 +66,23 @@ def run_command(
         sys.stderr.write(f"{announce}\n")
     if reason is not None:
         sys.stderr.write(f"syncline: {unshaped_notice(reason)}\n")
-    with contextlib.ExitStack() as cleanup:
-        port = MASTER_PORT if reason is None else cleanup.enter_context(reserved_port())
+    with contextlib.nullcontext(MASTER_PORT) if reason is None else reserved_port() as port:
         commands = commands_of(spec, shaped=reason is None, port=port, per_rank=per_rank)
-        run = _Run(spec, [program, *argv[1:]], commands, shaped=reason is None)
-        return run.to_the_end(grace_s)
+        return _Run(spec, [program, *argv[1:]], commands).to_the_end(grace_s, shaped=reason is None)
 
 
 def commands_of(spec: ClusterSpec, *, shaped: bool, port: int = MASTER_PORT, per_rank: bool = False) -> list[Command]:
     """Return the commands to start on each host, with their environment variables."""
     commands = []
     for host in range(spec.hosts):
-        common = host_variables(spec, host, shaped=shaped, port=port)
-        if per_rank:
-            for local_rank, rank in enumerate(spec.ranks_of(host)):
-                variables = {**common, **rank_variables(spec, host, local_rank)}
-                commands.append(Command(host, f"host{host} rank{rank}", f"host {host}, rank {rank}", variables))
-        else:
-            variables = {**common, **torchrun_variables(spec, host, shaped=shaped, port=port)}
+        if not per_rank:
+            variables = torchrun_variables(spec, host, shaped=shaped, port=port)
             commands.append(Command(host, f"host{host}", f"host {host}", variables))
+            continue
+        common = host_variables(spec, host, shaped=shaped, port=port)
+        for local_rank, rank in enumerate(spec.ranks_of(host)):
+            variables = {**common, **rank_variables(spec, host, local_rank)}
+            commands.append(Command(host, f"host{host} rank{rank}", f"host {host}, rank {rank}", variables))
     return commands
 
 
@@ -107,8 +105,8 @@ def _environment(command: Command) -> dict[str, str]:
 class _Run:
     """One run of commands on hosts: the caller's side and the hosts' side, and the pipes between them."""
 
-    def __init__(self, spec: ClusterSpec, argv: list[str], commands: list[Command], *, shaped: bool) -> None:
-        self._spec, self._argv, self._commands, self._shaped = spec, argv, commands, shaped
+    def __init__(self, spec: ClusterSpec, argv: list[str], commands: list[Command]) -> None:
+        self._spec, self._argv, self._commands = spec, argv, commands
         # A single command writes to the terminal directly, so that colours and progress bars work.
         self._alone = len(commands) == 1
         self._reports = [os.pipe() for _ in range(spec.hosts)]
@@ -121,30 +119,21 @@ class _Run:
 
     # In the caller
 
-    def to_the_end(self, grace_s: float) -> int:
+    def to_the_end(self, grace_s: float, *, shaped: bool) -> int:
         pipes = [*self._reports, *(pipe for both in self._outputs for pipe in both)]
-        hosts: Isolated | None = None
         try:
-            try:
-                ends = [end for pipe in pipes for end in pipe]
-                hosts = start_hosts(self._spec, self._on_host, shaped=self._shaped, hosts_only=ends)
-            finally:
-                for _, write_end in pipes:
-                    os.close(write_end)
-            hosts.wait_until_ready()
-            printers = self._printers()
-            self._follow(printers, grace_s)
-            if len(self._exits) == len(self._commands):
-                hosts.wait(grace_s)
-            hosts.kill()
-            for printer in printers:
-                printer.finish()
+            with running_hosts(self._spec, self._on_host, shaped=shaped, pipes=pipes) as hosts:
+                printers = self._printers()
+                self._follow(printers, grace_s)
+                if len(self._exits) == len(self._commands):
+                    hosts.wait(grace_s)
+                hosts.kill()
+                for printer in printers:
+                    printer.finish()
         except KeyboardInterrupt:
             return INTERRUPTED
         finally:
-            if hosts is not None:
-                hosts.kill()
-            for end in (*self._stop, *(read_end for read_end, _ in pipes)):
+            for end in self._stop:
                 os.close(end)
         if self._first_failure is not None:
             sys.stderr.write(f"{self._first_failure}\n")
@@ -184,23 +173,20 @@ class _Run:
 
     def _record_exits(self, host: int, data: bytes) -> None:
         """Record what a host reports: a line for each command that ended. End of file means that it was killed."""
-        reports = [json.loads(line) for line in data.splitlines()]
+        exits = dict(json.loads(line) for line in data.splitlines())
         if not data:
-            indices = [index for index, command in enumerate(self._commands) if command.host == host]
-            reports = [(index, "was lost: its host's process was killed") for index in indices]
-        for index, problem in reports:
-            if index in self._exits:
-                continue
-            self._exits[index] = problem
+            lost = "was lost: its host's process was killed"
+            exits = {index: lost for index, command in enumerate(self._commands) if command.host == host}
+        for index, problem in (exits | self._exits).items():
             if problem is not None and self._first_failure is None:
                 self._first_failure = f"{self._commands[index].place}: {Path(self._argv[0]).name} {problem}"
+        self._exits = exits | self._exits
 
     # On a host
 
     def _on_host(self, host: int) -> int:
         report = self._reports[host][1]
         running: dict[int, int] = {}
-        failed = False
 
         def report_exit(index: int, problem: str | None) -> None:
             os.write(report, json.dumps((index, problem)).encode() + b"\n")
@@ -210,18 +196,12 @@ class _Run:
                 try:
                     running[self._start(index, command)] = index
                 except OSError as error:
-                    failed = True
                     report_exit(index, f"could not be started: {error.strerror}")
         for _, write_end in self._reports:
             if write_end != report:
                 os.close(write_end)
         threading.Thread(target=self._terminate_on_stop, args=(running,), daemon=True).start()
-        while running:
-            pid, status = os.wait()
-            code = os.waitstatus_to_exitcode(status)
-            failed = failed or code != 0
-            report_exit(running.pop(pid), describe_exit(code) if code else None)
-        return 1 if failed else 0
+        return reap(running, lambda index, code: report_exit(index, describe_exit(code) if code else None))
 
     def _start(self, index: int, command: Command) -> int:
         # Not `subprocess`, which would reap the children: this process waits for all of them with os.wait().

@@ -48,10 +48,11 @@ def rank_variables(spec: ClusterSpec, host: int, local_rank: int) -> dict[str, s
 
 
 def torchrun_variables(spec: ClusterSpec, host: int, *, shaped: bool, port: int = MASTER_PORT) -> dict[str, str]:
-    """Return the variables for a plain `torchrun train.py`: each PET_ variable is the default of an option."""
+    """Return the variables of a host for a plain `torchrun train.py`: PET_ variables are the defaults of options."""
     common = host_variables(spec, host, shaped=shaped, port=port)
     numbers = {"NNODES": str(spec.hosts), "NODE_RANK": str(host), "NPROC_PER_NODE": str(spec.per_host[host])}
     return {
+        **common,
         **numbers,
         **{f"PET_{name}": value for name, value in numbers.items()},
         "PET_MASTER_ADDR": common["MASTER_ADDR"],
@@ -61,22 +62,10 @@ def torchrun_variables(spec: ClusterSpec, host: int, *, shaped: bool, port: int 
 
 
 OUTER_JOB = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "PET_RDZV_BACKEND",
-    "PET_RDZV_CONF",
-    "PET_RDZV_ENDPOINT",
-    "PET_RDZV_ID",
-    "PET_STANDALONE",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_USE_AGENT_STORE",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *("PET_RDZV_BACKEND", "PET_RDZV_CONF", "PET_RDZV_ENDPOINT", "PET_RDZV_ID", "PET_STANDALONE"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
     "TORCH_ELASTIC_WORKER_IDENTICAL",
 )
 """Variables of a job that started the caller. Commands must not inherit them, or they would join that job."""

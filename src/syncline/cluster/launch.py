@@ -23,9 +23,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from syncline.cluster import linux
 from syncline.cluster.environment import MASTER_PORT, host_variables, rank_variables
-from syncline.cluster.isolation import start_hosts, why_not_shaped
-from syncline.cluster.ports import reserved_port
-from syncline.cluster.processes import Complaints, describe_exit, fork
+from syncline.cluster.isolation import running_hosts, why_not_shaped
+from syncline.cluster.ports import reserved_port, wait_for_listener
+from syncline.cluster.processes import describe_exit, fork, reap
 from syncline.cluster.spec import ClusterSpec
 from syncline.errors import ClusterError, SynclineError, UsageError
 
@@ -71,7 +71,11 @@ class Rank:
         if self.rank == 0:  # the store itself would listen on every interface
             options["master_listen_fd"] = socket.create_server((address, self._port)).detach()
         else:
-            _wait_for_listener(address, self._port, timeout_s)
+            try:
+                wait_for_listener(address, self._port, timeout_s)
+            except OSError as error:
+                problem = f"rank 0 cannot be reached at {address}, port {self._port}, within {timeout_s:g} s"
+                raise ClusterError(f"{problem}: {error.strerror or error}") from error
         store = TCPStore(address, self._port, self.world_size, is_master=self.rank == 0, timeout=timeout, **options)
         backend = "nccl" if self.spec.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
@@ -146,26 +150,16 @@ def launch_outcomes(
     if spec.device == "cuda" and torch.cuda.is_initialized():
         raise UsageError("ranks are forked, and CUDA does not survive a fork: launch them before the first use of CUDA")
     shaped = why_not_shaped() is None if shaped is None else shaped
-    with contextlib.ExitStack() as cleanup:
-        # Without namespaces, ranks share the machine's ports.
-        port = MASTER_PORT if shaped else cleanup.enter_context(reserved_port())
+    # Without namespaces, ranks share the machine's ports.
+    with contextlib.nullcontext(MASTER_PORT) if shaped else reserved_port() as port:
         pipes = [os.pipe() for _ in range(spec.world_size)]
-        ends = [end for pipe in pipes for end in pipe]
-        hosts = start_hosts(
-            spec, lambda host: _run_ranks(spec, host, main, shaped, port, pipes), shaped=shaped, hosts_only=ends
-        )
-        try:
-            for _, write_end in pipes:
-                os.close(write_end)
-            hosts.wait_until_ready()
+        with running_hosts(
+            spec, lambda host: _run_ranks(spec, host, main, shaped, port, pipes), shaped=shaped, pipes=pipes
+        ) as hosts:
             outcomes = _collect([read_end for read_end, _ in pipes], deadline_s, grace_s, on_event)
             if not any(outcome.error for outcome in outcomes):
                 hosts.wait(grace_s)
             return outcomes
-        finally:
-            hosts.kill()
-            for read_end, _ in pipes:
-                os.close(read_end)
 
 
 def _run_ranks(
@@ -175,33 +169,21 @@ def _run_ranks(
     parent = os.getpid()
     pipe_of: dict[int, int] = {}
     for local_rank, number in enumerate(spec.ranks_of(host)):
-        rank = Rank(
-            rank=number,
-            world_size=spec.world_size,
-            host=host,
-            local_rank=local_rank,
-            spec=spec,
-            shaped=shaped,
-            _pipe=pipes[number][1],
-            _port=port,
-        )
-        pid = fork(functools.partial(_rank_process, rank, parent, main, pipes), Complaints(2))
-        pipe_of[pid] = pipes[number][1]
+        pipe = pipes[number][1]
+        rank = Rank(number, spec.world_size, host, local_rank, spec, shaped, pipe, port)
+        pipe_of[fork(functools.partial(_rank_process, rank, parent, main, pipes))] = pipe
     for read_end, write_end in pipes:
         os.close(read_end)
         if write_end not in pipe_of.values():
             os.close(write_end)
-    failed = False
-    while pipe_of:
-        pid, status = os.wait()
-        pipe = pipe_of.pop(pid)
-        code = os.waitstatus_to_exitcode(status)
+
+    def ended(pipe: int, code: int) -> None:
         if code != 0:
-            failed = True
             os.write(pipe, b"\n")  # the rank may have ended in the middle of a line
         _send(pipe, {"error": f"{describe_exit(code)} before it returned"})
         os.close(pipe)
-    return 1 if failed else 0
+
+    return reap(pipe_of, ended)
 
 
 def _rank_process(rank: Rank, parent: int, main: RankMain, pipes: list[tuple[int, int]]) -> int:
@@ -237,23 +219,6 @@ def _rank_process(rank: Rank, parent: int, main: RankMain, pipes: list[tuple[int
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
     return 0
-
-
-def _wait_for_listener(address: str, port: int, timeout_s: float) -> None:
-    """Wait until rank 0 accepts connections. TCPStore itself would retry only after most of a second."""
-    end = time.monotonic() + timeout_s
-    while (left := end - time.monotonic()) > 0:
-        try:
-            with socket.socket() as trial:
-                trial.settimeout(left)
-                trial.connect((address, port))
-                return
-        except ConnectionRefusedError:
-            time.sleep(0.005)
-        except OSError as error:
-            problem = error.strerror or str(error)
-            raise ClusterError(f"rank 0 cannot be reached at {address}, port {port}: {problem}") from error
-    raise ClusterError(f"rank 0 did not accept connections at {address}, port {port}, within {timeout_s:g} s")
 
 
 _sending = threading.Lock()
@@ -306,11 +271,9 @@ def _take(outcome: Outcome, data: bytes, on_event: Callable[[int, Any], None] | 
             _finish(outcome, **message)
 
 
-def _finish(
-    outcome: Outcome, value: Any = None, error: str | None = None, traceback: str = "", foreseen: bool = False
-) -> None:
+def _finish(outcome: Outcome, **result: Any) -> None:
     """Record the first result of a rank. Later ones, such as the exit of its process, are consequences of it."""
-    if outcome.finished:
-        return
-    outcome.value, outcome.error, outcome.traceback, outcome.foreseen = value, error, traceback, foreseen
-    outcome.finished, outcome.finished_at_s = True, time.monotonic()
+    if not outcome.finished:
+        for field, value in result.items():
+            setattr(outcome, field, value)
+        outcome.finished, outcome.finished_at_s = True, time.monotonic()

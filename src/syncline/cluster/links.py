@@ -18,10 +18,11 @@ import concurrent.futures
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from pyroute2 import IPRoute, NetlinkError
 
 from syncline.cluster import linux
@@ -76,16 +77,17 @@ def configure_host(spec: ClusterSpec, host: int) -> None:
         netlink.addr("add", index=index, address=host_address(host), prefixlen=24)
         _shape(netlink, HOST_INTERFACE, spec.rate_bps)
         _up(netlink, HOST_INTERFACE)
-    _use_common_tcp()
+    # The machine may use another algorithm, such as BBR; results must not depend on that.
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("cubic")
 
 
 def sent_bytes() -> int:
     """Return the bytes that this host has sent since its start, headers included."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == HOST_INTERFACE:
-            return int(counters.split()[8])
-    raise LookupError(f"no interface {HOST_INTERFACE} here: links are not emulated")
+    interfaces = psutil.net_io_counters(pernic=True, nowrap=False)
+    if HOST_INTERFACE not in interfaces:
+        raise LookupError(f"no interface {HOST_INTERFACE} here: links are not emulated")
+    return int(interfaces[HOST_INTERFACE].bytes_sent)
 
 
 def reshape(rate_bps: int) -> None:
@@ -110,14 +112,18 @@ def mend() -> None:
 
 
 def _set_port(state: str) -> None:
+    """Set the switch's end of this host's link up or down."""
     with IPRoute() as netlink:
         port = int(_own_link(netlink).get_attr("IFLA_LINK"))
+    namespace = _switch_namespace()
 
     def set_state() -> None:
+        linux.enter(namespace, linux.CLONE_NEWNET)
         with IPRoute() as netlink:
             netlink.link("set", index=port, state=state)
 
-    _at_the_switch(set_state)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a new thread, because it stays in that namespace
+        thread.submit(set_state).result()
 
 
 def _own_link(netlink: IPRoute) -> Any:
@@ -131,18 +137,6 @@ def _own_link(netlink: IPRoute) -> Any:
     raise LookupError(f"no emulated link at {HOST_INTERFACE} here: links are not emulated")
 
 
-def _at_the_switch(action: Callable[[], None]) -> None:
-    """Run `action` in the switch's network namespace."""
-    namespace = _switch_namespace()
-
-    def run() -> None:
-        linux.enter(namespace, linux.CLONE_NEWNET)
-        action()
-
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a new thread, because it stays in that namespace
-        thread.submit(run).result()
-
-
 def _switch_namespace() -> Path:
     """Return the namespace of the closest ancestor that is not on this host."""
     process = Path("/proc/self")
@@ -154,14 +148,6 @@ def _switch_namespace() -> Path:
             raise LookupError("no ancestor of this process is a switch: links are not emulated")
         process = Path(f"/proc/{parent}")
     return process / "ns/net"
-
-
-def _use_common_tcp() -> None:
-    # The machine may use another algorithm, such as BBR; results must not depend on that.
-    for algorithm in ("cubic", "reno"):
-        with contextlib.suppress(OSError):
-            Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(algorithm)
-            return
 
 
 def _add_bridge(netlink: IPRoute, name: str) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from syncline.ddp.reduction import Reduction
 from syncline.ddp.regrouping import Regrouping
 from syncline.dist.span import span_of
-from syncline.errors import ExchangeError, UsageError, tell
+from syncline.errors import ExchangeError, UsageError, warn
 from syncline.exchange import Layout, Slot, stride_in_bucket
 from syncline.runtime import bucket_runner
 from syncline.runtime.bucket_policy import BucketPolicy
@@ -280,7 +280,7 @@ class Engine:
             text = self.drift()
             if text is not None:
                 self._warned = True
-                tell(text)
+                warn(text)
 
     def drift(self) -> str | None:
         """Describe how much longer exchanges take than planned, or return None if they do not."""

@@ -14,7 +14,7 @@ import torch
 from syncline.ddp.engine import Engine
 from syncline.dist.events import Listener
 from syncline.dist.span import span_of
-from syncline.errors import first_line, tell
+from syncline.errors import first_line, warn
 from syncline.exchange import wire
 from syncline.runtime.bucket_runner import Step
 
@@ -103,7 +103,7 @@ class Log(Listener):
                 self._writer.add_scalar(name, value, number)
         except Exception as error:  # noqa: BLE001 - whatever a writer raises, training goes on
             self._stop(engine)
-            tell(f"scalars are no longer logged, because writing failed at step {number}: {first_line(error)}")
+            warn(f"scalars are no longer logged, because writing failed at step {number}: {first_line(error)}")
 
     def _stop(self, engine: Engine) -> None:
         if self in engine.runner.events.listeners:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from syncline.dist.agreement import agree
 from syncline.dist.comm import gather_bytes
-from syncline.errors import ExchangeError, UsageError, tell
+from syncline.errors import ExchangeError, UsageError, warn
 from syncline.exchange.workspace import Workspace
 from syncline.health.meeting import meeting
 from syncline.layerwise.backward_pass import Flight, LayerBucket, Pass, counts
@@ -310,7 +310,7 @@ class GradientPipeline:
         dropped = self.dropped
         if dropped > self._warned_dropped and self.group.rank() == 0:
             labels = [bucket.label for bucket in self.buckets if not bool(now.finite.get(bucket.index, True))]
-            tell(
+            warn(
                 f"step {self.runner.steps - 1}: the gradients of {', '.join(labels[:3])} are not finite, so these "
                 f"layers skip the step on all ranks ({dropped} buckets dropped so far)"
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.errors import UsageError, tell
+from syncline.errors import UsageError, warn
 from syncline.layerwise.gradient_pipeline import GradientPipeline
 from syncline.layerwise.layer_optimizer import state_bytes
 from syncline.layerwise.measure_blocks import measure_activations
@@ -74,7 +74,7 @@ def check_peak(choice: Choice | None, budget_bytes: int | None, steps: int, devi
         return
     peak = torch.cuda.max_memory_allocated(device)
     if peak > max(1.1 * choice.peak_bytes, budget_bytes or 0):
-        tell(
+        warn(
             f"a step uses {format_bytes(peak)} of device memory, but {format_bytes(choice.peak_bytes)} were predicted: "
             "other tensors are on the device, or the batches are larger than the one that step= ran"
         )
