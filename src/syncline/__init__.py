@@ -13,13 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from syncline._version import __version__
-from syncline.errors import (
-    ClusterError,
-    ExchangeError,
-    MismatchError,
-    SynclineError,
-    UsageError,
-)
+from syncline.errors import ClusterError, ExchangeError, MismatchError, SynclineError, UsageError
 
 if TYPE_CHECKING:
     from syncline.ddp.attach import attach

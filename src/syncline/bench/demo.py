@@ -8,7 +8,6 @@ on the same batches. The methods take turns step by step in the same processes, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from syncline.bench.cluster import OnProgress, cluster_of, network_of, reported_to
-from syncline.bench.methods import METHODS, Prepared, Wrapping
+from syncline.bench.methods import Wrapping
 from syncline.bench.rounds import Contender, combine, take_turns
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.cluster.isolation import why_not_shaped
@@ -34,15 +33,6 @@ TUNE_S = 25.0
 """Time of one tuning. Most of the first is probing; the second reuses its network."""
 BATCH = 32
 LEARNING_RATE, MOMENTUM = 0.02, 0.9
-
-
-@dataclass
-class _Training:
-    """The model of one method, on one rank."""
-
-    prepared: Prepared
-    step: Callable[[], None]
-    losses: list[float]
 
 
 def run_demo(
@@ -79,12 +69,11 @@ def run_demo(
                 losses=[sum(ranks) / len(ranks) for ranks in zip(*losses, strict=True)],
             )
         )
-    samples = steps * BATCH * spec.world_size
     first = answers[0]
     return DemoResult(
         cluster_of(spec, shaped),
         steps,
-        samples / len(data.train_images),
+        steps * BATCH * spec.world_size / len(data.train_images),
         rows,
         said=first["said"],
         network=network_of(first["network"], spec, shaped),
@@ -94,28 +83,31 @@ def run_demo(
 
 def _train(rank: Rank, data: Digits, steps: int, tune_s: float) -> dict[str, Any]:
     rank.init_process_group()
-    trainings, said, tunings = {}, {}, {}
+    models: dict[str, nn.Module] = {}
+    losses: dict[str, list[float]] = {method: [] for method in CONTENDERS}
+    said, tunings = {}, {}
     network: Network | None = None
+    contenders = []
     for method in CONTENDERS:
-        trainings[method] = _prepare(rank, method, data)
+        torch.manual_seed(0)
+        net = zoo.build_model(MODEL)
+        models[method] = model = net if method == "nosync" else Wrapping(rank.device).ddp(net)
         if method in ALLOWED:
-            tuned = _tune(rank, trainings[method].prepared.model, data, ALLOWED[method], tune_s, network)
+            tuned = _tune(rank, model, data, ALLOWED[method], tune_s, network)
             network, said[method] = tuned.network, tuned.describe()
             tunings[method] = Tuning(tuned.profile, tuned.plan)
-    contenders = [Contender(method, training.step) for method, training in trainings.items()]
+        contenders.append(Contender(method, _training_step(rank, model, data, losses[method])))
     record = take_turns(rank, contenders, warmup=0, rounds=steps)
-    plain = _weights(trainings["ddp"].prepared.model)
-    synchronised = {method: training for method, training in trainings.items() if method != "nosync"}
+    synchronised = {method: model for method, model in models.items() if method != "nosync"}
+    plain = _weights(models["ddp"])
     return {
         "record": record,
         "said": said,
         "network": msgspec.to_builtins(network) if rank.rank == 0 else None,
         "tunings": msgspec.to_builtins(tunings) if rank.rank == 0 else {},
-        "losses": {method: training.losses for method, training in trainings.items()},
-        "accuracy": {method: _accuracy(t.prepared.model, data) for method, t in synchronised.items()},
-        "difference": {
-            method: (_weights(t.prepared.model) - plain).abs().max().item() for method, t in synchronised.items()
-        },
+        "losses": losses,
+        "accuracy": {method: _accuracy(model, data) for method, model in synchronised.items()},
+        "difference": {method: (_weights(model) - plain).abs().max().item() for method, model in synchronised.items()},
     }
 
 
@@ -132,29 +124,24 @@ def _tune(
     return tune(model, step, allow=allow, budget_s=tune_s, network=links, quiet=True)
 
 
-def _prepare(rank: Rank, method: str, data: Digits) -> _Training:
-    torch.manual_seed(0)
-    base = "ddp" if method in ALLOWED else method
-    prepared = METHODS[base][1][0](base, zoo.build_model(MODEL), Wrapping(rank.device))
-    optimizer = torch.optim.SGD(prepared.model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+def _training_step(rank: Rank, model: nn.Module, data: Digits, losses: list[float]) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     batches = torch.Generator().manual_seed(1)
-    losses: list[float] = []
 
     def step() -> None:
         # Every rank draws the same batches and takes its own row.
         drawn = torch.randint(len(data.train_images), (rank.world_size, BATCH), generator=batches)[rank.rank]
         optimizer.zero_grad()
-        loss = zoo.loss(prepared.model(data.train_images[drawn]), data.train_labels[drawn])
+        loss = zoo.loss(model(data.train_images[drawn]), data.train_labels[drawn])
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
 
-    return _Training(prepared, step, losses)
+    return step
 
 
 def _accuracy(model: nn.Module, data: Digits) -> float:
-    inner = getattr(model, "module", model)
-    inner.eval()
+    inner = getattr(model, "module", model).eval()
     with torch.no_grad():
         right = inner(data.held_out_images).argmax(-1) == data.held_out_labels
     return float(right.float().mean())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import datetime
 import functools
@@ -17,7 +18,7 @@ from torch import nn
 from syncline._version import __version__
 from syncline.bench.cluster import OnProgress, cluster_of, network_of, reported_to
 from syncline.bench.forecast import Forecast, profile_workload
-from syncline.bench.methods import METHODS, PLANNERS, Prepared, Wrapping, check_methods
+from syncline.bench.methods import METHODS, PLANNERS, Prepared, Wrapping, check_methods, slow_sgd
 from syncline.bench.rounds import Contender, Turns, combine, finish, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, format_rate, launch
 from syncline.cluster.isolation import why_not_shaped
@@ -165,10 +166,14 @@ def _measure(
         network = probe(budget_s=probe_s)
     wrapping = Wrapping(rank.device, bucket_mb, network=network)
     unplanned = _prepare(rank, workload, [method for method in methods if method not in PLANNERS], wrapping)
-    forecast = None if network is None else _forecast(rank, workload, methods, unplanned, bucket_mb, network)
+    forecast = None
+    if network is not None:
+        profile = _profile(rank, workload, network, methods, unplanned)
+        forecast = Forecast(profile, network, workload.profile is not None, bucket_mb)
     wrapping = dataclasses.replace(wrapping, forecast=forecast)
     planned = _prepare(rank, workload, [method for method in methods if method in PLANNERS], wrapping)
     prepared = {**unplanned, **planned}
+    predicted_s = {} if forecast is None else {name: forecast.predicted_s(v) for name, v in prepared.items()}
     contenders = [Contender(name, _training_step(variant, workload, rank)) for name, variant in prepared.items()]
     record = take_turns(rank, contenders, warmup=WARMUP, rounds=rounds)
     about = {
@@ -177,21 +182,19 @@ def _measure(
             "setting": variant.chosen(),
             "sent": variant.sent_bytes(rank.world_size),
             "predicted": variant.predicted_sent_bytes(rank.world_size),
-            "predicted_s": None if forecast is None else forecast.predicted_s(variant),
+            "predicted_s": predicted_s.get(name),
             **(_memory_of(rank, workload, variant, wrapping) if peak_memory else {}),
         }
         for name, variant in prepared.items()
     }
     parameters = [p for p in next(iter(prepared.values())).model.parameters() if p.requires_grad]
     trees = [variant.handle.tree for variant in prepared.values() if variant.handle is not None]
+    plans = {name: variant.plan for name, variant in planned.items()}
+    inputs = {"network": network, "profile": forecast and forecast.profile, "plans": plans}
     return {
         "record": record,
         "about": about,
-        "network": msgspec.to_builtins(network) if rank.rank == 0 else None,
-        "profile": msgspec.to_builtins(forecast.profile) if rank.rank == 0 and forecast is not None else None,
-        "plans": {name: msgspec.to_builtins(variant.plan) for name, variant in planned.items()}
-        if rank.rank == 0
-        else {},
+        **(msgspec.to_builtins(inputs) if rank.rank == 0 else {}),
         "tree": next((tree.describe() for tree in trees if tree is not None), ""),
         "parameters": sum(p.numel() for p in parameters),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
@@ -208,32 +211,21 @@ def _prepare(rank: Rank, workload: Workload, methods: Sequence[str], wrapping: W
     return {variant.name: variant for variant in prepared}
 
 
-def _forecast(
-    rank: Rank,
-    workload: Workload,
-    methods: Sequence[str],
-    prepared: dict[str, Prepared],
-    bucket_mb: float | None,
-    network: Network,
-) -> Forecast:
+def _profile(
+    rank: Rank, workload: Workload, network: Network, methods: Sequence[str], prepared: dict[str, Prepared]
+) -> Profile:
+    """Profile the workload, and the exchanges of these methods."""
     net = workload.build(rank.rank).to(rank.device)
     loss_of = workload.loss_of(net, rank.rank, rank.device)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     exchanges: dict[str, Callable[[], Exchange]] = {
-        name: functools.partial(_itself, variant.handle.exchange)
+        name: functools.partial(copy.copy, variant.handle.exchange)
         for name, variant in prepared.items()
         if variant.handle is not None
     }
-    for method in methods:
-        exchanges |= {
-            name: EXCHANGES[name] for name in (options(network, PLANNERS[method]) if method in PLANNERS else ())
-        }
-    profile = profile_workload(net, lambda _: loss_of(), optimizer, workload.name, topology_of(network), exchanges)
-    return Forecast(profile, network, workload.profile is not None, bucket_mb)
-
-
-def _itself(exchange: Exchange) -> Exchange:
-    return exchange
+    for allowed in [PLANNERS[method] for method in methods if method in PLANNERS]:
+        exchanges |= {name: EXCHANGES[name] for name in options(network, allowed)}
+    optimizer = slow_sgd(net.parameters())
+    return profile_workload(net, lambda _: loss_of(), optimizer, workload.name, topology_of(network), exchanges)
 
 
 def _training_step(prepared: Prepared, workload: Workload, rank: Rank) -> Callable[[], None]:
@@ -287,5 +279,4 @@ def _row(method: str, turns: dict[str, Turns], about: list[dict[str, Any]], shap
 
 
 def _largest(values: Any) -> int | None:
-    known = [value for value in values if value is not None]
-    return max(known) if known else None
+    return max((value for value in values if value is not None), default=None)

@@ -96,12 +96,6 @@ def _find(argv: Sequence[str]) -> str:
     return program
 
 
-def _environment(command: Command) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in OUTER_JOB}
-    # One thread each, because hosts share this machine's cores; unbuffered, so that lines appear when written.
-    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **inherited, **command.variables}
-
-
 class _Run:
     """One run of commands on hosts: the caller's side and the hosts' side, and the pipes between them."""
 
@@ -117,13 +111,15 @@ class _Run:
         """Exits by command index: None for success, or a description of the failure."""
         self._first_failure: str | None = None
 
-    # In the caller
-
     def to_the_end(self, grace_s: float, *, shaped: bool) -> int:
         pipes = [*self._reports, *(pipe for both in self._outputs for pipe in both)]
         try:
             with running_hosts(self._spec, self._on_host, shaped=shaped, pipes=pipes) as hosts:
-                printers = self._printers()
+                printers = [
+                    _Printer(read_end, stream, command)
+                    for command, both in zip(self._commands, self._outputs, strict=False)
+                    for (read_end, _), stream in zip(both, (sys.stdout, sys.stderr), strict=True)
+                ]
                 self._follow(printers, grace_s)
                 if len(self._exits) == len(self._commands):
                     hosts.wait(grace_s)
@@ -139,13 +135,6 @@ class _Run:
             sys.stderr.write(f"{self._first_failure}\n")
             return 1
         return 0
-
-    def _printers(self) -> list[_Printer]:
-        return [
-            _Printer(read_end, stream, command)
-            for command, both in zip(self._commands, self._outputs, strict=False)
-            for (read_end, _), stream in zip(both, (sys.stdout, sys.stderr), strict=True)
-        ]
 
     def _follow(self, printers: list[_Printer], grace_s: float) -> None:
         """Print the hosts' output until every command has ended, or until the grace period after a failure is over."""
@@ -182,8 +171,6 @@ class _Run:
                 self._first_failure = f"{self._commands[index].place}: {Path(self._argv[0]).name} {problem}"
         self._exits = exits | self._exits
 
-    # On a host
-
     def _on_host(self, host: int) -> int:
         report = self._reports[host][1]
         running: dict[int, int] = {}
@@ -204,6 +191,9 @@ class _Run:
         return reap(running, lambda index, code: report_exit(index, describe_exit(code) if code else None))
 
     def _start(self, index: int, command: Command) -> int:
+        inherited = {name: value for name, value in os.environ.items() if name not in OUTER_JOB}
+        # One thread each, because hosts share this machine's cores; unbuffered, so that lines appear when written.
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **inherited, **command.variables}
         # Not `subprocess`, which would reap the children: this process waits for all of them with os.wait().
         files: list[tuple[int, ...]] = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]  # type: ignore[list-item]
         if not self._alone:
@@ -211,7 +201,7 @@ class _Run:
         return os.posix_spawn(
             self._argv[0],
             self._argv,
-            _environment(command),
+            environment,
             file_actions=files,
             setpgroup=0,
             setsigdef=[signal.SIGPIPE],  # Python ignores it, and children would inherit that
@@ -242,8 +232,7 @@ class _Printer:
         *lines, self._partial = (self._partial + data).split(b"\n")
         if len(self._partial) > _LONGEST_LINE_BYTES:
             lines, self._partial = [*lines, self._partial], b""
-        if lines:
-            self._write(lines)
+        self._write(lines)
 
     def finish(self) -> None:
         """Print the rest of the pipe, and a last line without a newline."""
@@ -252,7 +241,6 @@ class _Printer:
                 self.take(data)
         if self._partial:
             self._write([self._partial])
-            self._partial = b""
 
     def _write(self, lines: list[bytes]) -> None:
         self._stream.flush()

@@ -15,35 +15,20 @@ from pathlib import Path
 from typing import Annotated, TypeVar
 
 import msgspec
+import torch
 
 from syncline.files import FileError, JsonFile
 from syncline.records.activations import Activations
 from syncline.records.fields import MOST, Count, Device, PositiveCount, Schema, Seconds, check_unique
 
-# Only floating-point and complex tensors have gradients.
-ITEM_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "complex64": 8,
-    "complex128": 16,
-}
-# Buffers may have any dtype: BatchNorm counts steps in an int64, and attention masks are bool.
-BUFFER_ITEM_BYTES = {
-    **ITEM_BYTES,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "bool": 1,
-}
+_GRADIENT_DTYPES = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
+_OTHER_DTYPES = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")
+_FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+
+ITEM_BYTES: dict[str, int] = {name: getattr(torch, name).itemsize for name in _GRADIENT_DTYPES}
+"""Bytes of an element, by dtype. Only floating-point and complex tensors have gradients."""
+BUFFER_ITEM_BYTES = ITEM_BYTES | {name: getattr(torch, name).itemsize for name in (*_OTHER_DTYPES, *_FLOAT8_DTYPES)}
+"""The same for buffers: BatchNorm counts steps in an int64, and attention masks are bool."""
 
 
 class NamedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
