@@ -1,13 +1,8 @@
-"""Read and write JSON files, strictly.
+"""Read and write JSON files, strictly: reading a file only in part could give a wrong plan.
 
-A file may have been edited by hand, cut short by a full disk, or written by a newer release. Reading it only in part
-could give a wrong plan. So unknown, repeated and missing keys, wrong types, NaN and unknown versions are errors, and
-each error is one line that names the file and the field.
-
-The structure of a file is a `msgspec.Struct` with `frozen=True, forbid_unknown_fields=True`, and two conventions:
-
-- A field `schema: int = N` is the version that this release reads and writes. It is required in a file.
-- `__post_init__` checks what types cannot express, and raises `ValueError("field: what is wrong")`.
+Unknown, repeated and missing keys, wrong types, NaN and unknown versions are errors of one line that names the file and
+the field. The structure of a file is a frozen `msgspec.Struct` that forbids unknown fields. Its `schema: int = N` is the
+version that this release reads and writes. `__post_init__` raises `ValueError("field: what is wrong")`.
 """
 
 from __future__ import annotations

@@ -216,15 +216,8 @@ def data_independence(exchange: Exchange, ranks: int, numel: int, dtype: torch.d
     single = [[tensor.clone() for tensor in step] for step in zeros]
     for step in single:
         step[0][numel - 1] = 1
-    calls = [
-        [rank.calls for rank in run_steps(exchange, inputs)]
-        for inputs in (
-            zeros,
-            single,
-            _inputs(_normal, ranks, numel, dtype, device),
-            _inputs(_heavy, ranks, numel, dtype, device),
-        )
-    ]
+    drawn = [_inputs(draw, ranks, numel, dtype, device) for draw in (_normal, _heavy)]
+    calls = [[rank.calls for rank in run_steps(exchange, inputs)] for inputs in (zeros, single, *drawn)]
     _require(all(other == calls[0] for other in calls), f"data independence: {calls}")
 
 

@@ -1,8 +1,7 @@
 """Train on real digits over emulated slow links, with plain DDP and with `syncline.tune`.
 
-Before training, `tune` measures the model and the links, makes a plan, tries it, and applies it or keeps plain DDP:
-once with lossless exchanges only, and once with bf16 allowed. Every method trains its own model from the same weights
-on the same batches. The methods take turns step by step in the same processes, so only the method differs.
+`tune` measures, plans, and applies its plan or keeps plain DDP: once with lossless exchanges only, and once with bf16
+allowed. Every method trains its own model from the same weights on the same batches, and they take turns step by step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Let methods take turns in the same processes, so that noise affects all alike, and compare them round by round.
 
-Two effects would favour some methods and are removed: the order of the methods is random in each round, and every step
-waits until the links have regained the burst that the method before it used up.
+The order of the methods is random in each round, and every step waits until the links have regained the burst that the
+method before it used up.
 """
 
 from __future__ import annotations

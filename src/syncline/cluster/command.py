@@ -1,7 +1,6 @@
 """Run a command on every emulated host, as a cluster's scheduler would: `torchrun train.py`, a shell, MPI.
 
-Output is shown line by line, with the name of its host. If the command fails on one host, it is terminated on the
-others, and killed after a grace period. If the caller ends, for whatever reason, everything ends.
+Output is shown line by line, with the name of its host. If the command fails on one host, all others are terminated.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Run hosts as processes, each in its own network namespace, which all end when the caller ends.
 
-The process tree, in which every arrow is a fork:
-
     caller → keeper → switch (PID 1 of a PID namespace) → host 0 … host n → what the host runs
 
-The keeper is killed by the kernel when the caller ends, the switch when the keeper ends, and everything inside a PID
-namespace when its first process ends. Namespaces and their interfaces have no names on disk and vanish with their last
-process. So nothing is left behind, even after `kill -9` on the caller, and even if a host's command daemonises.
-
-Without namespaces, the keeper adopts all orphans and kills the remaining processes at the end.
+The kernel ends the keeper with the caller, the switch with the keeper, and everything in a PID namespace with its first
+process. Namespaces and interfaces vanish with their last process, so nothing is left behind, even after `kill -9` or
+by daemons. Without namespaces, the keeper adopts all orphans and kills the remaining processes at the end.
 """
 
 from __future__ import annotations

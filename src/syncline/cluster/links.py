@@ -1,15 +1,8 @@
 """Build switches and links and shape them, through netlink.
 
-Every link is a veth pair with a token-bucket filter at both ends, so each direction has its own rate.
-Latency and loss are not emulated: few kernels ship `netem`.
-
-**The burst matters.** An idle link sends the bytes of its burst faster than its rate, so a large burst makes small and
-sparse messages look faster than they are. With a burst below 64 kB, the largest segment that TCP passes to a link, the
-kernel cuts every segment into packets, and the CPU limits the rate instead of the link. `BURST_S` and `MIN_BURST_BYTES`
-are about the smallest values that held the rate for every size in `benchmarks/link_rate.py`, after a pause and back to
-back.
-
-A process on an emulated host can change that host's link at any time, with `reshape`, `cut` and `mend`.
+Every link is a veth pair with a token-bucket filter at both ends, so each direction has its own rate. Latency and loss
+are not emulated: few kernels ship `netem`. A process on an emulated host can change that host's link at any time, with
+`reshape`, `cut` and `mend`.
 """
 
 from __future__ import annotations
@@ -30,8 +23,9 @@ from syncline.cluster.spec import ClusterSpec
 from syncline.errors import ClusterError
 
 HOST_INTERFACE = "eth0"
-BURST_S = 0.004
-MIN_BURST_BYTES = 80_000
+BURST_S, MIN_BURST_BYTES = 0.004, 80_000
+"""A larger burst makes small messages look faster than they are. With one below 64 kB, the largest segment of TCP, the
+CPU limits the rate. These are about the smallest that held the rate for every size in `benchmarks/link_rate.py`."""
 QUEUE_S = 0.2
 """Queue in front of a link, in seconds at its rate: enough that it drops nothing while TCP finds its window."""
 MIN_QUEUE_BYTES = 1024 * 1024

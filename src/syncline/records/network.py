@@ -1,16 +1,9 @@
-"""The links of a cluster, and the cost of collectives over them.
-
-The time of one collective alone is the larger of two lines:
+"""The links of a cluster, and the cost of collectives. The time of one collective alone is the larger of two limits:
 
     seconds = max(startup_s + own_s_per_byte · sent,   serial_s + (uplink bytes · load − burst) / link rate)
 
-The first line is the limit of latency, software and processors on infinitely fast links; it may change where protocols
-switch. The second line is the limit of the slowest link that the collective crosses. Start-ups are spread over a
-collective's many messages, so most of their time overlaps with the transfer: all but `serial_s`. `sent` is the number
-of bytes that the busiest rank sends. Several collectives share a link by max-min fairness, and slow down each other's
-start-ups by the measured `overlap`.
-
-This module needs no cluster: a probed network can be studied on a laptop.
+The first is latency, software and processors; the second is the slowest link. `sent` is of the busiest rank. Several
+collectives share a link by max-min fairness, and slow down each other's start-ups by the measured `overlap`.
 """
 
 from __future__ import annotations

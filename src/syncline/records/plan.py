@@ -1,8 +1,7 @@
 """The plan: the buckets of a model on a cluster, with the lane and the exchange of each.
 
-A plan outlives the run that made it, so it stores what it was made for: the gradients by name, shape and dtype, and the
-topology. `Plan.difference` compares them with the current model and cluster. Measurements are not compared: a plan made
-for faster links may be slow, but it is still correct.
+A plan stores the gradients and the topology that it was made for. `Plan.difference` compares them with the current
+model and cluster, but not measurements: a plan made for faster links may be slow, but it is still correct.
 """
 
 from __future__ import annotations

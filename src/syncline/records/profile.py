@@ -1,8 +1,7 @@
 """The profile of a model: when each gradient is ready during backward, and how large it is.
 
-A `Profile` is all that predictions and plans use of a model. It lists gradients in the order in which backward finishes
-them, each with its time from the start of backward, so it shows how much communication can hide behind computation.
-A profile recorded on a GPU host can be studied on a laptop.
+A `Profile` is all that predictions and plans use of a model. It shows how much communication can hide behind
+computation. A profile recorded on a GPU host can be studied on a laptop.
 """
 
 from __future__ import annotations

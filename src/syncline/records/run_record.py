@@ -1,11 +1,8 @@
 """The record of a training run on one rank, from which reports and traces are made.
 
 Every rank writes its own record when the first model is built, then every minute, and when the script ends. Ranks do
-not communicate for that, so that a crashed job leaves records, too. The record of a killed process has
-`ended == RUNNING`; `RunRecord.state` checks whether the process still runs.
-
-Times are seconds on the rank's monotonic clock. Adding `clock_s` converts them to wall-clock time, which the records of
-one host share.
+not communicate for that, so that a crashed job leaves records, too. Times are seconds on the rank's monotonic clock.
+Adding `clock_s` converts them to wall-clock time, which the records of one host share.
 """
 
 from __future__ import annotations
