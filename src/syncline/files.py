@@ -1,8 +1,8 @@
 """Read and write JSON files, strictly: reading a file only in part could give a wrong plan.
 
 Unknown, repeated and missing keys, wrong types, NaN and unknown versions are errors of one line that names the file and
-the field. The structure of a file is a frozen `msgspec.Struct` that forbids unknown fields. Its `schema: int = N` is the
-version that this release reads and writes. `__post_init__` raises `ValueError("field: what is wrong")`.
+the field. The structure of a file is a frozen `msgspec.Struct` that forbids unknown fields. Its `schema: int = N` is
+the version that this release reads and writes. `__post_init__` raises `ValueError("field: what is wrong")`.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -24,17 +25,8 @@ def cluster_of(spec: ClusterSpec, emulated: bool) -> Cluster:
 
         burst_bytes = links.burst_bytes(spec.rate_bps)
     same = len(set(spec.per_host)) == 1
-    return Cluster(
-        hosts=spec.hosts,
-        per_host=spec.per_host[0] if same else list(spec.per_host),
-        rate_bps=spec.rate_bps,
-        device=spec.device,
-        emulated=emulated,
-        racks=spec.racks,
-        trunk_rate_bps=spec.trunk_rate_bps,
-        rank_order=spec.rank_order,
-        burst_bytes=burst_bytes,
-    )
+    fields = dataclasses.asdict(spec) | {"per_host": spec.per_host[0] if same else list(spec.per_host)}
+    return Cluster(**fields, emulated=emulated, burst_bytes=burst_bytes)
 
 
 def network_of(answer: object, spec: ClusterSpec, emulated: bool) -> Network:

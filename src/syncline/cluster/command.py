@@ -6,15 +6,13 @@ Output is shown line by line, with the name of its host. If the command fails on
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
 import select
-import selectors
 import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import TextIO
 
 from syncline.cluster.environment import MASTER_PORT, OUTER_JOB, host_variables, rank_variables, torchrun_variables
 from syncline.cluster.isolation import running_hosts, unshaped_notice, why_not_shaped
+from syncline.cluster.outcomes import collect, first_failure, send
 from syncline.cluster.ports import reserved_port
 from syncline.cluster.processes import describe_exit, reap
 from syncline.cluster.spec import ClusterSpec
@@ -102,13 +101,10 @@ class _Run:
         self._spec, self._argv, self._commands = spec, argv, commands
         # A single command writes to the terminal directly, so that colours and progress bars work.
         self._alone = len(commands) == 1
-        self._reports = [os.pipe() for _ in range(spec.hosts)]
+        self._reports = [os.pipe() for _ in commands]
         self._outputs = [] if self._alone else [(os.pipe(), os.pipe()) for _ in commands]
         self._stop = os.pipe()
         """Becomes readable when all commands must end. Hosts only poll it, so one byte serves all of them."""
-        self._exits: dict[int, str | None] = {}
-        """Exits by command index: None for success, or a description of the failure."""
-        self._first_failure: str | None = None
 
     def to_the_end(self, grace_s: float, *, shaped: bool) -> int:
         pipes = [*self._reports, *(pipe for both in self._outputs for pipe in both)]
@@ -119,8 +115,15 @@ class _Run:
                     for command, both in zip(self._commands, self._outputs, strict=False)
                     for (read_end, _), stream in zip(both, (sys.stdout, sys.stderr), strict=True)
                 ]
-                self._follow(printers, grace_s)
-                if len(self._exits) == len(self._commands):
+                outcomes = collect(
+                    [read_end for read_end, _ in self._reports],
+                    deadline_s=math.inf,
+                    grace_s=grace_s,
+                    on_failure=lambda: os.write(self._stop[1], b"1"),
+                    outputs={printer.pipe: printer.take for printer in printers},
+                )
+                failure = first_failure(outcomes)
+                if failure is None:
                     hosts.wait(grace_s)
                 hosts.kill()
                 for printer in printers:
@@ -130,64 +133,29 @@ class _Run:
         finally:
             for end in self._stop:
                 os.close(end)
-        if self._first_failure is not None:
-            sys.stderr.write(f"{self._first_failure}\n")
-            return 1
-        return 0
-
-    def _follow(self, printers: list[_Printer], grace_s: float) -> None:
-        """Print the hosts' output until every command has ended, or until the grace period after a failure is over."""
-        end: float | None = None
-        with selectors.DefaultSelector() as selector:
-            for host, (read_end, _) in enumerate(self._reports):
-                selector.register(read_end, selectors.EVENT_READ, host)
-            for printer in printers:
-                selector.register(printer.pipe, selectors.EVENT_READ, printer)
-            while len(self._exits) < len(self._commands):
-                left = None if end is None else end - time.monotonic()
-                if left is not None and left <= 0:
-                    break
-                for key, _ in selector.select(left):
-                    data = os.read(key.fd, 1 << 16)
-                    if not data:
-                        selector.unregister(key.fd)
-                    if isinstance(key.data, _Printer):
-                        key.data.take(data)
-                    else:
-                        self._record_exits(key.data, data)
-                if end is None and self._first_failure is not None:
-                    end = time.monotonic() + grace_s
-                    os.write(self._stop[1], b"1")
-
-    def _record_exits(self, host: int, data: bytes) -> None:
-        """Record what a host reports: a line for each command that ended. End of file means that it was killed."""
-        exits = dict(json.loads(line) for line in data.splitlines())
-        if not data:
-            lost = "was lost: its host's process was killed"
-            exits = {index: lost for index, command in enumerate(self._commands) if command.host == host}
-        for index, problem in (exits | self._exits).items():
-            if problem is not None and self._first_failure is None:
-                self._first_failure = f"{self._commands[index].place}: {Path(self._argv[0]).name} {problem}"
-        self._exits = exits | self._exits
+        if failure is not None:
+            place, program = self._commands[failure.rank].place, Path(self._argv[0]).name
+            sys.stderr.write(f"{place}: {program} {failure.error}\n")
+        return 0 if failure is None else 1
 
     def _on_host(self, host: int) -> int:
-        report = self._reports[host][1]
         running: dict[int, int] = {}
+        for index, (command, (_, report)) in enumerate(zip(self._commands, self._reports, strict=True)):
+            if command.host != host:
+                os.close(report)
+                continue
+            try:
+                running[self._start(index, command)] = report
+            except OSError as error:
+                send(report, {"error": f"could not be started: {error.strerror}"})
+                os.close(report)
 
-        def report_exit(index: int, problem: str | None) -> None:
-            os.write(report, json.dumps((index, problem)).encode() + b"\n")
+        def ended(report: int, code: int) -> None:
+            send(report, {"error": describe_exit(code) if code else None})
+            os.close(report)
 
-        for index, command in enumerate(self._commands):
-            if command.host == host:
-                try:
-                    running[self._start(index, command)] = index
-                except OSError as error:
-                    report_exit(index, f"could not be started: {error.strerror}")
-        for _, write_end in self._reports:
-            if write_end != report:
-                os.close(write_end)
         threading.Thread(target=self._terminate_on_stop, args=(running,), daemon=True).start()
-        return reap(running, lambda index, code: report_exit(index, describe_exit(code) if code else None))
+        return reap(running, ended)
 
     def _start(self, index: int, command: Command) -> int:
         inherited = {name: value for name, value in os.environ.items() if name not in OUTER_JOB}

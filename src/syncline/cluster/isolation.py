@@ -209,8 +209,7 @@ class _ProcessTree:
             from syncline.cluster import links
 
             links.build_switches(self.spec, pids)
-        _say_yes(lines)
-        if not _all_say_yes(lines):
+        if not _meet(lines):
             return 1
         self.report("ready\n")
         self._close_control()
@@ -226,19 +225,23 @@ class _ProcessTree:
         if self.shaped:
             linux.unshare(linux.CLONE_NEWNET | linux.CLONE_NEWUTS)
             socket.sethostname(f"host{host}")
-        _say_yes([line])
-        if not _all_say_yes([line]):
+        if not _meet([line]):
             return 1
         if self.shaped:
             from syncline.cluster import links
 
             links.configure_host(self.spec, host)
-        _say_yes([line])
-        if not _all_say_yes([line]):
+        if not _meet([line]):
             return 1
         line.close()
         self._close_control()
         return self.host_main(host)
+
+
+def _meet(lines: list[socket.socket]) -> bool:
+    """Tell the other ends that this one is ready, and wait for them; return False if one has ended."""
+    _say_yes(lines)
+    return _all_say_yes(lines)
 
 
 def _say_yes(lines: list[socket.socket]) -> None:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import selectors
 import signal
 import socket
-import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
@@ -24,6 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from syncline.cluster import linux
 from syncline.cluster.environment import MASTER_PORT, host_variables, rank_variables
 from syncline.cluster.isolation import running_hosts, why_not_shaped
+from syncline.cluster.outcomes import OnEvent, Outcome, collect, first_failure, send
 from syncline.cluster.ports import reserved_port, wait_for_listener
 from syncline.cluster.processes import describe_exit, fork, reap
 from syncline.cluster.spec import ClusterSpec
@@ -48,7 +45,7 @@ class Rank:
 
     def say(self, event: Any) -> None:
         """Send an event to the launching process, for example progress."""
-        _send(self._pipe, {"event": event})
+        send(self._pipe, {"event": event})
 
     @property
     def device(self) -> torch.device:
@@ -81,30 +78,13 @@ class Rank:
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
 
 
-@dataclass
-class Outcome:
-    """The result of one rank."""
-
-    rank: int
-    value: Any = None
-    error: str | None = None
-    """Type and message of the exception, or how the process ended."""
-    traceback: str = ""
-    foreseen: bool = False
-    """True for a `SynclineError`, whose message needs no traceback."""
-    finished: bool = False
-    finished_at_s: float = 0.0
-    """`time.monotonic()` when it ended."""
-    _buffer: bytes = field(default=b"", repr=False)
-
-
 class RankFailedError(ClusterError):
     """At least one rank raised, died, or ran past the deadline."""
 
     def __init__(self, outcomes: Sequence[Outcome], deadline_s: float) -> None:
         self.outcomes = list(outcomes)
-        first = min((o for o in outcomes if o.error), key=lambda o: o.finished_at_s)
-        bad = [o.rank for o in outcomes if o.error]
+        first = first_failure(outcomes) or outcomes[0]
+        bad = [outcome.rank for outcome in outcomes if outcome.error]
         text = f"rank {first.rank}: {first.error}"
         if len(bad) > 1:
             text += f" (ranks {bad} failed; this was the first; the deadline was {deadline_s:g} s)"
@@ -117,7 +97,7 @@ def launch(
     *,
     deadline_s: float = 120.0,
     grace_s: float = 5.0,
-    on_event: Callable[[int, Any], None] | None = None,
+    on_event: OnEvent | None = None,
     shaped: bool | None = None,
 ) -> list[Any]:
     """Run `main(rank)` on every rank and return the results in rank order.
@@ -143,7 +123,7 @@ def launch_outcomes(
     *,
     deadline_s: float,
     grace_s: float,
-    on_event: Callable[[int, Any], None] | None = None,
+    on_event: OnEvent | None = None,
     shaped: bool | None = None,
 ) -> list[Outcome]:
     """Like `launch`, but return the outcome of every rank instead of raising."""
@@ -156,7 +136,8 @@ def launch_outcomes(
         with running_hosts(
             spec, lambda host: _run_ranks(spec, host, main, shaped, port, pipes), shaped=shaped, pipes=pipes
         ) as hosts:
-            outcomes = _collect([read_end for read_end, _ in pipes], deadline_s, grace_s, on_event)
+            read_ends = [read_end for read_end, _ in pipes]
+            outcomes = collect(read_ends, deadline_s=deadline_s, grace_s=grace_s, on_event=on_event)
             if not any(outcome.error for outcome in outcomes):
                 hosts.wait(grace_s)
             return outcomes
@@ -180,7 +161,7 @@ def _run_ranks(
     def ended(pipe: int, code: int) -> None:
         if code != 0:
             os.write(pipe, b"\n")  # the rank may have ended in the middle of a line
-        _send(pipe, {"error": f"{describe_exit(code)} before it returned"})
+        send(pipe, {"error": f"{describe_exit(code)} before it returned"})
         os.close(pipe)
 
     return reap(pipe_of, ended)
@@ -203,77 +184,13 @@ def _rank_process(rank: Rank, parent: int, main: RankMain, pipes: list[tuple[int
                 "from it cannot use CUDA: launch them before that, or from a new process"
             )
         value = main(rank)
-        _send(rank._pipe, {"value": value})
+        send(rank._pipe, {"value": value})
     except BaseException as error:  # noqa: BLE001 - reported to the launching process, SystemExit too
-        _send(
-            rank._pipe,
-            {
-                "error": f"{type(error).__name__}: {error}",
-                "traceback": traceback.format_exc(),
-                "foreseen": isinstance(error, SynclineError),
-            },
-        )
+        text, foreseen = f"{type(error).__name__}: {error}", isinstance(error, SynclineError)
+        send(rank._pipe, {"error": text, "traceback": traceback.format_exc(), "foreseen": foreseen})
         return 1
     finally:
         if dist.is_initialized():
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
     return 0
-
-
-_sending = threading.Lock()
-
-
-def _send(pipe: int, message: dict[str, Any]) -> None:
-    data = msgspec.json.encode(message) + b"\n"
-    with _sending:  # threads share the pipe, and long messages take several writes
-        while data:
-            data = data[os.write(pipe, data) :]
-
-
-def _collect(
-    pipes: list[int], deadline_s: float, grace_s: float, on_event: Callable[[int, Any], None] | None
-) -> list[Outcome]:
-    outcomes = [Outcome(rank) for rank in range(len(pipes))]
-    end = time.monotonic() + deadline_s
-    failed = ending = False
-    with selectors.DefaultSelector() as selector:
-        for pipe, outcome in zip(pipes, outcomes, strict=True):
-            selector.register(pipe, selectors.EVENT_READ, outcome)
-        while selector.get_map() and (left := end - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                outcome = key.data
-                data = os.read(key.fd, 1 << 20)
-                if not data:
-                    selector.unregister(key.fd)
-                    _finish(outcome, error="its host died")
-                _take(outcome, data, on_event)
-            failed = failed or any(outcome.error for outcome in outcomes)
-            if not ending and (failed or all(outcome.finished for outcome in outcomes)):
-                ending = True
-                end = min(end, time.monotonic() + grace_s)
-    for outcome in outcomes:
-        _finish(outcome, error=f"still running {'when another rank failed' if failed else 'at the deadline'}")
-    return outcomes
-
-
-def _take(outcome: Outcome, data: bytes, on_event: Callable[[int, Any], None] | None) -> None:
-    *lines, outcome._buffer = (outcome._buffer + data).split(b"\n")
-    for line in lines:
-        try:
-            message = msgspec.json.decode(line)
-        except msgspec.DecodeError:
-            continue  # incomplete: the rank was killed while it wrote, which its host reports next
-        if "event" in message:
-            if on_event is not None:
-                on_event(outcome.rank, message["event"])
-        else:
-            _finish(outcome, **message)
-
-
-def _finish(outcome: Outcome, **result: Any) -> None:
-    """Record the first result of a rank. Later ones, such as the exit of its process, are consequences of it."""
-    if not outcome.finished:
-        for field, value in result.items():
-            setattr(outcome, field, value)
-        outcome.finished, outcome.finished_at_s = True, time.monotonic()
