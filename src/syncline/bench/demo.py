@@ -13,9 +13,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from syncline.bench.cluster import OnProgress, cluster_of, network_of, reported_to
 from syncline.bench.methods import Wrapping
-from syncline.bench.rounds import Contender, combine, take_turns
+from syncline.bench.rounds import Contender, OnProgress, combine, reported_to, take_turns
+from syncline.bench.run import cluster_of, network_of
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.cluster.isolation import why_not_shaped
 from syncline.measure.probe import probe

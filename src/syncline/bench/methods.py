@@ -1,16 +1,19 @@
-"""The methods that a bench compares.
+"""The methods that a bench compares, and predictions of their step times before the first one is measured.
 
-A new method is a new line in `METHODS`. Baselines are PyTorch's own code, with the settings that suit them best.
+A new method is a new line in `METHODS`. Baselines are PyTorch's own code, with the settings that suit them best, and are
+not predicted. Syncline's exchanges state their own cost.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
@@ -19,19 +22,20 @@ from syncline.ddp.attach import attach
 from syncline.ddp.handle import Handle
 from syncline.ddp.wrap import handle_of, wrap
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES, AllgatherTopk, Dense, Exchange, OkTopk
+from syncline.exchange import EXCHANGES, AllgatherTopk, Dense, Exchange, OkTopk, Topology
 from syncline.exchange.wire import sent_bytes
 from syncline.layerwise.activations import find_blocks
 from syncline.layerwise.trainer import Layerwise
+from syncline.measure.backward import measure_backward
+from syncline.measure.overhead import measure_overheads
 from syncline.plan.make import make_plan, plan_for
 from syncline.plan.search import named
 from syncline.predict import Schedule, predict
+from syncline.predict.schedule import ddp_caps
 from syncline.records.bucket_caps import filled
 from syncline.records.network import Network
 from syncline.records.plan import Plan
-
-if TYPE_CHECKING:
-    from syncline.bench.forecast import Forecast
+from syncline.records.profile import Profile
 
 
 @dataclass
@@ -76,6 +80,41 @@ class Prepared:
         for parameter in self.model.parameters():
             elements[parameter.element_size()] += parameter.numel() if parameter.requires_grad else 0
         return sum(sent_bytes("all_reduce", count, size, ranks) for size, count in elements.items())
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The inputs of all predictions, the same on all ranks."""
+
+    profile: Profile
+    network: Network
+    paced: bool
+    """True for a replay, whose computation is not slowed down by communication."""
+    bucket_mb: float | None
+
+    @property
+    def caps(self) -> tuple[int, ...]:
+        """Sizes in bytes at which DDP closes its buckets."""
+        return ddp_caps(self.bucket_mb)
+
+    def predicted_s(self, prepared: Prepared) -> float | None:
+        """Predict the seconds per step of a method, whose name the profile has for its exchange's computation."""
+        profile, name, handle = self.profile, prepared.name, prepared.handle
+        if prepared.method in HOOKS:
+            return None
+        if prepared.method == "nosync":
+            straggler_s = 0.0 if profile.slowest is None else profile.slowest.step_s - profile.step_s
+            return profile.step_s + max(straggler_s, profile.jitter_s)
+        if prepared.plan is not None:
+            return prepared.plan.iteration_s
+        recompute_s, schedule = 0.0, Schedule.of(profile, bucket_mb=self.bucket_mb)
+        if isinstance(handle, Layerwise):
+            buckets = filled(profile.gradients, (handle.bucket_bytes,))
+            schedule = Schedule(name, buckets, handle.exchange, name, handle.lanes)
+            recompute_s = profile.forward_s if handle.recomputes else 0.0
+        elif handle is not None:
+            schedule = Schedule(name, schedule.buckets, handle.exchange, name, handle.lanes)
+        return recompute_s + predict(profile, self.network, schedule, paced=self.paced).iteration_s
 
 
 @dataclass(frozen=True)
@@ -232,6 +271,25 @@ METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
     ),
 }
 """By name: a description, and the variants, of which the fastest is reported."""
+
+
+def profile_workload(
+    net: nn.Module,
+    loss_of: Callable[[nn.Module], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    name: str,
+    topology: Topology | None = None,
+    exchanges: Mapping[str, Callable[[], Exchange]] | None = None,
+) -> Profile:
+    """Profile the workload on all ranks at once, without communication.
+
+    Args:
+        exchanges: Exchanges whose computation on `topology` is measured too. Default: all.
+    """
+    profile = measure_backward(net, loss_of, steps=8, warmup=3, optimizer=optimizer, model_name=name)
+    device = next(net.parameters()).device
+    overheads = measure_overheads(device, exchanges, topology=topology or dist.get_world_size(), group=dist.group.WORLD)
+    return msgspec.structs.replace(profile, overheads=overheads)
 
 
 def check_methods(names: list[str]) -> None:

@@ -11,17 +11,21 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from syncline.bench.cluster import report_progress
 from syncline.bench.methods import slow_sgd
 from syncline.cluster import Rank
 
 REST_S = 0.02
 """Shortest pause between steps."""
+
+
+OnProgress = Callable[[int, int], None]
+"""Called with the part that is done, and the whole."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,17 @@ def take_turns(rank: Rank, contenders: Sequence[Contender], *, warmup: int, roun
                 record[contender.name].append([start, end, sent_before, _host_sent_bytes(rank)])
         report_progress(rank, number + warmup + 1, warmup + rounds)
     return record
+
+
+def report_progress(rank: Rank, done: float, of: float) -> None:
+    """Report progress from rank 0 to the launching process."""
+    if rank.rank == 0:
+        rank.say([round(done), round(of)])
+
+
+def reported_to(on_progress: OnProgress | None) -> Callable[[int, Any], None]:
+    """Return the event handler for `launch` that passes on the calls of `report_progress`."""
+    return lambda _rank, event: None if on_progress is None else on_progress(*event)
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,27 @@ import torch
 from torch import nn
 
 from syncline._version import __version__
-from syncline.bench.cluster import OnProgress, cluster_of, network_of, reported_to
-from syncline.bench.forecast import Forecast, profile_workload
-from syncline.bench.methods import METHODS, PLANNERS, Prepared, Wrapping, check_methods, slow_sgd
-from syncline.bench.rounds import Contender, Turns, combine, finish, take_turns, training_step
+from syncline.bench.methods import (
+    METHODS,
+    PLANNERS,
+    Forecast,
+    Prepared,
+    Wrapping,
+    check_methods,
+    profile_workload,
+    slow_sgd,
+)
+from syncline.bench.rounds import (
+    Contender,
+    OnProgress,
+    Turns,
+    combine,
+    finish,
+    report_progress,
+    reported_to,
+    take_turns,
+    training_step,
+)
 from syncline.cluster import ClusterSpec, Rank, format_rate, launch
 from syncline.cluster.isolation import why_not_shaped
 from syncline.errors import UsageError
@@ -31,7 +48,7 @@ from syncline.models import zoo
 from syncline.models.replay import ReplayModel
 from syncline.plan.search import options
 from syncline.predict.exchange_time import topology_of
-from syncline.records.bench_result import BenchResult, Model, Row
+from syncline.records.bench_result import BenchResult, Cluster, Model, Row
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
@@ -280,3 +297,32 @@ def _row(method: str, turns: dict[str, Turns], about: list[dict[str, Any]], shap
 
 def _largest(values: Any) -> int | None:
     return max((value for value in values if value is not None), default=None)
+
+
+def cluster_of(spec: ClusterSpec, emulated: bool) -> Cluster:
+    burst_bytes = None
+    if emulated:
+        from syncline.cluster import links  # needs pyroute2
+
+        burst_bytes = links.burst_bytes(spec.rate_bps)
+    same = len(set(spec.per_host)) == 1
+    fields = dataclasses.asdict(spec) | {"per_host": spec.per_host[0] if same else list(spec.per_host)}
+    return Cluster(**fields, emulated=emulated, burst_bytes=burst_bytes)
+
+
+def network_of(answer: object, spec: ClusterSpec, emulated: bool) -> Network:
+    """Return the network that a rank probed, with the nominal rates of emulated links."""
+    network = msgspec.convert(answer, Network)
+    return network.with_nominal_rates(spec.rate_bps, spec.trunk_rate_bps) if emulated else network
+
+
+def probe_emulated(spec: ClusterSpec, budget_s: float, on_progress: OnProgress | None = None) -> Network:
+    """Probe the links of an emulated cluster; the result has their nominal rates too."""
+
+    def main(rank: Rank) -> object:
+        rank.init_process_group(timeout_s=max(60.0, 4 * budget_s))
+        report = functools.partial(report_progress, rank) if rank.rank == 0 else None
+        return msgspec.to_builtins(probe(budget_s=budget_s, on_progress=report))
+
+    answers = launch(spec, main, deadline_s=120 + 6 * budget_s, on_event=reported_to(on_progress))
+    return network_of(answers[0], spec, why_not_shaped() is None)

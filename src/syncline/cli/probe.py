@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.bench.cluster import probe_emulated
+from syncline.bench.run import probe_emulated
 from syncline.cli import options, screen
 from syncline.cli.commands.probe import Probe
 from syncline.errors import UsageError
