@@ -26,7 +26,7 @@ from ddp_helpers import SMALL_BUCKETS, TIMEOUT_S, Mlp, on_ranks, seeded, square_
 from interpreters import Interpreter, interpreter
 from survivors import wait_for
 from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
-from syncline.cluster.ports import reserved_port
+from syncline.cluster.environment import reserved_port
 from syncline.dist import agreement
 from syncline.dist.lane import HostMarks, Job
 from syncline.doctor import examine_reports

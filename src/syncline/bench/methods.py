@@ -1,7 +1,7 @@
 """The methods that a bench compares, and predictions of their step times before the first one is measured.
 
-A new method is a new line in `METHODS`. Baselines are PyTorch's own code, with the settings that suit them best, and are
-not predicted. Syncline's exchanges state their own cost.
+A new method is a new line in `METHODS`. Baselines are PyTorch's own code, with the settings that suit them best; they
+are not predicted. Syncline's exchanges state their own cost.
 """
 
 from __future__ import annotations

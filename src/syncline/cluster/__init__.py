@@ -2,8 +2,7 @@
 
 from syncline.cluster.command import run_command
 from syncline.cluster.isolation import unshaped_notice, why_not_shaped
-from syncline.cluster.launch import Rank, RankFailedError, launch, launch_outcomes
-from syncline.cluster.outcomes import Outcome
+from syncline.cluster.launch import Outcome, Rank, RankFailedError, launch, launch_outcomes
 from syncline.cluster.spec import ClusterSpec, format_rate, parse_per_host, parse_rate
 
 __all__ = [

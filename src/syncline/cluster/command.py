@@ -18,10 +18,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from syncline.cluster.environment import MASTER_PORT, OUTER_JOB, host_variables, rank_variables, torchrun_variables
+from syncline.cluster.environment import (
+    MASTER_PORT,
+    OUTER_JOB,
+    host_variables,
+    rank_variables,
+    reserved_port,
+    torchrun_variables,
+)
 from syncline.cluster.isolation import running_hosts, unshaped_notice, why_not_shaped
-from syncline.cluster.outcomes import collect, first_failure, send
-from syncline.cluster.ports import reserved_port
+from syncline.cluster.launch import collect, first_failure, send
 from syncline.cluster.processes import describe_exit, reap
 from syncline.cluster.spec import ClusterSpec
 from syncline.errors import UsageError

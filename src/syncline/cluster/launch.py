@@ -1,33 +1,41 @@
-"""Run a Python function on the ranks of an emulated cluster, forked from one process that has imported torch."""
+"""Run a Python function on the ranks of an emulated cluster, forked from one process that has imported torch.
+
+The results of ranks, and of commands, reach the caller through one pipe each, as lines of JSON.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
+import selectors
 import signal
 import socket
+import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from syncline.cluster import linux
-from syncline.cluster.environment import MASTER_PORT, host_variables, rank_variables
+from syncline.cluster.environment import MASTER_PORT, host_variables, rank_variables, reserved_port, wait_for_listener
 from syncline.cluster.isolation import running_hosts, why_not_shaped
-from syncline.cluster.outcomes import OnEvent, Outcome, collect, first_failure, send
-from syncline.cluster.ports import reserved_port, wait_for_listener
 from syncline.cluster.processes import describe_exit, fork, reap
 from syncline.cluster.spec import ClusterSpec
 from syncline.errors import ClusterError, SynclineError, UsageError
 
 RankMain = Callable[["Rank"], Any]
 """Function that a rank runs. Its result must be serialisable as JSON."""
+OnEvent = Callable[[int, Any], None]
+"""Called with the rank and the event."""
+_sending = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,47 @@ class Rank:
         store = TCPStore(address, self._port, self.world_size, is_master=self.rank == 0, timeout=timeout, **options)
         backend = "nccl" if self.spec.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+
+
+@dataclass
+class Outcome:
+    """The result of one rank, or of one command."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    """Type and message of the exception, or how the process ended."""
+    traceback: str = ""
+    foreseen: bool = False
+    """True for a `SynclineError`, whose message needs no traceback."""
+    finished: bool = False
+    finished_at_s: float = 0.0
+    """`time.monotonic()` when it ended."""
+    _buffer: bytes = field(default=b"", repr=False)
+
+    def take(self, data: bytes, on_event: OnEvent | None) -> None:
+        """Read what the process or its host has sent."""
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            try:
+                message = msgspec.json.decode(line)
+            except msgspec.DecodeError:
+                continue  # incomplete: the process was killed while it wrote, which its host reports next
+            if "event" not in message:
+                self.finish(**message)
+            elif on_event is not None:
+                on_event(self.rank, message["event"])
+
+    def finish(self, **result: Any) -> None:
+        """Record the first result. Later ones, such as the exit of the process, are consequences of it."""
+        if not self.finished:
+            for name, value in result.items():
+                setattr(self, name, value)
+            self.finished, self.finished_at_s = True, time.monotonic()
+
+
+def first_failure(outcomes: Sequence[Outcome]) -> Outcome | None:
+    return min((outcome for outcome in outcomes if outcome.error), key=lambda o: o.finished_at_s, default=None)
 
 
 class RankFailedError(ClusterError):
@@ -194,3 +243,55 @@ def _rank_process(rank: Rank, parent: int, main: RankMain, pipes: list[tuple[int
             with contextlib.suppress(Exception):
                 dist.destroy_process_group()
     return 0
+
+
+def send(pipe: int, message: dict[str, Any]) -> None:
+    data = msgspec.json.encode(message) + b"\n"
+    with _sending:  # threads share the pipe, and long messages take several writes
+        while data:
+            data = data[os.write(pipe, data) :]
+
+
+def collect(
+    pipes: Sequence[int],
+    *,
+    deadline_s: float,
+    grace_s: float,
+    on_event: OnEvent | None = None,
+    on_failure: Callable[[], object] = lambda: None,
+    outputs: Mapping[int, Callable[[bytes], None]] | None = None,
+) -> list[Outcome]:
+    """Collect the outcomes until all processes have ended, or until the grace period after a failure is over.
+
+    Args:
+        on_failure: Called after the first failure.
+        outputs: Functions for the data of other pipes.
+    """
+    outcomes = [Outcome(rank) for rank in range(len(pipes))]
+    end = time.monotonic() + deadline_s
+    failed = ending = False
+    reading = set(pipes)
+    with selectors.DefaultSelector() as selector:
+        for pipe, reader in [*zip(pipes, outcomes, strict=True), *(outputs or {}).items()]:
+            selector.register(pipe, selectors.EVENT_READ, reader)
+        while reading and (left := end - time.monotonic()) > 0:
+            for key, _ in selector.select(min(left, 3600.0)):
+                data = os.read(key.fd, 1 << 20)
+                if not data:
+                    selector.unregister(key.fd)
+                    reading.discard(key.fd)
+                if not isinstance(key.data, Outcome):
+                    key.data(data)
+                elif data:
+                    key.data.take(data, on_event)
+                else:
+                    key.data.finish(error="its host died")
+            if not failed and any(outcome.error for outcome in outcomes):
+                failed = True
+                on_failure()
+            if not ending and (failed or all(outcome.finished for outcome in outcomes)):
+                ending = True
+                end = min(end, time.monotonic() + grace_s)
+    for outcome in outcomes:
+        outcome.finish(error=f"still running {'when another rank failed' if failed else 'at the deadline'}")
+    return outcomes

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from syncline.cluster.ports import wait_for_listener
+from syncline.cluster.environment import wait_for_listener
 from syncline.dist import torchrun
 from syncline.dist.deadline import TooLateError, run_concurrently, within
 from syncline.doctor.interfaces import gloo_choice, interfaces

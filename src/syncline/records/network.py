@@ -96,25 +96,22 @@ class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, d
     def collective(self, kind: str, level: str | Level = WORLD) -> Collective:
         """Return the cost of a kind of collective at a level.
 
-        If the kind was not measured, the result is the all-reduce's cost, scaled by the number of messages. If the
-        level was not measured, it is the cost at the nearest measured level (the ranks of a host, one rank of each
-        host, or all ranks), scaled to the level's number of ranks.
+        A kind that was not measured costs as an all-reduce, scaled by the number of messages. A level that was not
+        measured costs as the nearest measured one, scaled to the level's number of ranks.
         """
         if isinstance(level, str):
             return self._fitted(kind, level)
         known = {entry.level for entry in self.collectives}
-        if level.ranks == self.ranks or not known & {"local", "hosts"}:
+        nearest = "local" if self._inside_hosts(level.groups) and "local" in known else "hosts"
+        if level.ranks == self.ranks or nearest not in known:
             nearest = WORLD
-        else:
-            nearest = "local" if self._inside_hosts(level.groups) and "local" in known else "hosts"
-        return self._with_ranks(self._fitted(kind, nearest if nearest in known else WORLD), level.ranks, False)
+        return self._with_ranks(self._fitted(kind, nearest), level.ranks, False)
 
     def _fitted(self, kind: str, level: str) -> Collective:
-        for entry in self.collectives:
-            if (entry.kind, entry.level) == (kind, level):
-                return entry
-        base = next((entry for entry in self.collectives if (entry.kind, entry.level) == ("all_reduce", level)), None)
-        if base is None:
+        known = {entry.kind: entry for entry in self.collectives if entry.level == level}
+        if kind in known:
+            return known[kind]
+        if (base := known.get("all_reduce")) is None:
             raise UsageError(f"the network has no figures for {kind} at level {level}: probe it again")
         factor = wire.hops(kind, base.ranks, self.backend) / wire.hops("all_reduce", base.ranks, self.backend)
         return msgspec.structs.replace(base.scaled(factor, factor, factor), kind=kind, points=())
@@ -168,13 +165,10 @@ class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, d
         """Return, for each kind of link, the different loads of its uplinks: pairs of a group's size and a number of
         messages. They are cached, because counting them among thousands of ranks takes longer than everything else."""
         if (kind, groups) not in self._known_messages:
-            units = {
-                "host": self.host_of_rank,
-                "rack": [self.rack_of_host[host] for host in self.host_of_rank],
-            }
+            racks = [self.rack_of_host[host] for host in self.host_of_rank]
             self._known_messages[kind, groups] = {
                 name: wire.uplinks(kind, [[unit[rank] for rank in group] for group in groups], self.backend)
-                for name, unit in units.items()
+                for name, unit in (("host", self.host_of_rank), ("rack", racks))
             }
         return self._known_messages[kind, groups]
 
@@ -204,9 +198,9 @@ class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, d
         per_host = collections.Counter(counts.values()).most_common(1)[0][0]
         per_rack = max(1, math.ceil(self.hosts / self.racks))
         racks = tuple(host // per_rack if self.racks > 1 else 0 for host in range(hosts))
-        round_robin = self.host_of_rank != tuple(sorted(self.host_of_rank))
-        host_by_host = tuple(host for host in range(hosts) for _ in range(per_host))
-        host_of_rank = tuple(host for _ in range(per_host) for host in range(hosts)) if round_robin else host_by_host
+        host_of_rank = tuple(range(hosts)) * per_host
+        if self.host_of_rank == tuple(sorted(self.host_of_rank)):  # the ranks are numbered host by host
+            host_of_rank = tuple(sorted(host_of_rank))
         ranks_at = {WORLD: len(host_of_rank), "hosts": hosts, "local": per_host}
         collectives = tuple(
             self._with_ranks(entry, ranks_at[entry.level], same_machine)
@@ -214,11 +208,7 @@ class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, d
             if ranks_at[entry.level] > 1
         )
         return msgspec.structs.replace(
-            self,
-            host_of_rank=host_of_rank,
-            rack_of_host=racks,
-            collectives=collectives,
-            matrix_bytes_per_s=(),
+            self, host_of_rank=host_of_rank, rack_of_host=racks, collectives=collectives, matrix_bytes_per_s=()
         )
 
     def with_rate(self, rate_bps: int, link: str = "host") -> Network:
@@ -311,19 +301,13 @@ class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, d
         return msgspec.structs.replace(scaled, ranks=ranks, breakpoint_bytes=None, points=())
 
     def slowdown(self, streams: float) -> float:
-        """Return the factor by which start-ups take longer while `streams` collectives run.
-
-        It is interpolated between measurements, and grows in proportion to `streams` beyond them.
-        """
+        """Return the factor by which start-ups take longer while `streams` collectives run."""
         known = [(1, 1.0), *sorted((entry.streams, entry.slowdown) for entry in self.overlap)]
         most, at_most = known[-1]
         return _interpolate(known, streams) if streams <= most else max(1.0, at_most * streams / most)
 
     def crowding(self, streams: float) -> float:
-        """Return the factor by which bytes take longer on a full link that `streams` collectives share.
-
-        It is interpolated between measurements, and constant beyond them.
-        """
+        """Return the factor by which bytes take longer on a full link that `streams` collectives share."""
         known = [(1, 1.0), *sorted((entry.streams, entry.crowding) for entry in self.overlap)]
         return _interpolate(known, min(streams, known[-1][0]))
 
