@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from syncline.errors import UsageError
 from syncline.layerwise.activations import Managed, find_blocks
-from syncline.measure.preserve_state import as_it_was
+from syncline.measure.preserve_state import restored_on_exit
 from syncline.measure.steps import checked_loss
 from syncline.memory_meter import Meter, metered
 from syncline.records.activations import RECOMPUTE, Activations, Block, Line
@@ -81,7 +81,7 @@ def measure_activations(
     parameters = [p for p in module.parameters() if p.requires_grad]
     device = parameters[0].device
     measured: dict[int, _StepCost] = {}
-    with as_it_was(module, device):
+    with restored_on_exit(module, device):
         for parameter in module.parameters():
             parameter.grad = None
         for batch, step in sorted(steps.items()):
