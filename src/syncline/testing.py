@@ -18,7 +18,7 @@ from torch import Tensor
 
 from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.errors import MismatchError, UsageError
-from syncline.exchange import Climbing, Exchange, Layout, State, Topology, Tree
+from syncline.exchange import Climbing, Exchange, Layout, Topology, Tree
 
 Inputs = Sequence[Sequence[Tensor]]
 """Gradients by step, then by rank."""
@@ -92,7 +92,10 @@ def run_steps(
             ran.results.append(flat)
             residual = state.kept()
             ran.kept.append(None if residual is None else residual.clone())
-            ran.memory.append(_memory(state, layout))
+            saved = state.tensors(layout).items()
+            ran.memory.append(
+                {f"{name}/{kind}": tensor.clone() for name, kinds in saved for kind, tensor in kinds.items()}
+            )
         ran.calls = comm.log[before:]
         ran.sent_bytes = dict(comm.counter.sent_bytes)
         cost = exchange.cost(layout.numel, layout.dtype, comm.topology)
@@ -304,14 +307,6 @@ def _require_same_memory(ran: Sequence[Ran], reference: Sequence[Ran], what: str
         for name, tensor in ours.memory[0].items():
             _require(torch.equal(tensor, ours.memory[1][name]), f"commit: {what} changed {name} on rank {rank}")
         _require(torch.equal(ours.results[-1], theirs.results[-1]), f"commit: {what} changed the next on rank {rank}")
-
-
-def _memory(state: State, layout: Layout) -> dict[str, Tensor]:
-    return {
-        f"{name}/{kind}": tensor.detach().clone()
-        for name, kinds in state.tensors(layout).items()
-        for kind, tensor in kinds.items()
-    }
 
 
 def _sum(tensors: Iterable[Tensor]) -> Tensor:

@@ -65,11 +65,11 @@ class Hosts:
         self.kill()
         raise ClusterError(f"{_DID_NOT_START}{problem}")
 
-    def wait(self, timeout_s: float | None = None) -> int | None:
+    def wait(self, timeout_s: float) -> int | None:
         """Return 0 or the exit status of the first host that failed; None if hosts still run at the timeout."""
-        end = None if timeout_s is None else time.monotonic() + timeout_s
+        end = time.monotonic() + timeout_s
         while self._status is None:
-            if not _readable(self._control, None if end is None else end - time.monotonic()):
+            if not _readable(self._control, end - time.monotonic()):
                 return None
             if not os.read(self._control, 65536):  # the keeper has the other end open until all have ended
                 self._reap()
@@ -311,7 +311,7 @@ def _why_namespaces_fail() -> str | None:
         return str(error).removeprefix(_DID_NOT_START).splitlines()[-1]  # the last line of a traceback has the error
 
 
-def _readable(descriptor: int, timeout_s: float | None) -> bool:
+def _readable(descriptor: int, timeout_s: float) -> bool:
     poll = select.poll()  # select does not support descriptors over 1023
     poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000))
+    return bool(poll.poll(max(0.0, timeout_s) * 1000))
