@@ -92,10 +92,8 @@ def run_steps(
             ran.results.append(flat)
             residual = state.kept()
             ran.kept.append(None if residual is None else residual.clone())
-            saved = state.tensors(layout).items()
-            ran.memory.append(
-                {f"{name}/{kind}": tensor.clone() for name, kinds in saved for kind, tensor in kinds.items()}
-            )
+            saved = [(name, *item) for name, kinds in state.tensors(layout).items() for item in kinds.items()]
+            ran.memory.append({f"{name}/{kind}": tensor.clone() for name, kind, tensor in saved})
         ran.calls = comm.log[before:]
         ran.sent_bytes = dict(comm.counter.sent_bytes)
         cost = exchange.cost(layout.numel, layout.dtype, comm.topology)

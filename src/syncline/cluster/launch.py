@@ -176,8 +176,6 @@ def launch_outcomes(
     shaped: bool | None = None,
 ) -> list[Outcome]:
     """Like `launch`, but return the outcome of every rank instead of raising."""
-    if spec.device == "cuda" and torch.cuda.is_initialized():
-        raise UsageError("ranks are forked, and CUDA does not survive a fork: launch them before the first use of CUDA")
     shaped = why_not_shaped() is None if shaped is None else shaped
     # Without namespaces, ranks share the machine's ports.
     with contextlib.nullcontext(MASTER_PORT) if shaped else reserved_port() as port:
