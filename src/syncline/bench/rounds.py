@@ -56,10 +56,8 @@ class Quartiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quartiles:
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(low, median, high)
+        several = values if len(values) > 1 else [*values, *values]
+        return cls(*statistics.quantiles(several, n=4, method="inclusive"))
 
 
 Record = dict[str, list[list[float]]]
@@ -133,11 +131,8 @@ def combine(records: Sequence[Record]) -> dict[str, Turns]:
 
 
 def _barrier(rank: Rank) -> None:
-    if rank.spec.device == "cuda":
-        dist.barrier(device_ids=[0])
-        torch.cuda.synchronize()
-    else:
-        dist.barrier()
+    dist.barrier(device_ids=[0] if rank.spec.device == "cuda" else None)
+    finish(rank)
 
 
 def finish(rank: Rank) -> None:
