@@ -159,7 +159,7 @@ def test_gradient_bytes_counts_every_gradient() -> None:
         ("0", {"dtype": "int32"}, r"gradients\[0\]\.dtype: int32 is unknown"),
         ("0", {"shape": [-10, -8]}, r"gradients\[0\]\.shape\[0\]: must be at least 0"),
         ("0", {"shape": "10x8"}, r"gradients\[0\]\.shape: expected array, got str"),
-        ("", {"gradients": []}, r"gradients: must have a length of at least 1"),
+        ("", {"gradients": []}, r"gradients: is empty"),
         ("", {"forward_s": math.inf}, r"forward_s: must be a finite number"),
         ("", {"update_s": -1.0}, r"update_s: must be at least 0"),
         ("", {"steps": 0}, r"steps: must be at least 1"),

@@ -155,18 +155,10 @@ def _plug(netlink: IPRoute, port: str, bridge: str) -> None:
 
 
 def _shape(netlink: IPRoute, name: str, rate_bps: int, how: str = "add") -> None:
-    rate = rate_bps // 8
+    index, rate, burst = _index(netlink, name), rate_bps // 8, burst_bytes(rate_bps)
     queue = max(MIN_QUEUE_BYTES, int(rate * QUEUE_S))
     with _needs_kernel_support("a token-bucket filter (module sch_tbf)"):
-        netlink.tc(
-            how,
-            "tbf",
-            index=_index(netlink, name),
-            handle="1:",
-            rate=rate,
-            burst=burst_bytes(rate_bps),
-            limit=queue + burst_bytes(rate_bps),
-        )
+        netlink.tc(how, "tbf", index=index, handle="1:", rate=rate, burst=burst, limit=queue + burst)
 
 
 @contextlib.contextmanager

@@ -36,7 +36,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_ms_low: float
     step_ms_high: float
     sent_bytes: int | None
-    """Payload per step of the busiest rank: counted for each call; for plain DDP, derived from its logged buckets."""
+    """Payload per step of the busiest rank: counted for each call; for plain DDP, computed from its parameters."""
     predicted_ms: float | None
     predicted_sent_bytes: int | None
     wire_bytes: int | None = None

@@ -11,7 +11,7 @@ import math
 import os
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 import torch
@@ -131,7 +131,7 @@ class Profile(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     schema: Schema = 1
     model: str
-    gradients: Annotated[tuple[Gradient, ...], msgspec.Meta(min_length=1)]
+    gradients: tuple[Gradient, ...]
     """Sorted by `ready_s`."""
     forward_s: Seconds
     backward_s: Seconds
@@ -166,6 +166,8 @@ class Profile(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
             if after.ready_s < before.ready_s:
                 problem = f"is {after.ready_s}, but {before.ready_s} for the one before"
                 raise ValueError(f"gradients[{index}].ready_s: {problem}; gradients must be sorted by ready_s")
+        if not self.gradients:
+            raise ValueError("gradients: is empty; a profile has at least one gradient")
         last, rounding_s = len(self.gradients) - 1, 1e-9 + 1e-6 * self.backward_s
         if (ready_s := self.gradients[last].ready_s) > self.backward_s + rounding_s:
             raise ValueError(f"gradients[{last}].ready_s: is {ready_s}, after backward_s ({self.backward_s})")
@@ -208,13 +210,10 @@ class Profile(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return msgspec.structs.replace(
             self,
             gradients=tuple(_scaled_gradient(gradient, time, bytes) for gradient in self.gradients),
-            forward_s=self.forward_s * time,
-            backward_s=self.backward_s * time,
-            update_s=self.update_s * time,
             buffers=tuple(_scaled_buffers(entry, bytes) for entry in self.buffers),
-            ranks=tuple(_times_scaled(rank, time) for rank in self.ranks),
-            spread=self.spread and _times_scaled(self.spread, time),
-            jitter_s=self.jitter_s * time,
+            ranks=tuple(msgspec.structs.replace(rank, **_scaled_times(rank, time)) for rank in self.ranks),
+            spread=self.spread and msgspec.structs.replace(self.spread, **_scaled_times(self.spread, time)),
+            **_scaled_times(self, time),
             activations=self.activations if bytes == 1.0 else None,
             how=f"{self.how}; scaled: time × {time:g}, bytes × {bytes:g}",
         )
@@ -243,13 +242,8 @@ def _scaled_buffers(buffers: Buffers, bytes: float) -> Buffers:
     return Buffers(dtype=buffers.dtype, bytes=item_bytes * (max(1, round(elements * bytes)) if elements else 0))
 
 
-T = TypeVar("T", RankTimes, Spread)
-
-
-def _times_scaled(times: T, factor: float) -> T:
-    """Multiply all fields that are named `…_s`."""
-    seconds = {field: getattr(times, field) for field in times.__struct_fields__ if field.endswith("_s")}
-    return msgspec.structs.replace(times, **{field: value * factor for field, value in seconds.items()})
+def _scaled_times(record: Profile | RankTimes | Spread, factor: float) -> dict[str, float]:
+    return {field: getattr(record, field) * factor for field in record.__struct_fields__ if field.endswith("_s")}
 
 
 def _scaled_gradient(gradient: Gradient, time: float, bytes: float) -> Gradient:
