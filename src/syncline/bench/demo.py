@@ -35,21 +35,15 @@ LEARNING_RATE, MOMENTUM = 0.02, 0.9
 
 
 def run_demo(
-    spec: ClusterSpec,
-    steps: int,
-    *,
-    deadline_s: float = 900.0,
-    tune_s: float = TUNE_S,
-    on_progress: OnProgress | None = None,
+    spec: ClusterSpec, steps: int, *, tune_s: float = TUNE_S, on_progress: OnProgress | None = None
 ) -> DemoResult:
     """Train with every method of `CONTENDERS` and compare their times, losses and weights."""
     data = digits()  # loaded once, before the ranks are forked
     shaped = why_not_shaped() is None
-
     answers = launch(
         spec,
         lambda rank: _train(rank, data, steps, tune_s),
-        deadline_s=deadline_s,
+        deadline_s=900.0,
         on_event=reported_to(on_progress),
         shaped=shaped,
     )

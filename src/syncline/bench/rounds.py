@@ -22,8 +22,6 @@ from syncline.cluster import Rank
 
 REST_S = 0.02
 """Shortest pause between steps."""
-
-
 OnProgress = Callable[[int, int], None]
 """Called with the part that is done, and the whole."""
 

@@ -13,7 +13,6 @@ import contextlib
 import functools
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -44,10 +43,8 @@ _DID_NOT_START = "the emulated cluster did not start: "
 class Hosts:
     """A running set of hosts. The kernel ends them when the thread that started them ends."""
 
-    def __init__(self, keeper_pid: int, control: int, scratch: Path | None) -> None:
-        self._keeper_pid = keeper_pid
-        self._control = control
-        self._scratch = scratch
+    def __init__(self, keeper_pid: int, control: int) -> None:
+        self._keeper_pid, self._control = keeper_pid, control
         self._status: int | None = None
 
     def wait_until_ready(self) -> None:
@@ -92,8 +89,6 @@ class Hosts:
         except ChildProcessError:  # the caller reaps its children itself, or ignores SIGCHLD
             self._status = 0
         os.close(self._control)
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -107,27 +102,27 @@ def running_hosts(
         pipes: Pipes from the hosts to the caller. The context closes both ends here. The processes between the caller
             and the hosts close them too, so that a pipe from a host ends when the host does.
     """
-    scratch = Path(tempfile.mkdtemp(prefix="syncline-")) if spec.device == "cuda" else None
-    control_read, control_write = os.pipe()
-    caller = os.getpid()
-    tree = _ProcessTree(spec, host_main, shaped, [end for pipe in pipes for end in pipe], scratch, control_write)
-    hosts: Hosts | None = None
-    # The keeper inherits the blocked signals, so the caller's handlers cannot take them before it waits for them.
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _KEEPER_SIGNALS)
-    try:
+    with contextlib.ExitStack() as cleanup:
+        scratch = None
+        if spec.device == "cuda":
+            folder = tempfile.TemporaryDirectory(prefix="syncline-", ignore_cleanup_errors=True)
+            scratch = Path(cleanup.enter_context(folder))
+        for read_end, _ in pipes:
+            cleanup.callback(os.close, read_end)
+        control_read, control_write = os.pipe()
+        caller = os.getpid()
+        tree = _ProcessTree(spec, host_main, shaped, [end for pipe in pipes for end in pipe], scratch, control_write)
+        # The keeper inherits the blocked signals, so the caller's handlers cannot take them before it waits for them.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _KEEPER_SIGNALS)
         try:
-            hosts = Hosts(fork(lambda: tree.keeper(caller), tree.report), control_read, scratch)
+            hosts = Hosts(fork(lambda: tree.keeper(caller), tree.report), control_read)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             for end in (control_write, *(write_end for _, write_end in pipes)):
                 os.close(end)
+        cleanup.callback(hosts.kill)
         hosts.wait_until_ready()
         yield hosts
-    finally:
-        if hosts is not None:
-            hosts.kill()
-        for read_end, _ in pipes:
-            os.close(read_end)
 
 
 @dataclass
