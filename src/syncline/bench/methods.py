@@ -128,10 +128,10 @@ class Wrapping:
     forecast: Forecast | None = None
     """Inputs of planned methods."""
 
-    def ddp(self, net: nn.Module, bucket_mb: float | None = None, **options: Any) -> DDP:
+    def ddp(self, net: nn.Module, bucket_mb: float | None = None) -> DDP:
         cap = bucket_mb if bucket_mb is not None else self.bucket_mb
         ids = [self.device.index] if self.device.type == "cuda" else None
-        return DDP(net, device_ids=ids, bucket_cap_mb=cap, **options)
+        return DDP(net, device_ids=ids, bucket_cap_mb=cap)
 
 
 Preparation = Callable[[str, nn.Module, Wrapping], Prepared]
