@@ -39,7 +39,7 @@ _SOURCE = re.compile(r"\[(enforce fail at )?/[^\]\s]+\.\w+:\d+\] ")
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if the message is empty.
 
-    Parts that help nobody are removed: error numbers, and what C++ code adds, such as paths of source files.
+    It has no error numbers, and no parts that C++ code adds, such as paths of source files and general advice.
     """
     line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return _SOURCE.sub("", _WRAPPED.sub("", line)).partition(". This is typically caused by")[0]
