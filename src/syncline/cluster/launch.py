@@ -95,8 +95,7 @@ class Outcome:
     error: str | None = None
     """Type and message of the exception, or how the process ended."""
     traceback: str = ""
-    foreseen: bool = False
-    """True for a `SynclineError`, whose message needs no traceback."""
+    """Empty for a `SynclineError`, whose message needs none."""
     finished: bool = False
     finished_at_s: float = 0.0
     """`time.monotonic()` when it ended."""
@@ -137,7 +136,7 @@ class RankFailedError(ClusterError):
         text = f"rank {first.rank}: {first.error}"
         if len(bad) > 1:
             text += f" (ranks {bad} failed; this was the first; the deadline was {deadline_s:g} s)"
-        super().__init__(f"{text}\n{first.traceback}" if first.traceback and not first.foreseen else text)
+        super().__init__(f"{text}\n{first.traceback}" if first.traceback else text)
 
 
 def launch(
@@ -233,8 +232,8 @@ def _rank_process(rank: Rank, parent: int, main: RankMain, pipes: list[tuple[int
         value = main(rank)
         send(rank._pipe, {"value": value})
     except BaseException as error:  # noqa: BLE001 - reported to the launching process, SystemExit too
-        text, foreseen = f"{type(error).__name__}: {error}", isinstance(error, SynclineError)
-        send(rank._pipe, {"error": text, "traceback": traceback.format_exc(), "foreseen": foreseen})
+        details = "" if isinstance(error, SynclineError) else traceback.format_exc()
+        send(rank._pipe, {"error": f"{type(error).__name__}: {error}", "traceback": details})
         return 1
     finally:
         if dist.is_initialized():
