@@ -557,7 +557,7 @@ def test_a_stuck_exchange_on_a_device_is_warned_about_once_each_time(
 
     warned: list[str] = []
     monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(watchdog, "tell", warned.append)
+    monkeypatch.setattr(watchdog, "warn", warned.append)
     dog = watchdog_of_one(10)
 
     def overdue(job: Job, after_s: float) -> None:
