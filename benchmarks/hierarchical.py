@@ -20,8 +20,7 @@ import torch
 import syncline
 from equal_gradients import equal_gradients
 from link_rate import cpu_ticks, stolen_since
-from syncline.bench.forecast import profile_workload
-from syncline.bench.methods import Wrapping
+from syncline.bench.methods import Wrapping, profile_workload
 from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.bench.run import Workload
 from syncline.cluster import ClusterSpec, Rank, launch

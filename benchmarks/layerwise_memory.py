@@ -29,6 +29,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
 from syncline._version import __version__
-from syncline.bench.baselines import with_topk
 from syncline.cluster import ClusterSpec, Rank, launch
+from syncline.dist.comm import gather_into
 from syncline.files import write_text
 from syncline.layerwise.measure_blocks import measure_activations
 from syncline.layerwise.memory_budget import training_of
@@ -145,6 +146,37 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-4, momentum=0.9, fused=parameters[0].is_cuda)
 
 
+@dataclass
+class SparseState:
+    residuals: dict[int, Tensor] = field(default_factory=dict)
+    """By bucket."""
+    steps: int = 0
+
+
+def sparse_hook(state, bucket):  # type: ignore[no-untyped-def] # torch rejects annotations that are strings
+    """Gather the largest 1 % of each rank on all ranks, with one residual and no other memory."""
+    flat, ranks = bucket.buffer(), dist.get_world_size()
+    dense = state.steps < 2  # DDP still changes its buckets
+    state.steps += bucket.is_last()
+    if dense:
+        work = dist.all_reduce(flat.div_(ranks), async_op=True)
+        return work.get_future().then(lambda done: done.value()[0])
+    if bucket.index() not in state.residuals:
+        state.residuals[bucket.index()] = torch.zeros_like(flat)
+    residual, count = state.residuals[bucket.index()], max(1, int(0.01 * flat.numel()))
+    residual.add_(flat, alpha=1 / ranks)
+    positions = torch.topk(residual.abs(), count, sorted=False).indices
+    values, sent = residual[positions], positions.to(torch.int32)
+    all_positions, all_values = sent.new_empty(ranks * count), values.new_empty(ranks * count)
+    gather_into(all_positions, sent)
+    gather_into(all_values, values)
+    residual[positions] = 0
+    flat.zero_().index_add_(0, all_positions, all_values)
+    done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+    done.set_result(flat)
+    return done
+
+
 def stepping(method: str, net: nn.Module, loss: Loss, device: torch.device) -> tuple[Callable[[], None], Any]:
     """One step of a method, and what it is to be closed with."""
 
@@ -154,7 +186,7 @@ def stepping(method: str, net: nn.Module, loss: Loss, device: torch.device) -> t
     if method in ("ddp", "sparse-only"):
         model = DDP(net, device_ids=[device.index] if device.type == "cuda" else None, gradient_as_bucket_view=True)
         if method == "sparse-only":
-            with_topk(model)
+            model.register_comm_hook(SparseState(), sparse_hook)
         optimizer = sgd(model.parameters())
 
         def step() -> None:

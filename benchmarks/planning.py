@@ -33,8 +33,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from link_rate import cpu_ticks, stolen_since
 from syncline._version import __version__
-from syncline.bench.forecast import Forecast, profile_workload
-from syncline.bench.methods import make_planned
+from syncline.bench.methods import Forecast, make_planned, profile_workload
 from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.ddp.attach import wrap

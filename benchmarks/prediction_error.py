@@ -77,7 +77,7 @@ def probed(spec: ClusterSpec, budget_s: float) -> Network:
         rank.init_process_group()
         return msgspec.to_builtins(probe(budget_s=budget_s))
 
-    return msgspec.convert(launch(spec, main, deadline_s=300)[0], Network).sold_as(spec.rate_bps)
+    return msgspec.convert(launch(spec, main, deadline_s=300)[0], Network).with_nominal_rates(spec.rate_bps)
 
 
 def moved(network: Network, spec: ClusterSpec) -> Network:

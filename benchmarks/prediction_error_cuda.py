@@ -54,7 +54,7 @@ def on_cluster(rank: Rank, models: list[str], budget_s: float, rounds: int) -> d
     if device.type == "cuda":
         torch.cuda.set_device(device)
     rank.init_process_group(timeout_s=300)
-    network = probe(budget_s=budget_s).sold_as(rank.spec.rate_bps)
+    network = probe(budget_s=budget_s).with_nominal_rates(rank.spec.rate_bps)
     overheads = measure_overheads(device, topology=rank.world_size, group=dist.group.WORLD)
     answer: dict[str, Any] = {"network": msgspec.to_builtins(network), "profiles": {}, "predictions": {}, "record": {}}
     for name in models:

@@ -298,14 +298,14 @@ def soak(rank: Rank, steps: int, attachments: int, seed: int) -> dict[str, Any]:
             for step in range(first, last):
                 make_step(step, trouble.of(step))
             training.take(last, name, trainee.mark)
-        tell(rank, f"{last} of {steps} steps, {time.monotonic() - begin:.0f} s", training)
+        warn(rank, f"{last} of {steps} steps, {time.monotonic() - begin:.0f} s", training)
     trained_s = time.monotonic() - begin
     for number, name in zip(range(attachments), itertools.cycle(EXCHANGES), strict=False):
         with trainee.through(name) as make_step:
             make_step(steps + number, set())
         if (number + 1) % len(EXCHANGES) == 0:
             attaching.take(number + 1, "detached", trainee.mark)
-            tell(rank, f"{number + 1} of {attachments} attachments", attaching)
+            warn(rank, f"{number + 1} of {attachments} attachments", attaching)
     plain = left_by_groups()
     trouble.close()
     return {
@@ -333,7 +333,7 @@ def left_by_groups(warm: int = 40, count: int = 200) -> dict[str, float]:
     return {what: (after[what] - before[what]) / count for what in OF_TORCH}
 
 
-def tell(rank: Rank, text: str, notes: Notes) -> None:
+def warn(rank: Rank, text: str, notes: Notes) -> None:
     if rank.rank == 0:
         now = notes.readings[-1]
         rank.say(f"{text}: {now['rss_kb'] / 1024:.1f} MB, {now['threads']} threads, {now['files']} files")

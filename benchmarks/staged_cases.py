@@ -106,7 +106,7 @@ CASES = [
 def watched(rank: Rank, case: Case, budget_s: float) -> dict[str, Any]:
     """What a user would run first."""
     rank.init_process_group()
-    network = probe(budget_s=budget_s).sold_as(rank.spec.rate_bps, rank.spec.trunk_rate_bps)
+    network = probe(budget_s=budget_s).with_nominal_rates(rank.spec.rate_bps, rank.spec.trunk_rate_bps)
     net = ReplayModel(case.workload, seed=rank.rank, rank=rank.rank)
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     profile = measure_backward(

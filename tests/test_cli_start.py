@@ -120,7 +120,7 @@ def test_every_public_name_can_be_the_first_to_be_used() -> None:
     """No order of imports causes an import cycle."""
     program = (
         "import os, sys, syncline, torch, torch.distributed\n"
-        "for name in [*syncline._MODULES, *syncline._PACKAGES]:\n"
+        "for name in [*syncline._MODULE_OF, *syncline._PACKAGES]:\n"
         "    if (child := os.fork()) == 0:\n"
         "        try: getattr(syncline, name)\n"
         "        except BaseException as error: print(name, error, flush=True); os._exit(1)\n"
@@ -141,7 +141,7 @@ def test_type_checkers_see_the_same_modules_as_python() -> None:
     """The imports for type checkers and the table name the same objects."""
     (block,) = (node for node in ast.parse(inspect.getsource(syncline)).body if isinstance(node, ast.If))
     seen = {alias.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert seen.keys() == syncline._MODULES.keys()
+    assert seen.keys() == syncline._MODULE_OF.keys()
     assert seen.keys() | {"__version__"} | {name for name in syncline.__all__ if name.endswith("Error")} == {
         *syncline.__all__
     }

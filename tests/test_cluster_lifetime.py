@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from syncline.cluster import ClusterSpec, Rank, isolation, launch, run_command, why_not_shaped
-from syncline.cluster.processes import Complaints, fork
+from syncline.cluster.processes import fork
 
 needs_namespaces = pytest.mark.skipif(why_not_shaped() is not None, reason=f"no namespaces: {why_not_shaped()}")
 both_ways = pytest.mark.parametrize("shaped", [pytest.param(True, marks=needs_namespaces), False])
@@ -33,7 +33,7 @@ CLUSTER_RUN = [sys.executable, "-m", "syncline", "cluster", "run"]
 @contextlib.contextmanager
 def forked(main: Callable[[], int | None]) -> Iterator[psutil.Process]:
     """Fork a caller that the test can kill."""
-    process = psutil.Process(fork(lambda: main() or 0, Complaints(2)))
+    process = psutil.Process(fork(lambda: main() or 0))
     try:
         yield process
     finally:

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from syncline.cli import app
 from syncline.cli.doctor import show
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
-from syncline.cluster.ports import reserved_port
+from syncline.cluster.environment import reserved_port
 from syncline.dist.deadline import TooLateError, left_behind, within
 from syncline.doctor import Checkup, examine
 from syncline.doctor.interfaces import Interface, gloo_choice, interfaces, is_loopback, nccl_choice

@@ -37,8 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": {"_version", "cluster", "ddp", "dist", "errors", "files", "health", "measure", "records", "units"},
     "bench": {
         *("_version", "errors", "memory_meter"),
-        *("cluster", "ddp", "dist", "exchange", "layerwise", "measure", "models", "plan", "predict", "records"),
-        "tuning",
+        *("cluster", "ddp", "exchange", "layerwise", "measure", "models", "plan", "predict", "records", "tuning"),
     },
     "integrations": {"ddp", "errors", "exchange", "files", "health", "measure", "records", "runtime", "tuning"},
     # Training.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
 from syncline.cluster.environment import MASTER_PORT
-from syncline.cluster.isolation import start_hosts
+from syncline.cluster.isolation import running_hosts
 
 pytestmark = pytest.mark.skipif(why_not_shaped() is not None, reason=f"no namespaces: {why_not_shaped()}")
 
@@ -70,13 +70,11 @@ def test_both_ends_of_every_link_and_trunk_are_shaped(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(links, "build_switches", build_and_tell)
     spec = ClusterSpec(hosts=3, rate_bps=200_000_000, racks=2, trunk_rate_bps=50_000_000)
-    hosts = start_hosts(spec, lambda _: 0, shaped=True)
     try:
-        hosts.wait_until_ready()
-        assert hosts.wait(30) == 0
-        rates = eval(os.read(read_end, 65536))  # noqa: S307 - our own repr
+        with running_hosts(spec, lambda _: 0, shaped=True) as hosts:
+            assert hosts.wait(30) == 0
+            rates = eval(os.read(read_end, 65536))  # noqa: S307 - our own repr
     finally:
-        hosts.kill()
         os.close(read_end)
         os.close(write_end)
     ports = dict.fromkeys(["host0", "host1", "host2"], 200_000_000)

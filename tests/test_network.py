@@ -92,8 +92,8 @@ def test_using_a_network_does_not_change_its_file(path: Path) -> None:
     [
         (("schema",), 2, r"schema: is 2, and this release reads up to 1; upgrade syncline"),
         (("schema",), 0, r"schema: is 0, and this release reads 1"),
-        (("backend",), "mpi", r"backend: must be gloo or nccl, not mpi"),
-        (("device",), "abacus", r"device: must be cpu or cuda"),
+        (("backend",), "mpi", r"backend: must be one of gloo, nccl"),
+        (("device",), "abacus", r"device: must be one of cpu, cuda"),
         (("host_of_rank",), [0, 0, 1, 3], r"host_of_rank: must name every host of rack_of_host"),
         (("host_of_rank",), [0, 0, 1, 1], r"host_of_rank: must name every host"),
         (("host_of_rank",), [], r"host_of_rank: must name every host"),
@@ -101,20 +101,20 @@ def test_using_a_network_does_not_change_its_file(path: Path) -> None:
         (("rack_of_host",), [1, 1, 2], r"rack_of_host: racks must be numbered"),
         (("rack_of_host",), [], r"host_of_rank: must name every host"),
         (("in_flight",), 0, r"in_flight: must be at least 1"),
-        (("links", 0, "name"), "moon", r"links\[0\]\.name: moon is not a link; known: local, host, rack"),
+        (("links", 0, "name"), "moon", r"links\[0\]\.name: must be one of local, host, rack"),
         (("links", 0, "name"), "host", r"links: host appears twice"),
-        (("links", 1, "bytes_per_s"), 0, r"links\[1\]\.bytes_per_s: must be greater than 0, not 0"),
+        (("links", 1, "bytes_per_s"), 0, r"links\[1\]\.bytes_per_s: must be greater than 0"),
         (("links", 1, "bytes_per_s"), 1e3, r"links\[1\]\.low_bytes_per_s: is 112500000\.0, above bytes_per_s"),
         (("links", 1, "bytes_per_s"), 1e12, r"links\[1\]\.high_bytes_per_s: is 137500000\.\d+, below bytes_per_s"),
         (("links", 1, "burst_bytes"), -1, r"links\[1\]\.burst_bytes: must be at least 0"),
-        (("links", 1, "nominal_bps"), 0, r"links\[1\]\.nominal_bps: must be at least 1, not 0"),
-        (("collectives", 0, "kind"), "gossip", r"collectives\[0\]\.kind: gossip is not a collective"),
+        (("links", 1, "nominal_bps"), 0, r"links\[1\]\.nominal_bps: must be at least 1"),
+        (("collectives", 0, "kind"), "gossip", r"collectives\[0\]\.kind: must be one of all_reduce, "),
         (("collectives", 1, "kind"), "all_reduce", r"collectives: all_reduce at level world appears twice"),
         (("collectives", 0, "ranks"), 8, r"collectives\[0\]\.ranks: is 8, but the network has 4"),
         (("collectives", 0, "ranks"), 1, r"collectives\[0\]\.ranks: must be at least 2"),
         (("collectives", 2, "ranks"), 3, r"collectives\[2\]\.ranks: is 3, but the network has 2 at level local"),
         (("collectives", 3, "ranks"), 4, r"collectives\[3\]\.ranks: is 4, but the network has 3 at level hosts"),
-        (("collectives", 0, "level"), "galaxy", r"collectives\[0\]\.level: galaxy is not a level"),
+        (("collectives", 0, "level"), "galaxy", r"collectives\[0\]\.level: must be one of world, hosts, local"),
         (("collectives", 0, "startup_s"), -1.0, r"collectives\[0\]\.startup_s: must be at least 0"),
         (("collectives", 0, "startup_low_s"), 1.0, r"collectives\[0\]\.startup_low_s: is 1\.0, above startup_s"),
         (("collectives", 0, "startup_high_s"), 0.0, r"collectives\[0\]\.startup_high_s: is 0\.0, below startup_s"),
@@ -127,7 +127,7 @@ def test_using_a_network_does_not_change_its_file(path: Path) -> None:
         ),
         (("overlap", 0, "slowdown"), 0.9, r"overlap\[0\]\.slowdown: must be between 1 and streams \(2\), not 0\.9"),
         (("overlap", 0, "slowdown"), 2.1, r"overlap\[0\]\.slowdown: must be between 1 and streams"),
-        (("overlap", 0, "crowding"), 0.9, r"overlap\[0\]\.crowding: must be at least 1, not 0\.9"),
+        (("overlap", 0, "crowding"), 0.9, r"overlap\[0\]\.crowding: must be at least 1"),
         (("collectives", 1, "switches", 0, "from_bytes"), -1, r"collectives\[1\]\.switches\[0\]\.from_bytes: must be"),
         (
             ("collectives", 1, "switches", 0, "from_bytes"),
@@ -140,7 +140,7 @@ def test_using_a_network_does_not_change_its_file(path: Path) -> None:
         (("startups", 0, "seconds"), -1, r"startups\[0\]\.seconds: must be at least 0"),
         (("matrix_bytes_per_s",), [[0.0]], r"matrix_bytes_per_s: must have a row and a column for each of the 3 hosts"),
         (("matrix_bytes_per_s", 1), [0.0, 1.0], r"matrix_bytes_per_s: must have a row and a column"),
-        (("matrix_bytes_per_s", 1, 0), -1.0, r"matrix_bytes_per_s: all rates must be between 0 and 1e\+18"),
+        (("matrix_bytes_per_s", 1, 0), -1.0, r"matrix_bytes_per_s\[1\]\[0\]: must be at least 0"),
     ],
 )
 def test_contradictions_name_the_field(path: Path, place: Place, value: Any, expected: str) -> None:
@@ -339,7 +339,7 @@ def test_there_is_at_least_one_host() -> None:
 
 
 def test_another_rate_scales_one_kind_of_link_and_keeps_the_share_it_loses() -> None:
-    sold = RICH_NETWORK.sold_as(1_100_000_000, 600_000_000)
+    sold = RICH_NETWORK.with_nominal_rates(1_100_000_000, 600_000_000)
     faster = sold.with_rate(11_000_000_000)
     before, after = sold.link("host"), faster.link("host")
     assert before is not None and after is not None
@@ -351,7 +351,7 @@ def test_another_rate_scales_one_kind_of_link_and_keeps_the_share_it_loses() -> 
 
 
 def test_the_nominal_rate_of_a_link_gives_its_measured_rate() -> None:
-    sold = network().sold_as(1_050_000_000)
+    sold = network().with_nominal_rates(1_050_000_000)
     again = sold.with_rate(1_050_000_000).link("host")
     assert again is not None
     assert again.bytes_per_s == pytest.approx(network().links[0].bytes_per_s)
@@ -418,7 +418,7 @@ def test_a_profile_instead_of_a_network_is_recognised(tmp_path: Path) -> None:
 
 
 def test_a_factor_multiplies_the_measured_rate_whatever_the_nominal_one() -> None:
-    for sold in (network(), network().sold_as(1_000_000_000)):
+    for sold in (network(), network().with_nominal_rates(1_000_000_000)):
         before, after = sold.link("host"), sold.with_faster("host", 2.5).link("host")
         assert before is not None and after is not None
         assert after.bytes_per_s == pytest.approx(2.5 * before.bytes_per_s)

@@ -212,26 +212,26 @@ def test_nan_is_refused_in_every_field(path: Path, place: Place, value: float) -
         (("schema",), 2, "schema: is 2, and this release reads up to 1; upgrade syncline"),
         (("schema",), 0, "schema: is 0, and this release reads 1; write the file again"),
         (("schema",), True, "schema: must be the whole number 1"),
-        (("lanes",), 0, "lanes: must be between 1 and 16, not 0"),
-        (("lanes",), 17, "lanes: must be between 1 and 16, not 17"),
-        (("low_s",), -0.1, "low_s: must be at least 0 seconds, not -0.1"),
-        (("where", "host_of_rank"), [], "where.host_of_rank: is empty; there is at least one rank"),
+        (("lanes",), 0, "lanes: must be at least 1"),
+        (("lanes",), 17, "lanes: must be at most 16"),
+        (("low_s",), -0.1, "low_s: must be at least 0"),
+        (("where", "host_of_rank"), [], "where.host_of_rank: must have a length of at least 1"),
         (("where", "backend"), 3, "where.backend: expected str, got int"),
-        (("gradients",), [], "gradients: is empty; a model has at least one"),
+        (("gradients",), [], "gradients: must have a length of at least 1"),
         (("gradients", 1, "name"), "head.weight", "gradients[1].name: head.weight appears twice"),
         (("gradients", 0, "dtype"), "int32", "gradients[0].dtype: int32 is unknown"),
-        (("gradients", 0, "shape"), [-10, -8], "gradients[0].shape: [-10, -8] is not a tensor's shape"),
-        (("gradients", 0, "shape"), [2**40, 2**40], "gradients[0].shape: [1099511627776, 1099511627776] is no"),
+        (("gradients", 0, "shape"), [-10, -8], "gradients[0].shape[0]: must be at least 0"),
+        (("gradients", 0, "shape"), [2**40, 2**40], "gradients[0].shape: has too many elements"),
         (("gradients", 0, "shape"), "10x8", "gradients[0].shape: expected array, got str"),
         (("gradients", 0, "name"), "neck", "buckets[0].parameters: head.weight is not among the gradients"),
-        (("buckets", 2, "parameters"), [], "buckets[2].parameters: is empty"),
+        (("buckets", 2, "parameters"), [], "buckets[2].parameters: must have a length of at least 1"),
         (("buckets", 2, "parameters"), ["scale", "rest"], "buckets[2].parameters: rest is not among the gradients"),
         (("buckets", 2, "parameters"), ["head.bias"], "buckets[2].parameters: head.bias is in buckets[0], too"),
         (("buckets", 2, "parameters"), ["scale"] * 2, "buckets[2].parameters: scale is in buckets[2], too"),
         (("buckets", 0, "parameters"), ["head.weight"], "buckets: head.bias is in none of them"),
         (("buckets",), TREE["buckets"][:2], "buckets: scale is in none of them"),
         (("buckets", 1, "lane"), 2, "buckets[1].lane: is 2; the plan has lanes 0 to 1"),
-        (("buckets", 0, "lane"), -1, "buckets[0].lane: is -1; the plan has lanes 0 to 1"),
+        (("buckets", 0, "lane"), -1, "buckets[0].lane: must be at least 0"),
         (("buckets", 0, "lane"), 0.5, "buckets[0].lane: expected int, got float"),
         (("buckets", 0, "exchange", "type"), "Dance", "buckets[0].exchange: no exchange is of type 'Dance'; known: De"),
         (("buckets", 0, "exchange", "type"), None, "buckets[0].exchange: no exchange is of type None"),
@@ -261,10 +261,11 @@ def test_types_in_one_bucket_are_named(path: Path) -> None:
 def test_a_contradiction_cannot_be_constructed_either() -> None:
     with pytest.raises(ValueError, match=r"^buckets\[1\]\.parameters: a is in buckets\[0\], too$"):
         plan((gradient("a", (3,)),), (bucket("a"), bucket("a")))
-    with pytest.raises(ValueError, match=r"^schema: is 2"):
-        msgspec.structs.replace(PLAN, schema=2)
-    with pytest.raises(ValueError, match=r"^iteration_s: must be at least 0 seconds, not nan$"):
-        msgspec.structs.replace(PLAN, iteration_s=math.nan)
+
+
+def test_a_time_that_is_not_a_number_is_not_written(path: Path) -> None:
+    with pytest.raises(FileError, match=r"plan\.json: not written: iteration_s: must be a finite number, not nan$"):
+        msgspec.structs.replace(PLAN, iteration_s=math.nan).save(path)
 
 
 @given(data=st.data())

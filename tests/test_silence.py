@@ -31,7 +31,7 @@ from hostile.files import RECORD
 from interpreters import Interpreter, Program, interpreter
 from syncline.cli import app
 from syncline.cluster import Rank
-from syncline.cluster.ports import reserved_port
+from syncline.cluster.environment import reserved_port
 from syncline.dist.comm import group_timeout
 from syncline.errors import UsageError
 from syncline.health import heartbeat, silence

@@ -26,7 +26,7 @@ from ddp_helpers import SMALL_BUCKETS, TIMEOUT_S, Mlp, on_ranks, seeded, square_
 from interpreters import Interpreter, interpreter
 from survivors import wait_for
 from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
-from syncline.cluster.ports import reserved_port
+from syncline.cluster.environment import reserved_port
 from syncline.dist import agreement
 from syncline.dist.lane import Job, Marks
 from syncline.doctor import examine_reports
@@ -557,7 +557,7 @@ def test_a_stuck_exchange_on_a_device_is_warned_about_once_each_time(
 
     warned: list[str] = []
     monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path))
-    monkeypatch.setattr(watchdog, "tell", warned.append)
+    monkeypatch.setattr(watchdog, "warn", warned.append)
     dog = watchdog_of_one(10)
 
     def overdue(job: Job, after_s: float) -> None:

@@ -13,13 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from syncline._version import __version__
-from syncline.errors import (
-    ClusterError,
-    ExchangeError,
-    MismatchError,
-    SynclineError,
-    UsageError,
-)
+from syncline.errors import ClusterError, ExchangeError, MismatchError, SynclineError, UsageError
 
 if TYPE_CHECKING:
     from syncline.ddp.attach import attach, wrap
@@ -68,29 +62,21 @@ __all__ = [
 ]
 
 _MODULES = {
-    "BucketTiming": "syncline.runtime.stats",
-    "Dense": "syncline.exchange",
-    "Exchange": "syncline.exchange",
-    "Following": "syncline.tuning.follow",
-    "Handle": "syncline.ddp.handle",
-    "Hierarchical": "syncline.exchange",
-    "Layerwise": "syncline.layerwise.trainer",
-    "Network": "syncline.records.network",
-    "OkTopk": "syncline.exchange",
-    "PhaseTiming": "syncline.runtime.stats",
-    "Plan": "syncline.records.plan",
-    "Profile": "syncline.records.profile",
-    "Stats": "syncline.runtime.stats",
-    "Tuned": "syncline.tuning.tune",
-    "attach": "syncline.ddp.attach",
-    "follow": "syncline.tuning.follow",
-    "handle_of": "syncline.ddp.handle",
-    "make_plan": "syncline.plan.make",
-    "measure_backward": "syncline.measure.backward",
-    "tune": "syncline.tuning.tune",
-    "watch_backward": "syncline.measure.backward_watch",
-    "wrap": "syncline.ddp.attach",
+    "syncline.ddp.attach": ("attach", "wrap"),
+    "syncline.ddp.handle": ("Handle", "handle_of"),
+    "syncline.exchange": ("Dense", "Exchange", "Hierarchical", "OkTopk"),
+    "syncline.layerwise.trainer": ("Layerwise",),
+    "syncline.measure.backward": ("measure_backward",),
+    "syncline.measure.backward_watch": ("watch_backward",),
+    "syncline.plan.make": ("make_plan",),
+    "syncline.records.network": ("Network",),
+    "syncline.records.plan": ("Plan",),
+    "syncline.records.profile": ("Profile",),
+    "syncline.runtime.stats": ("BucketTiming", "PhaseTiming", "Stats"),
+    "syncline.tuning.follow": ("Following", "follow"),
+    "syncline.tuning.tune": ("Tuned", "tune"),
 }
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 """The module of each public name. Modules are imported on first use, because torch takes seconds to import and
 `syncline --help` does not need it."""
 _PACKAGES = frozenset({"exchange", "measure", "plan"})
@@ -98,8 +84,8 @@ _PACKAGES = frozenset({"exchange", "measure", "plan"})
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        value = getattr(importlib.import_module(_MODULES[name]), name)
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
     elif name in _PACKAGES:
         value = importlib.import_module(f"{__name__}.{name}")
     else:
@@ -109,4 +95,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, *_PACKAGES})
+    return sorted({*globals(), *_MODULE_OF, *_PACKAGES})

@@ -31,21 +31,21 @@ class ClusterError(SynclineError):
     """An emulated cluster could not be set up, or one of its processes failed."""
 
 
-_WRAPPED = re.compile(r"^Got the following error when running the callback: (RuntimeError: )?")
-_SOURCE = re.compile(r"\[/[^\]\s]+\.\w+:\d+\] ")
+_WRAPPED = re.compile(r"^(Got the following error when running the callback: (RuntimeError: )?|\[Errno \d+\] )")
+_SOURCE = re.compile(r"\[(enforce fail at )?/[^\]\s]+\.\w+:\d+\] ")
 """Source files of gloo or torch, with the paths of the machine that built them."""
 
 
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if the message is empty.
 
-    Parts that C++ code adds are removed: the name of a callback, paths of source files, and general advice.
+    It has no error numbers, and no parts that C++ code adds, such as paths of source files and general advice.
     """
-    line = str(error).splitlines()[0] if str(error) else type(error).__name__
+    line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return _SOURCE.sub("", _WRAPPED.sub("", line)).partition(". This is typically caused by")[0]
 
 
-def tell(text: str) -> None:
+def warn(text: str) -> None:
     """Issue a warning. It does not raise if warnings are errors, because that would stop a step on one rank only."""
     with contextlib.suppress(Warning):
         warnings.warn(text, stacklevel=3)

@@ -1,24 +1,17 @@
-"""Read and write JSON files, strictly.
+"""Read and write JSON files, strictly: reading a file only in part could give a wrong plan.
 
-A file may have been edited by hand, cut short by a full disk, or written by a newer release. Reading it only in part
-could give a wrong plan. So unknown, repeated and missing keys, wrong types, NaN and unknown versions are errors, and
-each error is one line that names the file and the field.
-
-The structure of a file is a `msgspec.Struct` with `frozen=True, forbid_unknown_fields=True`, and two conventions:
-
-- A field `schema: int = N` is the version that this release reads and writes. It is required in a file.
-- `__post_init__` checks what types cannot express, and raises `ValueError("field: what is wrong")`.
+Unknown, repeated and missing keys, wrong types, NaN and unknown versions are errors of one line that names the file and
+the field. The structure of a file is a frozen `msgspec.Struct` that forbids unknown fields. Its `schema: int = N` is
+the version that this release reads and writes. `__post_init__` raises `ValueError("field: what is wrong")`.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import os
 import re
 import secrets
-import stat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,7 +48,7 @@ def read_json(path: str | os.PathLike[str], type: type[T]) -> T:
         _check_values(tree)
         _check_kind(tree, type)
         _check_schema(tree, type)
-        return _convert(tree, type)
+        return msgspec.convert(tree, type)
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -63,10 +56,25 @@ def read_json(path: str | os.PathLike[str], type: type[T]) -> T:
     except json.JSONDecodeError as error:
         problem = f"{error.msg} at line {error.lineno}, column {error.colno}"
         raise FileError(f"{path}: is not complete JSON ({problem}); write it again") from error
+    except msgspec.ValidationError as error:
+        raise FileError(f"{path}: {one_line(str(_explained(error)))}") from error
     except RecursionError as error:
         raise FileError(f"{path}: is nested too deeply to be one of Syncline's files") from error
     except ValueError as error:
         raise FileError(f"{path}: {one_line(str(error))}") from error
+
+
+class JsonFile(msgspec.Struct, frozen=True):
+    """Base class of records that are files."""
+
+    @classmethod
+    def load(cls: type[T], path: str | os.PathLike[str]) -> T:
+        """Read a JSON file. Raises `FileError` if it is not valid."""
+        return read_json(path, cls)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a JSON file."""
+        write_json(path, self)
 
 
 def _text_of(path: str | os.PathLike[str]) -> str:
@@ -122,11 +130,7 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, *, through_links: boo
 
 
 def _mode_for(target: Path) -> int:
-    try:
-        mode = target.lstat().st_mode
-    except FileNotFoundError:
-        return _MODE
-    return _MODE & mode if stat.S_ISREG(mode) else _MODE
+    return _MODE & target.stat().st_mode if target.is_file() and not target.is_symlink() else _MODE
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -139,37 +143,24 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _check_values(tree: object) -> None:
-    if (invalid := _invalid_value(tree)) is not None:
-        raise _FieldError(*invalid)
-
-
-def _invalid_value(tree: object) -> tuple[str, str] | None:
-    """Return the field and the problem of the first value that JSON can hold but no field may have.
-
-    The field's name is built while the recursion returns, because almost all files have no such value.
-    """
+def _check_values(tree: object, field: str = "") -> None:
+    """Raise for values that JSON can hold but no field may have."""
     if isinstance(tree, dict):
         for key, value in tree.items():
-            if (invalid := _invalid_value(key) or _invalid_value(value)) is not None:
-                return _inside(one_line(str(key)), *invalid)
+            inner = f"{field}.{key}" if field else key
+            _check_values(key, inner)
+            _check_values(value, inner)
     elif isinstance(tree, list | tuple):
         for index, value in enumerate(tree):
-            if (invalid := _invalid_value(value)) is not None:
-                return _inside(f"[{index}]", *invalid)
+            _check_values(value, f"{field}[{index}]")
     elif isinstance(tree, str):
         if not tree.isascii() and any("\ud800" <= char <= "\udfff" for char in tree):
-            return "", "has an unpaired surrogate, which is not valid text; write it again"
+            raise _FieldError(field, "has an unpaired surrogate, which is not valid text; write it again")
     elif isinstance(tree, float):
         if not math.isfinite(tree):
-            return "", f"must be a finite number, not {tree}"
+            raise _FieldError(field, f"must be a finite number, not {tree}")
     elif isinstance(tree, int) and not -_TOO_LARGE <= tree < _TOO_LARGE:
-        return "", "number out of range: it needs more than 64 bits"
-    return None
-
-
-def _inside(outer: str, field: str, problem: str) -> tuple[str, str]:
-    return f"{outer}{'.' if field and field[0] != '[' else ''}{field}", problem
+        raise _FieldError(field, "number out of range: it needs more than 64 bits")
 
 
 _MARKS = {
@@ -192,7 +183,7 @@ def _check_kind(tree: object, type: type[T]) -> None:
 
 def _check_schema(tree: object, type: type[T]) -> None:
     """Check the version before other fields, because a newer file may differ in all of them."""
-    known = _schema_of(type)
+    known = next((field.default for field in msgspec.structs.fields(type) if field.name == "schema"), None)
     if known is None or not isinstance(tree, dict):
         return
     if "schema" not in tree:
@@ -200,22 +191,9 @@ def _check_schema(tree: object, type: type[T]) -> None:
     schema = tree["schema"]
     if not isinstance(schema, int) or isinstance(schema, bool):
         raise _FieldError("schema", f"must be the whole number {known}")
-    if schema > known:
-        raise _FieldError("schema", f"is {schema}, and this release reads up to {known}; upgrade syncline")
     if schema != known:
-        raise _FieldError("schema", f"is {schema}, and this release reads {known}; write the file again")
-
-
-@functools.cache
-def _schema_of(type: type[msgspec.Struct]) -> int | None:
-    return next((field.default for field in msgspec.structs.fields(type) if field.name == "schema"), None)
-
-
-def _convert(tree: object, type: type[T]) -> T:
-    try:
-        return msgspec.convert(tree, type)
-    except msgspec.ValidationError as error:
-        raise _explained(error) from error
+        reads, advice = (f"up to {known}", "upgrade syncline") if schema > known else (known, "write the file again")
+        raise _FieldError("schema", f"is {schema}, and this release reads {reads}; {advice}")
 
 
 def _explained(error: msgspec.ValidationError) -> _FieldError:
@@ -229,7 +207,20 @@ def _explained(error: msgspec.ValidationError) -> _FieldError:
         return _FieldError(inner + match[1], "is not a known key; remove it or correct its spelling")
     if match := re.fullmatch(r"Object missing required field `(.*)`", text):
         return _FieldError(inner + match[1], "is missing")
+    for pattern, problem in _LIMITS.items():
+        if match := re.fullmatch(pattern, text):
+            return _FieldError(field, problem.format(match[1].removesuffix(".0").replace("|", ", ")))
     return _FieldError(field, text[:1].lower() + text[1:].replace("`", ""))
+
+
+_LIMITS = {
+    r"Expected `(?:int|float)` >= (.*)": "must be at least {}",
+    r"Expected `(?:int|float)` > (.*)": "must be greater than {}",
+    r"Expected `(?:int|float)` <= (.*)": "must be at most {}",
+    r"Expected `\w+` of length >= (.*)": "must have a length of at least {}",
+    r"Expected `str` matching regex '\^\((.*)\)\\\\Z'": "must be one of {}",
+}
+"""msgspec's messages for values outside of limits, and ours."""
 
 
 def one_line(text: str) -> str:

@@ -12,7 +12,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,20 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Meter(Protocol):
-    """Bytes of tensors on one device."""
-
-    def now(self) -> int: ...
-
-    def peak(self) -> int:
-        """Return the largest number of bytes since `restart`."""
-
-    def restart(self) -> None: ...
-
-
 @contextlib.contextmanager
 def metered(device: torch.device, known: Iterable[Tensor] = ()) -> Iterator[Meter]:
-    """Yield a meter that counts inside the block. `known` are existing tensors that count, too."""
+    """Yield a meter that counts the bytes of tensors inside the block. `known` are existing tensors that count, too."""
     if device.type == "cuda":
         meter = _Allocator(device)
         meter.restart()
@@ -63,6 +52,7 @@ class _Allocator:
         return int(torch.cuda.memory_allocated(self._device))
 
     def peak(self) -> int:
+        """Return the largest number of bytes since `restart`."""
         return int(torch.cuda.max_memory_allocated(self._device))
 
     def restart(self) -> None:
@@ -74,8 +64,8 @@ class _Tracker:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # re-entrant, because garbage collection may call _freed inside note
-        self._bytes: dict[int, int] = {}
-        self._watches: dict[int, Any] = {}
+        self._storages: dict[int, tuple[int, Any]] = {}
+        """Bytes of each storage, and a weak reference that reports when it is freed."""
         self._now = self._peak = 0
 
     def note(self, tensor: Tensor) -> None:
@@ -84,19 +74,17 @@ class _Tracker:
         storage = tensor.untyped_storage()
         key = storage._cdata
         with self._lock:
-            if key in self._bytes:
+            if key in self._storages:
                 return
             size = storage.nbytes()
             # torch keeps the storage's Python object alive as long as the storage, so it ends with the memory.
-            self._watches[key] = weakref.ref(storage, functools.partial(self._freed, key))
-            self._bytes[key] = size
+            self._storages[key] = size, weakref.ref(storage, functools.partial(self._freed, key))
             self._now += size
             self._peak = max(self._peak, self._now)
 
     def _freed(self, key: int, _: object) -> None:
         with self._lock:
-            self._watches.pop(key, None)
-            self._now -= self._bytes.pop(key, 0)
+            self._now -= self._storages.pop(key, (0, None))[0]
 
     def now(self) -> int:
         return self._now
@@ -122,4 +110,5 @@ class _TrackResults(TorchDispatchMode):
         return result
 
 
+Meter = _Allocator | _Tracker
 _trackers: list[_Tracker] = []

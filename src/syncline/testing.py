@@ -9,6 +9,7 @@ The checks run all ranks in one process, over a `Comm` that is stricter than a n
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.errors import MismatchError, UsageError
-from syncline.exchange import Climbing, Exchange, Layout, State, Topology, Tree
+from syncline.exchange import Climbing, Exchange, Layout, Topology, Tree
 
 Inputs = Sequence[Sequence[Tensor]]
 """Gradients by step, then by rank."""
@@ -89,8 +90,10 @@ def run_steps(
             finite = state.finite(flat)
             state.settle((applied or {}).get(number, finite).to(finite.device))
             ran.results.append(flat)
-            ran.kept.append(_copy(state.kept()))
-            ran.memory.append(_memory(state, layout))
+            residual = state.kept()
+            ran.kept.append(None if residual is None else residual.clone())
+            saved = [(name, *item) for name, kinds in state.tensors(layout).items() for item in kinds.items()]
+            ran.memory.append({f"{name}/{kind}": tensor.clone() for name, kind, tensor in saved})
         ran.calls = comm.log[before:]
         ran.sent_bytes = dict(comm.counter.sent_bytes)
         cost = exchange.cost(layout.numel, layout.dtype, comm.topology)
@@ -121,10 +124,10 @@ def conservation(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype,
     The sums must be exact for small integers, and within `Exchange.rounding` otherwise.
     """
     for what, inputs in (
-        ("small integers", _integers(ranks, numel, dtype, device)),
-        ("normal", _normal(ranks, numel, dtype, device)),
-        ("small", [[tensor * 2**-10 for tensor in step] for step in _normal(ranks, numel, dtype, device)]),
-        ("heavy-tailed", _heavy(ranks, numel, dtype, device)),
+        ("small integers", _inputs(_integers, ranks, numel, dtype, device)),
+        ("normal", _inputs(_normal, ranks, numel, dtype, device)),
+        ("small", [[tensor * 2**-10 for tensor in step] for step in _inputs(_normal, ranks, numel, dtype, device)]),
+        ("heavy-tailed", _inputs(_heavy, ranks, numel, dtype, device)),
     ):
         ran = run_steps(exchange, inputs)
         came_in = _sum(tensor for step in inputs for tensor in step)
@@ -143,7 +146,7 @@ def conservation(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype,
 
 def agreement(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
     """Check that all ranks get bit-identical results in every step."""
-    ran = run_steps(exchange, _heavy(ranks, numel, dtype, device))
+    ran = run_steps(exchange, _inputs(_heavy, ranks, numel, dtype, device))
     for step, mine in enumerate(ran[0].results):
         for rank, theirs in enumerate(other.results[step] for other in ran):
             same = torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
@@ -153,7 +156,7 @@ def agreement(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, de
 def says_what_it_keeps(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
     """Check that an exchange whose `keeps` is False has no residual, and nothing to save."""
     if not exchange.keeps:
-        ran = run_steps(exchange, _normal(ranks, numel, dtype, device))
+        ran = run_steps(exchange, _inputs(_normal, ranks, numel, dtype, device))
         kept = [rank for rank in ran if any(rank.memory) or any(tensor is not None for tensor in rank.kept)]
         _require(not kept, "says what it keeps: `keeps` is False, but the exchange has a residual or something to save")
 
@@ -162,7 +165,7 @@ def identity(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, dev
     """Check that one rank alone gets its input back, and that a lossless exchange computes the sum."""
     if ranks > 1 and not exchange.lossless:
         return
-    inputs = _normal(ranks, numel, dtype, device)
+    inputs = _inputs(_normal, ranks, numel, dtype, device)
     ran = run_steps(exchange, inputs)
     for gradients, result in zip(inputs, ran[0].results, strict=True):
         error = (_sum(gradients) - result.to(torch.float64)).abs()
@@ -172,7 +175,7 @@ def identity(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, dev
 
 def honesty(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
     """Check that the bytes counted on the busiest rank equal the bytes predicted, per level."""
-    ran = run_steps(exchange, _normal(ranks, numel, dtype, device))
+    ran = run_steps(exchange, _inputs(_normal, ranks, numel, dtype, device))
     levels = {level for rank in ran for level in (*rank.sent_bytes, *rank.predicted_bytes)}
     for level in levels:
         counted = max(rank.sent_bytes.get(level, 0) for rank in ran)
@@ -182,7 +185,7 @@ def honesty(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, devi
 
 def commit_on_success(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
     """Check that a step that is not finite, in this bucket or another, changes neither state nor later results."""
-    before, after = _normal(ranks, numel, dtype, device)[:2]
+    before, after = _inputs(_normal, ranks, numel, dtype, device)[:2]
     without = run_steps(exchange, [before, after])
     for culprit in (float("nan"), float("inf"), -float("inf")):
         broken = [tensor.clone() for tensor in after]
@@ -198,7 +201,7 @@ def commit_on_success(exchange: Exchange, ranks: int, numel: int, dtype: torch.d
 
 def partial_application(exchange: Exchange, ranks: int, numel: int, dtype: torch.dtype, device: str) -> None:
     """Check that `settle` with one flag per element restores the elements that were not applied, and only those."""
-    inputs = _normal(ranks, numel, dtype, device)[:2]
+    inputs = _inputs(_normal, ranks, numel, dtype, device)[:2]
     applied = torch.arange(numel, device=device) % 3 != 0
     whole, part = run_steps(exchange, inputs), run_steps(exchange, inputs, applied={1: applied})
     for rank, (mine, theirs) in enumerate(zip(part, whole, strict=True)):
@@ -214,10 +217,8 @@ def data_independence(exchange: Exchange, ranks: int, numel: int, dtype: torch.d
     single = [[tensor.clone() for tensor in step] for step in zeros]
     for step in single:
         step[0][numel - 1] = 1
-    calls = [
-        [rank.calls for rank in run_steps(exchange, inputs)]
-        for inputs in (zeros, single, _normal(ranks, numel, dtype, device), _heavy(ranks, numel, dtype, device))
-    ]
+    drawn = [_inputs(draw, ranks, numel, dtype, device) for draw in (_normal, _heavy)]
+    calls = [[rank.calls for rank in run_steps(exchange, inputs)] for inputs in (zeros, single, *drawn)]
     _require(all(other == calls[0] for other in calls), f"data independence: {calls}")
 
 
@@ -225,7 +226,7 @@ def no_host_synchronisation(exchange: Exchange, ranks: int, numel: int, dtype: t
     """Check that `run` and `settle` never wait for the device, on CUDA."""
     if not device.startswith("cuda"):
         return
-    inputs = _normal(ranks, numel, dtype, device)
+    inputs = _inputs(_normal, ranks, numel, dtype, device)
     run_steps(exchange, inputs)  # compiles kernels and allocates buffers
     layout = Layout.flat(numel, dtype, device)
 
@@ -250,20 +251,10 @@ def no_host_synchronisation(exchange: Exchange, ranks: int, numel: int, dtype: t
         torch.cuda.set_sync_debug_mode("default")
 
 
-LAWS: dict[str, Callable[[Exchange, int, int, torch.dtype, str], None]] = {
-    law.__name__: law
-    for law in (
-        conservation,
-        agreement,
-        identity,
-        says_what_it_keeps,
-        honesty,
-        commit_on_success,
-        partial_application,
-        data_independence,
-        no_host_synchronisation,
-    )
-}
+Law = Callable[[Exchange, int, int, torch.dtype, str], None]
+_LAWS: list[Law] = [conservation, agreement, identity, says_what_it_keeps, honesty, commit_on_success]
+_LAWS += [partial_application, data_independence, no_host_synchronisation]
+LAWS = {law.__name__: law for law in _LAWS}
 
 
 def check_laws(
@@ -292,14 +283,11 @@ def check_laws(
     """
     if isinstance(exchange, type) or not isinstance(exchange, Exchange):
         raise UsageError(f"{exchange!r} is not an exchange: pass an instance that has all of Exchange's members")
-    for law in LAWS.values():
-        for size in ranks:
-            for numel in numels:
-                for dtype in dtypes:
-                    try:
-                        law(exchange, size, numel, dtype, device)
-                    except LawBrokenError as error:
-                        raise LawBrokenError(f"{error} ({size} ranks, {numel} × {dtype})") from None
+    for law, size, numel, dtype in itertools.product(LAWS.values(), ranks, numels, dtypes):
+        try:
+            law(exchange, size, numel, dtype, device)
+        except LawBrokenError as error:
+            raise LawBrokenError(f"{error} ({size} ranks, {numel} × {dtype})") from None
 
 
 def _require(holds: bool, what: str, error: Tensor | None = None, allowed: Tensor | None = None) -> None:
@@ -319,48 +307,28 @@ def _require_same_memory(ran: Sequence[Ran], reference: Sequence[Ran], what: str
         _require(torch.equal(ours.results[-1], theirs.results[-1]), f"commit: {what} changed the next on rank {rank}")
 
 
-def _memory(state: State, layout: Layout) -> dict[str, Tensor]:
-    return {
-        f"{name}/{kind}": tensor.detach().clone()
-        for name, kinds in state.tensors(layout).items()
-        for kind, tensor in kinds.items()
-    }
-
-
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
-
-
 def _sum(tensors: Iterable[Tensor]) -> Tensor:
-    total: Tensor | None = None
-    for tensor in tensors:
-        total = tensor.to(torch.float64) if total is None else total + tensor.to(torch.float64)
-    return torch.zeros(()) if total is None else total
+    return sum((tensor.to(torch.float64) for tensor in tensors), torch.zeros((), dtype=torch.float64))
 
 
-def _generated(
-    ranks: int, numel: int, dtype: torch.dtype, device: str, make: Callable[[torch.Generator], Tensor]
+def _inputs(
+    draw: Callable[[int, torch.Generator], Tensor], ranks: int, numel: int, dtype: torch.dtype, device: str
 ) -> list[list[Tensor]]:
     generator = torch.Generator().manual_seed(1000 * ranks + numel)
-    return [[make(generator).to(dtype).to(device) for _ in range(ranks)] for _ in range(_STEPS)]
+    return [[draw(numel, generator).to(dtype).to(device) for _ in range(ranks)] for _ in range(_STEPS)]
 
 
-def _integers(ranks: int, numel: int, dtype: torch.dtype, device: str) -> list[list[Tensor]]:
-    return _generated(
-        ranks, numel, dtype, device, lambda generator: torch.randint(-8, 9, (numel,), generator=generator)
-    )
+def _integers(numel: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(-8, 9, (numel,), generator=generator)
 
 
-def _normal(ranks: int, numel: int, dtype: torch.dtype, device: str) -> list[list[Tensor]]:
-    return _generated(ranks, numel, dtype, device, lambda generator: torch.randn(numel, generator=generator))
+def _normal(numel: int, generator: torch.Generator) -> Tensor:
+    return torch.randn(numel, generator=generator)
 
 
-def _heavy(ranks: int, numel: int, dtype: torch.dtype, device: str) -> list[list[Tensor]]:
-    def make(generator: torch.Generator) -> Tensor:
-        exponents = torch.randn(numel, generator=generator).clamp(-3, 3)
-        return torch.randn(numel, generator=generator) * torch.exp(exponents)
-
-    return _generated(ranks, numel, dtype, device, make)
+def _heavy(numel: int, generator: torch.Generator) -> Tensor:
+    exponents = torch.randn(numel, generator=generator).clamp(-3, 3)
+    return torch.randn(numel, generator=generator) * torch.exp(exponents)
 
 
 __all__ = ["LAWS", "LawBrokenError", "Ran", "check_laws", "place_ranks", "run_steps"]

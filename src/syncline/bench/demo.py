@@ -1,23 +1,21 @@
 """Train on real digits over emulated slow links, with plain DDP and with `syncline.tune`.
 
-Before training, `tune` measures the model and the links, makes a plan, tries it, and applies it or keeps plain DDP:
-once with lossless exchanges only, and once with bf16 allowed. Every method trains its own model from the same weights
-on the same batches. The methods take turns step by step in the same processes, so only the method differs.
+`tune` measures, plans, and applies its plan or keeps plain DDP: once with lossless exchanges only, and once with bf16
+allowed. Every method trains its own model from the same weights on the same batches, and they take turns step by step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
 
-from syncline.bench.cluster import cluster_of
-from syncline.bench.methods import METHODS, Prepared, Wrapping
-from syncline.bench.rounds import Contender, combine, reported_to, take_turns
+from syncline.bench.methods import Wrapping
+from syncline.bench.rounds import Contender, OnProgress, combine, reported_to, take_turns
+from syncline.bench.run import cluster_of, network_of
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.cluster.isolation import why_not_shaped
 from syncline.measure.probe import probe
@@ -36,45 +34,27 @@ BATCH = 32
 LEARNING_RATE, MOMENTUM = 0.02, 0.9
 
 
-@dataclass
-class _Training:
-    """The model of one method, on one rank."""
-
-    prepared: Prepared
-    step: Callable[[], None]
-    losses: list[float]
-
-
 def run_demo(
-    spec: ClusterSpec,
-    steps: int,
-    *,
-    deadline_s: float = 900.0,
-    tune_s: float = TUNE_S,
-    on_progress: Callable[[int, int], None] | None = None,
+    spec: ClusterSpec, steps: int, *, tune_s: float = TUNE_S, on_progress: OnProgress | None = None
 ) -> DemoResult:
     """Train with every method of `CONTENDERS` and compare their times, losses and weights."""
     data = digits()  # loaded once, before the ranks are forked
     shaped = why_not_shaped() is None
-
     answers = launch(
         spec,
         lambda rank: _train(rank, data, steps, tune_s),
-        deadline_s=deadline_s,
+        deadline_s=900.0,
         on_event=reported_to(on_progress),
         shaped=shaped,
     )
     turns = combine([answer["record"] for answer in answers])
     rows = []
     for method in CONTENDERS:
-        times = turns[method].quartiles
         losses = [answer["losses"][method] for answer in answers]
         rows.append(
             DemoRow(
                 method=method,
-                step_ms=times.median * 1000,
-                step_ms_low=times.low * 1000,
-                step_ms_high=times.high * 1000,
+                **turns[method].step_ms(),
                 vs_ddp=turns[method].ratio_to(turns["ddp"]).median,
                 wire_bytes=round(turns[method].wire_bytes) if shaped else None,
                 held_out_accuracy=answers[0]["accuracy"].get(method),
@@ -82,44 +62,45 @@ def run_demo(
                 losses=[sum(ranks) / len(ranks) for ranks in zip(*losses, strict=True)],
             )
         )
-    samples = steps * BATCH * spec.world_size
     first = answers[0]
-    network = msgspec.convert(first["network"], Network)
     return DemoResult(
         cluster_of(spec, shaped),
         steps,
-        samples / len(data.train_images),
+        steps * BATCH * spec.world_size / len(data.train_images),
         rows,
         said=first["said"],
-        network=network.sold_as(spec.rate_bps, spec.trunk_rate_bps) if shaped else network,
+        network=network_of(first["network"], spec, shaped),
         tunings=msgspec.convert(first["tunings"], dict[str, Tuning]),
     )
 
 
 def _train(rank: Rank, data: Digits, steps: int, tune_s: float) -> dict[str, Any]:
     rank.init_process_group()
-    trainings, said, tunings = {}, {}, {}
+    models: dict[str, nn.Module] = {}
+    losses: dict[str, list[float]] = {method: [] for method in CONTENDERS}
+    said, tunings = {}, {}
     network: Network | None = None
+    contenders = []
     for method in CONTENDERS:
-        trainings[method] = _prepare(rank, method, data)
+        torch.manual_seed(0)
+        net = zoo.build_model(MODEL)
+        models[method] = model = net if method == "nosync" else Wrapping(rank.device).ddp(net)
         if method in ALLOWED:
-            tuned = _tune(rank, trainings[method].prepared.model, data, ALLOWED[method], tune_s, network)
+            tuned = _tune(rank, model, data, ALLOWED[method], tune_s, network)
             network, said[method] = tuned.network, tuned.describe()
             tunings[method] = Tuning(tuned.profile, tuned.plan)
-    contenders = [Contender(method, training.step) for method, training in trainings.items()]
+        contenders.append(Contender(method, _training_step(rank, model, data, losses[method])))
     record = take_turns(rank, contenders, warmup=0, rounds=steps)
-    plain = _weights(trainings["ddp"].prepared.model)
-    synchronised = {method: training for method, training in trainings.items() if method != "nosync"}
+    synchronised = {method: model for method, model in models.items() if method != "nosync"}
+    plain = _weights(models["ddp"])
     return {
         "record": record,
         "said": said,
         "network": msgspec.to_builtins(network) if rank.rank == 0 else None,
         "tunings": msgspec.to_builtins(tunings) if rank.rank == 0 else {},
-        "losses": {method: training.losses for method, training in trainings.items()},
-        "accuracy": {method: _accuracy(t.prepared.model, data) for method, t in synchronised.items()},
-        "difference": {
-            method: (_weights(t.prepared.model) - plain).abs().max().item() for method, t in synchronised.items()
-        },
+        "losses": losses,
+        "accuracy": {method: _accuracy(model, data) for method, model in synchronised.items()},
+        "difference": {method: (_weights(model) - plain).abs().max().item() for method, model in synchronised.items()},
     }
 
 
@@ -136,29 +117,24 @@ def _tune(
     return tune(model, step, allow=allow, budget_s=tune_s, network=links, quiet=True)
 
 
-def _prepare(rank: Rank, method: str, data: Digits) -> _Training:
-    torch.manual_seed(0)
-    base = "ddp" if method in ALLOWED else method
-    prepared = METHODS[base][1][0](zoo.build_model(MODEL), Wrapping(rank.device))
-    optimizer = torch.optim.SGD(prepared.model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+def _training_step(rank: Rank, model: nn.Module, data: Digits, losses: list[float]) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
     batches = torch.Generator().manual_seed(1)
-    losses: list[float] = []
 
     def step() -> None:
         # Every rank draws the same batches and takes its own row.
         drawn = torch.randint(len(data.train_images), (rank.world_size, BATCH), generator=batches)[rank.rank]
         optimizer.zero_grad()
-        loss = zoo.loss(prepared.model(data.train_images[drawn]), data.train_labels[drawn])
+        loss = zoo.loss(model(data.train_images[drawn]), data.train_labels[drawn])
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
 
-    return _Training(prepared, step, losses)
+    return step
 
 
 def _accuracy(model: nn.Module, data: Digits) -> float:
-    inner = getattr(model, "module", model)
-    inner.eval()
+    inner = getattr(model, "module", model).eval()
     with torch.no_grad():
         right = inner(data.held_out_images).argmax(-1) == data.held_out_labels
     return float(right.float().mean())

@@ -1,7 +1,7 @@
 """Let methods take turns in the same processes, so that noise affects all alike, and compare them round by round.
 
-Two effects would favour some methods and are removed: the order of the methods is random in each round, and every step
-waits until the links have regained the burst that the method before it used up.
+The order of the methods is random in each round, and every step waits until the links have regained the burst that the
+method before it used up.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from syncline.cluster import Rank
 
 REST_S = 0.02
 """Shortest pause between steps."""
+OnProgress = Callable[[int, int], None]
+"""Called with the part that is done, and the whole."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,8 @@ class Quartiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Quartiles:
-        if len(values) == 1:
-            return cls(values[0], values[0], values[0])
-        low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(low, median, high)
+        several = values if len(values) > 1 else [*values, *values]
+        return cls(*statistics.quantiles(several, n=4, method="inclusive"))
 
 
 Record = dict[str, list[list[float]]]
@@ -79,19 +79,19 @@ def take_turns(rank: Rank, contenders: Sequence[Contender], *, warmup: int, roun
             _barrier(rank)
             if number >= 0:
                 record[contender.name].append([start, end, sent_before, _host_sent_bytes(rank)])
-        if rank.rank == 0:
-            rank.say({"done": number + warmup + 1, "of": warmup + rounds})
+        report_progress(rank, number + warmup + 1, warmup + rounds)
     return record
 
 
-def reported_to(on_progress: Callable[[int, int], None] | None) -> Callable[[int, Any], None]:
-    """Return the event handler for `launch` that passes on the progress of `take_turns`."""
+def report_progress(rank: Rank, done: float, of: float) -> None:
+    """Report progress from rank 0 to the launching process."""
+    if rank.rank == 0:
+        rank.say([round(done), round(of)])
 
-    def on_event(rank: int, event: Any) -> None:
-        if on_progress is not None:
-            on_progress(event["done"], event["of"])
 
-    return on_event
+def reported_to(on_progress: OnProgress | None) -> Callable[[int, Any], None]:
+    """Return the event handler for `launch` that passes on the calls of `report_progress`."""
+    return lambda _rank, event: None if on_progress is None else on_progress(*event)
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,11 @@ class Turns:
     @property
     def quartiles(self) -> Quartiles:
         return Quartiles.of(self.seconds)
+
+    def step_ms(self) -> dict[str, float]:
+        """Return the fields of a result's row for the step time."""
+        times = self.quartiles
+        return {"step_ms": times.median * 1e3, "step_ms_low": times.low * 1e3, "step_ms_high": times.high * 1e3}
 
     def ratio_to(self, other: Turns) -> Quartiles:
         """Return the quartiles over the rounds of this time divided by the other's."""
@@ -124,11 +129,8 @@ def combine(records: Sequence[Record]) -> dict[str, Turns]:
 
 
 def _barrier(rank: Rank) -> None:
-    if rank.spec.device == "cuda":
-        dist.barrier(device_ids=[0])
-        torch.cuda.synchronize()
-    else:
-        dist.barrier()
+    dist.barrier(device_ids=[0] if rank.spec.device == "cuda" else None)
+    finish(rank)
 
 
 def finish(rank: Rank) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import datetime
 import functools
@@ -15,22 +16,39 @@ import torch
 from torch import nn
 
 from syncline._version import __version__
-from syncline.bench.cluster import cluster_of
-from syncline.bench.forecast import Forecast, alone_s, profile_workload
-from syncline.bench.methods import METHODS, PLANNERS, RINGS, Prepared, Wrapping, check_methods
-from syncline.bench.rounds import Contender, Turns, combine, finish, reported_to, take_turns, training_step
+from syncline.bench.methods import (
+    METHODS,
+    PLANNERS,
+    Forecast,
+    Prepared,
+    Wrapping,
+    check_methods,
+    profile_workload,
+    slow_sgd,
+)
+from syncline.bench.rounds import (
+    Contender,
+    OnProgress,
+    Turns,
+    combine,
+    finish,
+    report_progress,
+    reported_to,
+    take_turns,
+    training_step,
+)
 from syncline.cluster import ClusterSpec, Rank, format_rate, launch
 from syncline.cluster.isolation import why_not_shaped
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES, Exchange, wire
-from syncline.measure.overhead import group_of_one
+from syncline.exchange import EXCHANGES, Exchange
+from syncline.layerwise.trainer import Layerwise
 from syncline.measure.probe import probe
 from syncline.memory_meter import metered
 from syncline.models import zoo
 from syncline.models.replay import ReplayModel
 from syncline.plan.search import options
 from syncline.predict.exchange_time import topology_of
-from syncline.records.bench_result import BenchResult, Model, Row
+from syncline.records.bench_result import BenchResult, Cluster, Model, Row
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
@@ -78,7 +96,7 @@ def run_bench(
     network: Network | None = None,
     probe_s: float | None = None,
     peak_memory: bool = False,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> BenchResult:
     """Predict and then measure `methods` on the emulated cluster, in one run.
 
@@ -114,31 +132,21 @@ def run_bench(
     )
     turns = combine([answer["record"] for answer in answers])
     about = [answer["about"] for answer in answers]
-    rows = [_row(method, turns, about, shaped) for method in methods]
+    first = answers[0]
     return BenchResult(
         cluster=cluster_of(spec, shaped),
-        model=Model(workload.name, answers[0]["parameters"], answers[0]["gradient_bytes"]),
-        rows=rows,
+        model=Model(workload.name, first["parameters"], first["gradient_bytes"]),
+        rows=[_row(method, turns, about, shaped) for method in methods],
         rounds=rounds,
         batch=None if workload.profile is not None else workload.batch,
         torch=str(torch.__version__),
         syncline=__version__,
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        tree=answers[0]["tree"],
-        **_prediction_inputs(answers[0], spec, shaped),
+        tree=first["tree"],
+        network=None if first["network"] is None else network_of(first["network"], spec, shaped),
+        profile=msgspec.convert(first["profile"], Profile | None),
+        plans=msgspec.convert(first["plans"], dict[str, Plan]),
     )
-
-
-def _prediction_inputs(answer: dict[str, Any], spec: ClusterSpec, shaped: bool) -> dict[str, Any]:
-    """Return the inputs of predictions and plans; empty if there were no predictions."""
-    if answer["network"] is None:
-        return {}
-    network = msgspec.convert(answer["network"], Network)
-    return {
-        "network": network.sold_as(spec.rate_bps, spec.trunk_rate_bps) if shaped else network,
-        "profile": msgspec.convert(answer["profile"], Profile),
-        "plans": msgspec.convert(answer["plans"], dict[str, Plan]),
-    }
 
 
 def _check_network(network: Network, spec: ClusterSpec) -> None:
@@ -172,24 +180,24 @@ def _measure(
     """Measure on one rank."""
     rank.init_process_group()
     if network is None and probe_s and rank.world_size > 1:
-        rings = RINGS | ({"plan"} if max(rank.spec.per_host) == 1 else set())
-        network = probe(
-            budget_s=probe_s, kinds=("all_reduce", "broadcast") if rings.issuperset(methods) else wire.KINDS
-        )
+        network = probe(budget_s=probe_s)
     wrapping = Wrapping(rank.device, bucket_mb, network=network)
     unplanned = _prepare(rank, workload, [method for method in methods if method not in PLANNERS], wrapping)
-    forecast = None if network is None else _forecast(rank, workload, methods, unplanned, bucket_mb, network)
+    forecast = None
+    if network is not None:
+        profile = _profile(rank, workload, network, methods, unplanned)
+        forecast = Forecast(profile, network, workload.profile is not None, bucket_mb)
     wrapping = dataclasses.replace(wrapping, forecast=forecast)
     planned = _prepare(rank, workload, [method for method in methods if method in PLANNERS], wrapping)
     prepared = {**unplanned, **planned}
-    predicted_s = {} if forecast is None else _predict(rank, workload, prepared, forecast)
+    predicted_s = {} if forecast is None else {name: forecast.predicted_s(v) for name, v in prepared.items()}
     contenders = [Contender(name, _training_step(variant, workload, rank)) for name, variant in prepared.items()]
     record = take_turns(rank, contenders, warmup=WARMUP, rounds=rounds)
     about = {
         name: {
             "method": variant.method,
             "setting": variant.chosen(),
-            "sent": variant.sent_bytes(),
+            "sent": variant.sent_bytes(rank.world_size),
             "predicted": variant.predicted_sent_bytes(rank.world_size),
             "predicted_s": predicted_s.get(name),
             **(_memory_of(rank, workload, variant, wrapping) if peak_memory else {}),
@@ -197,15 +205,13 @@ def _measure(
         for name, variant in prepared.items()
     }
     parameters = [p for p in next(iter(prepared.values())).model.parameters() if p.requires_grad]
-    trees = [variant.exchanging.tree for variant in prepared.values() if variant.exchanging is not None]
+    trees = [variant.handle.tree for variant in prepared.values() if variant.handle is not None]
+    plans = {name: variant.plan for name, variant in planned.items()}
+    inputs = {"network": network, "profile": forecast and forecast.profile, "plans": plans}
     return {
         "record": record,
         "about": about,
-        "network": msgspec.to_builtins(network) if rank.rank == 0 else None,
-        "profile": msgspec.to_builtins(forecast.profile) if rank.rank == 0 and forecast is not None else None,
-        "plans": {name: msgspec.to_builtins(variant.plan) for name, variant in planned.items()}
-        if rank.rank == 0
-        else {},
+        **(msgspec.to_builtins(inputs) if rank.rank == 0 else {}),
         "tree": next((tree.describe() for tree in trees if tree is not None), ""),
         "parameters": sum(p.numel() for p in parameters),
         "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
@@ -215,61 +221,34 @@ def _measure(
 def _prepare(rank: Rank, workload: Workload, methods: Sequence[str], wrapping: Wrapping) -> dict[str, Prepared]:
     """Build a model for each variant of each method; return them by name."""
     prepared = [
-        dataclasses.replace(prepare(workload.build(rank.rank).to(rank.device), wrapping), variant=variant)
+        dataclasses.replace(prepare(method, workload.build(rank.rank).to(rank.device), wrapping), variant=variant)
         for method in methods
         for variant, prepare in enumerate(METHODS[method][1])
     ]
     return {variant.name: variant for variant in prepared}
 
 
-def _forecast(
-    rank: Rank,
-    workload: Workload,
-    methods: Sequence[str],
-    prepared: dict[str, Prepared],
-    bucket_mb: float | None,
-    network: Network,
-) -> Forecast:
+def _profile(
+    rank: Rank, workload: Workload, network: Network, methods: Sequence[str], prepared: dict[str, Prepared]
+) -> Profile:
+    """Profile the workload, and the exchanges of these methods."""
     net = workload.build(rank.rank).to(rank.device)
     loss_of = workload.loss_of(net, rank.rank, rank.device)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
     exchanges: dict[str, Callable[[], Exchange]] = {
-        name: functools.partial(_exchange_of, variant)
+        name: functools.partial(copy.copy, variant.handle.exchange)
         for name, variant in prepared.items()
-        if variant.exchanging is not None
+        if variant.handle is not None
     }
-    for method in methods:
-        exchanges |= {
-            name: EXCHANGES[name] for name in (options(network, PLANNERS[method]) if method in PLANNERS else ())
-        }
-    profile = profile_workload(net, lambda _: loss_of(), optimizer, workload.name, topology_of(network), exchanges)
-    return Forecast(profile, network, workload.profile is not None, bucket_mb)
-
-
-def _predict(
-    rank: Rank, workload: Workload, prepared: dict[str, Prepared], forecast: Forecast
-) -> dict[str, float | None]:
-    """Predict the seconds per step of each variant; return them by name."""
-    methods = list(dict.fromkeys(variant.method for variant in prepared.values()))
-    hooks = [
-        method for method in methods if any(variant.cost for variant in prepared.values() if variant.method == method)
-    ]
-    hook_s = {}
-    with group_of_one(rank.device) as group:
-        for name, variant in _prepare(rank, workload, hooks, Wrapping(rank.device, forecast.bucket_mb, group)).items():
-            hook_s[name] = forecast.hook_s(alone_s(_training_step(variant, workload, rank), rank.device))
-    return {name: forecast.predicted_s(variant, hook_s.get(name)) for name, variant in prepared.items()}
-
-
-def _exchange_of(prepared: Prepared) -> Exchange:
-    assert prepared.exchanging is not None  # noqa: S101 - called only for methods with an exchange
-    return prepared.exchanging.exchange
+    for allowed in [PLANNERS[method] for method in methods if method in PLANNERS]:
+        exchanges |= {name: EXCHANGES[name] for name in options(network, allowed)}
+    optimizer = slow_sgd(net.parameters())
+    return profile_workload(net, lambda _: loss_of(), optimizer, workload.name, topology_of(network), exchanges)
 
 
 def _training_step(prepared: Prepared, workload: Workload, rank: Rank) -> Callable[[], None]:
-    if prepared.trainer is None:
+    if not isinstance(prepared.handle, Layerwise):
         return training_step(prepared.model, workload.loss_of(prepared.model, rank.rank, rank.device))
-    loss_of = workload.loss_of(prepared.trainer, rank.rank, rank.device)
+    loss_of = workload.loss_of(prepared.handle, rank.rank, rank.device)
     return lambda: loss_of().backward()
 
 
@@ -281,7 +260,7 @@ def _memory_of(rank: Rank, workload: Workload, measured: Prepared, wrapping: Wra
     with metered(rank.device, [*net.parameters(), *net.buffers()]) as meter:
         weights = sum(tensor.numel() * tensor.element_size() for tensor in [*net.parameters(), *net.buffers()])
         base = meter.now() - weights
-        prepared = prepare(net, wrapping)
+        prepared = prepare(measured.method, net, wrapping)
         step = _training_step(prepared, workload, rank)
         for _ in range(WARMUP):
             step()
@@ -290,8 +269,8 @@ def _memory_of(rank: Rank, workload: Workload, measured: Prepared, wrapping: Wra
         step()
         finish(rank)
         memory = {"peak_bytes": meter.peak() - base, "states_bytes": states}
-    if prepared.trainer is not None:
-        prepared.trainer.close()
+    if isinstance(prepared.handle, Layerwise):
+        prepared.handle.close()
     return memory
 
 
@@ -299,13 +278,10 @@ def _row(method: str, turns: dict[str, Turns], about: list[dict[str, Any]], shap
     """Make the row of a method, from its fastest variant."""
     variants = [name for name in turns if about[0][name]["method"] == method]
     best = min(variants, key=lambda name: turns[name].quartiles.median)
-    times = turns[best].quartiles
     ratio = turns[best].ratio_to(turns["ddp"]) if "ddp" in turns else None
     return Row(
         method=method,
-        step_ms=times.median * 1000,
-        step_ms_low=times.low * 1000,
-        step_ms_high=times.high * 1000,
+        **turns[best].step_ms(),
         sent_bytes=_largest(answer[best]["sent"] for answer in about),
         predicted_ms=None if (expected := about[0][best]["predicted_s"]) is None else expected * 1000,
         predicted_sent_bytes=_largest(answer[best]["predicted"] for answer in about),
@@ -320,5 +296,33 @@ def _row(method: str, turns: dict[str, Turns], about: list[dict[str, Any]], shap
 
 
 def _largest(values: Any) -> int | None:
-    known = [value for value in values if value is not None]
-    return max(known) if known else None
+    return max((value for value in values if value is not None), default=None)
+
+
+def cluster_of(spec: ClusterSpec, emulated: bool) -> Cluster:
+    burst_bytes = None
+    if emulated:
+        from syncline.cluster import links  # needs pyroute2
+
+        burst_bytes = links.burst_bytes(spec.rate_bps)
+    same = len(set(spec.per_host)) == 1
+    fields = dataclasses.asdict(spec) | {"per_host": spec.per_host[0] if same else list(spec.per_host)}
+    return Cluster(**fields, emulated=emulated, burst_bytes=burst_bytes)
+
+
+def network_of(answer: object, spec: ClusterSpec, emulated: bool) -> Network:
+    """Return the network that a rank probed, with the nominal rates of emulated links."""
+    network = msgspec.convert(answer, Network)
+    return network.with_nominal_rates(spec.rate_bps, spec.trunk_rate_bps) if emulated else network
+
+
+def probe_emulated(spec: ClusterSpec, budget_s: float, on_progress: OnProgress | None = None) -> Network:
+    """Probe the links of an emulated cluster; the result has their nominal rates too."""
+
+    def main(rank: Rank) -> object:
+        rank.init_process_group(timeout_s=max(60.0, 4 * budget_s))
+        report = functools.partial(report_progress, rank) if rank.rank == 0 else None
+        return msgspec.to_builtins(probe(budget_s=budget_s, on_progress=report))
+
+    answers = launch(spec, main, deadline_s=120 + 6 * budget_s, on_event=reported_to(on_progress))
+    return network_of(answers[0], spec, why_not_shaped() is None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from syncline.bench.forecast import probe_emulated
+from syncline.bench.run import probe_emulated
 from syncline.cli import commands, options, screen
 from syncline.cli.screen import say
 from syncline.errors import UsageError

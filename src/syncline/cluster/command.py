@@ -1,30 +1,34 @@
 """Run a command on every emulated host, as a cluster's scheduler would: `torchrun train.py`, a shell, MPI.
 
-Output is shown line by line, with the name of its host. If the command fails on one host, it is terminated on the
-others, and killed after a grace period. If the caller ends, for whatever reason, everything ends.
+Output is shown line by line, with the name of its host. If the command fails on one host, all others are terminated.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
 import select
-import selectors
 import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from syncline.cluster.environment import MASTER_PORT, OUTER_JOB, host_variables, rank_variables, torchrun_variables
-from syncline.cluster.isolation import Isolated, start_hosts, unshaped_notice, why_not_shaped
-from syncline.cluster.ports import reserved_port
-from syncline.cluster.processes import describe_exit
+from syncline.cluster.environment import (
+    MASTER_PORT,
+    OUTER_JOB,
+    host_variables,
+    rank_variables,
+    reserved_port,
+    torchrun_variables,
+)
+from syncline.cluster.isolation import running_hosts, unshaped_notice, why_not_shaped
+from syncline.cluster.launch import collect, first_failure, send
+from syncline.cluster.processes import describe_exit, reap
 from syncline.cluster.spec import ClusterSpec
 from syncline.errors import UsageError
 
@@ -66,25 +70,23 @@ def run_command(
         sys.stderr.write(f"{announce}\n")
     if reason is not None:
         sys.stderr.write(f"syncline: {unshaped_notice(reason)}\n")
-    with contextlib.ExitStack() as cleanup:
-        port = MASTER_PORT if reason is None else cleanup.enter_context(reserved_port())
+    with contextlib.nullcontext(MASTER_PORT) if reason is None else reserved_port() as port:
         commands = commands_of(spec, shaped=reason is None, port=port, per_rank=per_rank)
-        run = _Run(spec, [program, *argv[1:]], commands, shaped=reason is None)
-        return run.to_the_end(grace_s)
+        return _Run(spec, [program, *argv[1:]], commands).to_the_end(grace_s, shaped=reason is None)
 
 
 def commands_of(spec: ClusterSpec, *, shaped: bool, port: int = MASTER_PORT, per_rank: bool = False) -> list[Command]:
     """Return the commands to start on each host, with their environment variables."""
     commands = []
     for host in range(spec.hosts):
-        common = host_variables(spec, host, shaped=shaped, port=port)
-        if per_rank:
-            for local_rank, rank in enumerate(spec.ranks_of(host)):
-                variables = {**common, **rank_variables(spec, host, local_rank)}
-                commands.append(Command(host, f"host{host} rank{rank}", f"host {host}, rank {rank}", variables))
-        else:
-            variables = {**common, **torchrun_variables(spec, host, shaped=shaped, port=port)}
+        if not per_rank:
+            variables = torchrun_variables(spec, host, shaped=shaped, port=port)
             commands.append(Command(host, f"host{host}", f"host {host}", variables))
+            continue
+        common = host_variables(spec, host, shaped=shaped, port=port)
+        for local_rank, rank in enumerate(spec.ranks_of(host)):
+            variables = {**common, **rank_variables(spec, host, local_rank)}
+            commands.append(Command(host, f"host{host} rank{rank}", f"host {host}, rank {rank}", variables))
     return commands
 
 
@@ -98,132 +100,73 @@ def _find(argv: Sequence[str]) -> str:
     return program
 
 
-def _environment(command: Command) -> dict[str, str]:
-    inherited = {name: value for name, value in os.environ.items() if name not in OUTER_JOB}
-    # One thread each, because hosts share this machine's cores; unbuffered, so that lines appear when written.
-    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **inherited, **command.variables}
-
-
 class _Run:
     """One run of commands on hosts: the caller's side and the hosts' side, and the pipes between them."""
 
-    def __init__(self, spec: ClusterSpec, argv: list[str], commands: list[Command], *, shaped: bool) -> None:
-        self._spec, self._argv, self._commands, self._shaped = spec, argv, commands, shaped
+    def __init__(self, spec: ClusterSpec, argv: list[str], commands: list[Command]) -> None:
+        self._spec, self._argv, self._commands = spec, argv, commands
         # A single command writes to the terminal directly, so that colours and progress bars work.
         self._alone = len(commands) == 1
-        self._reports = [os.pipe() for _ in range(spec.hosts)]
+        self._reports = [os.pipe() for _ in commands]
         self._outputs = [] if self._alone else [(os.pipe(), os.pipe()) for _ in commands]
         self._stop = os.pipe()
         """Becomes readable when all commands must end. Hosts only poll it, so one byte serves all of them."""
-        self._exits: dict[int, str | None] = {}
-        """Exits by command index: None for success, or a description of the failure."""
-        self._first_failure: str | None = None
 
-    # In the caller
-
-    def to_the_end(self, grace_s: float) -> int:
+    def to_the_end(self, grace_s: float, *, shaped: bool) -> int:
         pipes = [*self._reports, *(pipe for both in self._outputs for pipe in both)]
-        hosts: Isolated | None = None
         try:
-            try:
-                ends = [end for pipe in pipes for end in pipe]
-                hosts = start_hosts(self._spec, self._on_host, shaped=self._shaped, hosts_only=ends)
-            finally:
-                for _, write_end in pipes:
-                    os.close(write_end)
-            hosts.wait_until_ready()
-            printers = self._printers()
-            self._follow(printers, grace_s)
-            if len(self._exits) == len(self._commands):
-                hosts.wait(grace_s)
-            hosts.kill()
-            for printer in printers:
-                printer.finish()
+            with running_hosts(self._spec, self._on_host, shaped=shaped, pipes=pipes) as hosts:
+                printers = [
+                    _Printer(read_end, stream, command)
+                    for command, both in zip(self._commands, self._outputs, strict=False)
+                    for (read_end, _), stream in zip(both, (sys.stdout, sys.stderr), strict=True)
+                ]
+                outcomes = collect(
+                    [read_end for read_end, _ in self._reports],
+                    deadline_s=math.inf,
+                    grace_s=grace_s,
+                    on_failure=lambda: os.write(self._stop[1], b"1"),
+                    outputs={printer.pipe: printer.take for printer in printers},
+                )
+                failure = first_failure(outcomes)
+                if failure is None:
+                    hosts.wait(grace_s)
+                hosts.kill()
+                for printer in printers:
+                    printer.finish()
         except KeyboardInterrupt:
             return INTERRUPTED
         finally:
-            if hosts is not None:
-                hosts.kill()
-            for end in (*self._stop, *(read_end for read_end, _ in pipes)):
+            for end in self._stop:
                 os.close(end)
-        if self._first_failure is not None:
-            sys.stderr.write(f"{self._first_failure}\n")
-            return 1
-        return 0
-
-    def _printers(self) -> list[_Printer]:
-        return [
-            _Printer(read_end, stream, command)
-            for command, both in zip(self._commands, self._outputs, strict=False)
-            for (read_end, _), stream in zip(both, (sys.stdout, sys.stderr), strict=True)
-        ]
-
-    def _follow(self, printers: list[_Printer], grace_s: float) -> None:
-        """Print the hosts' output until every command has ended, or until the grace period after a failure is over."""
-        end: float | None = None
-        with selectors.DefaultSelector() as selector:
-            for host, (read_end, _) in enumerate(self._reports):
-                selector.register(read_end, selectors.EVENT_READ, host)
-            for printer in printers:
-                selector.register(printer.pipe, selectors.EVENT_READ, printer)
-            while len(self._exits) < len(self._commands):
-                left = None if end is None else end - time.monotonic()
-                if left is not None and left <= 0:
-                    break
-                for key, _ in selector.select(left):
-                    data = os.read(key.fd, 1 << 16)
-                    if not data:
-                        selector.unregister(key.fd)
-                    if isinstance(key.data, _Printer):
-                        key.data.take(data)
-                    else:
-                        self._record_exits(key.data, data)
-                if end is None and self._first_failure is not None:
-                    end = time.monotonic() + grace_s
-                    os.write(self._stop[1], b"1")
-
-    def _record_exits(self, host: int, data: bytes) -> None:
-        """Record what a host reports: a line for each command that ended. End of file means that it was killed."""
-        reports = [json.loads(line) for line in data.splitlines()]
-        if not data:
-            indices = [index for index, command in enumerate(self._commands) if command.host == host]
-            reports = [(index, "was lost: its host's process was killed") for index in indices]
-        for index, problem in reports:
-            if index in self._exits:
-                continue
-            self._exits[index] = problem
-            if problem is not None and self._first_failure is None:
-                self._first_failure = f"{self._commands[index].place}: {Path(self._argv[0]).name} {problem}"
-
-    # On a host
+        if failure is not None:
+            place, program = self._commands[failure.rank].place, Path(self._argv[0]).name
+            sys.stderr.write(f"{place}: {program} {failure.error}\n")
+        return 0 if failure is None else 1
 
     def _on_host(self, host: int) -> int:
-        report = self._reports[host][1]
         running: dict[int, int] = {}
-        failed = False
+        for index, (command, (_, report)) in enumerate(zip(self._commands, self._reports, strict=True)):
+            if command.host != host:
+                os.close(report)
+                continue
+            try:
+                running[self._start(index, command)] = report
+            except OSError as error:
+                send(report, {"error": f"could not be started: {error.strerror}"})
+                os.close(report)
 
-        def report_exit(index: int, problem: str | None) -> None:
-            os.write(report, json.dumps((index, problem)).encode() + b"\n")
+        def ended(report: int, code: int) -> None:
+            send(report, {"error": describe_exit(code) if code else None})
+            os.close(report)
 
-        for index, command in enumerate(self._commands):
-            if command.host == host:
-                try:
-                    running[self._start(index, command)] = index
-                except OSError as error:
-                    failed = True
-                    report_exit(index, f"could not be started: {error.strerror}")
-        for _, write_end in self._reports:
-            if write_end != report:
-                os.close(write_end)
         threading.Thread(target=self._terminate_on_stop, args=(running,), daemon=True).start()
-        while running:
-            pid, status = os.wait()
-            code = os.waitstatus_to_exitcode(status)
-            failed = failed or code != 0
-            report_exit(running.pop(pid), describe_exit(code) if code else None)
-        return 1 if failed else 0
+        return reap(running, ended)
 
     def _start(self, index: int, command: Command) -> int:
+        inherited = {name: value for name, value in os.environ.items() if name not in OUTER_JOB}
+        # One thread each, because hosts share this machine's cores; unbuffered, so that lines appear when written.
+        environment = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **inherited, **command.variables}
         # Not `subprocess`, which would reap the children: this process waits for all of them with os.wait().
         files: list[tuple[int, ...]] = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)]  # type: ignore[list-item]
         if not self._alone:
@@ -231,7 +174,7 @@ class _Run:
         return os.posix_spawn(
             self._argv[0],
             self._argv,
-            _environment(command),
+            environment,
             file_actions=files,
             setpgroup=0,
             setsigdef=[signal.SIGPIPE],  # Python ignores it, and children would inherit that
@@ -262,8 +205,7 @@ class _Printer:
         *lines, self._partial = (self._partial + data).split(b"\n")
         if len(self._partial) > _LONGEST_LINE_BYTES:
             lines, self._partial = [*lines, self._partial], b""
-        if lines:
-            self._write(lines)
+        self._write(lines)
 
     def finish(self) -> None:
         """Print the rest of the pipe, and a last line without a newline."""
@@ -272,7 +214,6 @@ class _Printer:
                 self.take(data)
         if self._partial:
             self._write([self._partial])
-            self._partial = b""
 
     def _write(self, lines: list[bytes]) -> None:
         self._stream.flush()

@@ -1,6 +1,12 @@
-"""Environment variables with which torch.distributed, torchrun, NCCL and gloo connect emulated hosts."""
+"""Environment variables and ports with which torch.distributed, torchrun, NCCL and gloo connect emulated hosts."""
 
 from __future__ import annotations
+
+import contextlib
+import encodings.idna  # noqa: F401 - for getaddrinfo, which a process that changed its user could not import
+import socket
+import time
+from collections.abc import Iterator
 
 from syncline.cluster.spec import ClusterSpec
 
@@ -48,10 +54,11 @@ def rank_variables(spec: ClusterSpec, host: int, local_rank: int) -> dict[str, s
 
 
 def torchrun_variables(spec: ClusterSpec, host: int, *, shaped: bool, port: int = MASTER_PORT) -> dict[str, str]:
-    """Return the variables for a plain `torchrun train.py`: each PET_ variable is the default of an option."""
+    """Return the variables of a host for a plain `torchrun train.py`: PET_ variables are the defaults of options."""
     common = host_variables(spec, host, shaped=shaped, port=port)
     numbers = {"NNODES": str(spec.hosts), "NODE_RANK": str(host), "NPROC_PER_NODE": str(spec.per_host[host])}
     return {
+        **common,
         **numbers,
         **{f"PET_{name}": value for name, value in numbers.items()},
         "PET_MASTER_ADDR": common["MASTER_ADDR"],
@@ -61,22 +68,39 @@ def torchrun_variables(spec: ClusterSpec, host: int, *, shaped: bool, port: int 
 
 
 OUTER_JOB = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "GROUP_RANK",
-    "GROUP_WORLD_SIZE",
-    "ROLE_RANK",
-    "ROLE_WORLD_SIZE",
-    "PET_RDZV_BACKEND",
-    "PET_RDZV_CONF",
-    "PET_RDZV_ENDPOINT",
-    "PET_RDZV_ID",
-    "PET_STANDALONE",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_USE_AGENT_STORE",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    *("GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+    *("PET_RDZV_BACKEND", "PET_RDZV_CONF", "PET_RDZV_ENDPOINT", "PET_RDZV_ID", "PET_STANDALONE"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE"),
     "TORCH_ELASTIC_WORKER_IDENTICAL",
 )
 """Variables of a job that started the caller. Commands must not inherit them, or they would join that job."""
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """Reserve a port on the loopback interface: the kernel does not assign it to other sockets in this context.
+
+    A bound socket with SO_REUSEADDR, which does not listen, holds the port. A server that names the port can still
+    bind to it and listen.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind((LOOPBACK, 0))
+        yield holder.getsockname()[1]
+
+
+def wait_for_listener(address: str, port: int, timeout_s: float) -> None:
+    """Wait until the port accepts connections; raise `OSError` after the timeout.
+
+    torch's TCPStore would retry only after most of a second, and its errors are pages of C++.
+    """
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=max(0.1, end - time.monotonic())).close()
+            return
+        except OSError:
+            if time.monotonic() + 0.005 > end:
+                raise
+            time.sleep(0.005)

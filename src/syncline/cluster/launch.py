@@ -1,4 +1,7 @@
-"""Run a Python function on the ranks of an emulated cluster, forked from one process that has imported torch."""
+"""Run a Python function on the ranks of an emulated cluster, forked from one process that has imported torch.
+
+The results of ranks, and of commands, reach the caller through one pipe each, as lines of JSON.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -22,15 +25,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from syncline.cluster import linux
-from syncline.cluster.environment import MASTER_PORT, host_variables, rank_variables
-from syncline.cluster.isolation import start_hosts, why_not_shaped
-from syncline.cluster.ports import reserved_port
-from syncline.cluster.processes import Complaints, describe_exit, fork
+from syncline.cluster.environment import MASTER_PORT, host_variables, rank_variables, reserved_port, wait_for_listener
+from syncline.cluster.isolation import running_hosts, why_not_shaped
+from syncline.cluster.processes import describe_exit, fork, reap
 from syncline.cluster.spec import ClusterSpec
 from syncline.errors import ClusterError, SynclineError, UsageError
 
 RankMain = Callable[["Rank"], Any]
 """Function that a rank runs. Its result must be serialisable as JSON."""
+OnEvent = Callable[[int, Any], None]
+"""Called with the rank and the event."""
+_sending = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,7 @@ class Rank:
 
     def say(self, event: Any) -> None:
         """Send an event to the launching process, for example progress."""
-        _send(self._pipe, {"event": event})
+        send(self._pipe, {"event": event})
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +76,11 @@ class Rank:
         if self.rank == 0:  # the store itself would listen on every interface
             options["master_listen_fd"] = socket.create_server((address, self._port)).detach()
         else:
-            _wait_for_listener(address, self._port, timeout_s)
+            try:
+                wait_for_listener(address, self._port, timeout_s)
+            except OSError as error:
+                problem = f"rank 0 cannot be reached at {address}, port {self._port}, within {timeout_s:g} s"
+                raise ClusterError(f"{problem}: {error.strerror or error}") from error
         store = TCPStore(address, self._port, self.world_size, is_master=self.rank == 0, timeout=timeout, **options)
         backend = "nccl" if self.spec.device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
@@ -79,19 +88,42 @@ class Rank:
 
 @dataclass
 class Outcome:
-    """The result of one rank."""
+    """The result of one rank, or of one command."""
 
     rank: int
     value: Any = None
     error: str | None = None
     """Type and message of the exception, or how the process ended."""
     traceback: str = ""
-    foreseen: bool = False
-    """True for a `SynclineError`, whose message needs no traceback."""
+    """Empty for a `SynclineError`, whose message needs none."""
     finished: bool = False
     finished_at_s: float = 0.0
     """`time.monotonic()` when it ended."""
     _buffer: bytes = field(default=b"", repr=False)
+
+    def take(self, data: bytes, on_event: OnEvent | None) -> None:
+        """Read what the process or its host has sent."""
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        for line in lines:
+            try:
+                message = msgspec.json.decode(line)
+            except msgspec.DecodeError:
+                continue  # incomplete: the process was killed while it wrote, which its host reports next
+            if "event" not in message:
+                self.finish(**message)
+            elif on_event is not None:
+                on_event(self.rank, message["event"])
+
+    def finish(self, **result: Any) -> None:
+        """Record the first result. Later ones, such as the exit of the process, are consequences of it."""
+        if not self.finished:
+            for name, value in result.items():
+                setattr(self, name, value)
+            self.finished, self.finished_at_s = True, time.monotonic()
+
+
+def first_failure(outcomes: Sequence[Outcome]) -> Outcome | None:
+    return min((outcome for outcome in outcomes if outcome.error), key=lambda o: o.finished_at_s, default=None)
 
 
 class RankFailedError(ClusterError):
@@ -99,12 +131,12 @@ class RankFailedError(ClusterError):
 
     def __init__(self, outcomes: Sequence[Outcome], deadline_s: float) -> None:
         self.outcomes = list(outcomes)
-        first = min((o for o in outcomes if o.error), key=lambda o: o.finished_at_s)
-        bad = [o.rank for o in outcomes if o.error]
+        first = first_failure(outcomes) or outcomes[0]
+        bad = [outcome.rank for outcome in outcomes if outcome.error]
         text = f"rank {first.rank}: {first.error}"
         if len(bad) > 1:
             text += f" (ranks {bad} failed; this was the first; the deadline was {deadline_s:g} s)"
-        super().__init__(f"{text}\n{first.traceback}" if first.traceback and not first.foreseen else text)
+        super().__init__(f"{text}\n{first.traceback}" if first.traceback else text)
 
 
 def launch(
@@ -113,7 +145,7 @@ def launch(
     *,
     deadline_s: float = 120.0,
     grace_s: float = 5.0,
-    on_event: Callable[[int, Any], None] | None = None,
+    on_event: OnEvent | None = None,
     shaped: bool | None = None,
 ) -> list[Any]:
     """Run `main(rank)` on every rank and return the results in rank order.
@@ -139,33 +171,22 @@ def launch_outcomes(
     *,
     deadline_s: float,
     grace_s: float,
-    on_event: Callable[[int, Any], None] | None = None,
+    on_event: OnEvent | None = None,
     shaped: bool | None = None,
 ) -> list[Outcome]:
     """Like `launch`, but return the outcome of every rank instead of raising."""
-    if spec.device == "cuda" and torch.cuda.is_initialized():
-        raise UsageError("ranks are forked, and CUDA does not survive a fork: launch them before the first use of CUDA")
     shaped = why_not_shaped() is None if shaped is None else shaped
-    with contextlib.ExitStack() as cleanup:
-        # Without namespaces, ranks share the machine's ports.
-        port = MASTER_PORT if shaped else cleanup.enter_context(reserved_port())
+    # Without namespaces, ranks share the machine's ports.
+    with contextlib.nullcontext(MASTER_PORT) if shaped else reserved_port() as port:
         pipes = [os.pipe() for _ in range(spec.world_size)]
-        ends = [end for pipe in pipes for end in pipe]
-        hosts = start_hosts(
-            spec, lambda host: _run_ranks(spec, host, main, shaped, port, pipes), shaped=shaped, hosts_only=ends
-        )
-        try:
-            for _, write_end in pipes:
-                os.close(write_end)
-            hosts.wait_until_ready()
-            outcomes = _collect([read_end for read_end, _ in pipes], deadline_s, grace_s, on_event)
+        with running_hosts(
+            spec, lambda host: _run_ranks(spec, host, main, shaped, port, pipes), shaped=shaped, pipes=pipes
+        ) as hosts:
+            read_ends = [read_end for read_end, _ in pipes]
+            outcomes = collect(read_ends, deadline_s=deadline_s, grace_s=grace_s, on_event=on_event)
             if not any(outcome.error for outcome in outcomes):
                 hosts.wait(grace_s)
             return outcomes
-        finally:
-            hosts.kill()
-            for read_end, _ in pipes:
-                os.close(read_end)
 
 
 def _run_ranks(
@@ -175,33 +196,21 @@ def _run_ranks(
     parent = os.getpid()
     pipe_of: dict[int, int] = {}
     for local_rank, number in enumerate(spec.ranks_of(host)):
-        rank = Rank(
-            rank=number,
-            world_size=spec.world_size,
-            host=host,
-            local_rank=local_rank,
-            spec=spec,
-            shaped=shaped,
-            _pipe=pipes[number][1],
-            _port=port,
-        )
-        pid = fork(functools.partial(_rank_process, rank, parent, main, pipes), Complaints(2))
-        pipe_of[pid] = pipes[number][1]
+        pipe = pipes[number][1]
+        rank = Rank(number, spec.world_size, host, local_rank, spec, shaped, pipe, port)
+        pipe_of[fork(functools.partial(_rank_process, rank, parent, main, pipes))] = pipe
     for read_end, write_end in pipes:
         os.close(read_end)
         if write_end not in pipe_of.values():
             os.close(write_end)
-    failed = False
-    while pipe_of:
-        pid, status = os.wait()
-        pipe = pipe_of.pop(pid)
-        code = os.waitstatus_to_exitcode(status)
+
+    def ended(pipe: int, code: int) -> None:
         if code != 0:
-            failed = True
             os.write(pipe, b"\n")  # the rank may have ended in the middle of a line
-        _send(pipe, {"error": f"{describe_exit(code)} before it returned"})
+        send(pipe, {"error": f"{describe_exit(code)} before it returned"})
         os.close(pipe)
-    return 1 if failed else 0
+
+    return reap(pipe_of, ended)
 
 
 def _rank_process(rank: Rank, parent: int, main: RankMain, pipes: list[tuple[int, int]]) -> int:
@@ -221,16 +230,10 @@ def _rank_process(rank: Rank, parent: int, main: RankMain, pipes: list[tuple[int
                 "from it cannot use CUDA: launch them before that, or from a new process"
             )
         value = main(rank)
-        _send(rank._pipe, {"value": value})
+        send(rank._pipe, {"value": value})
     except BaseException as error:  # noqa: BLE001 - reported to the launching process, SystemExit too
-        _send(
-            rank._pipe,
-            {
-                "error": f"{type(error).__name__}: {error}",
-                "traceback": traceback.format_exc(),
-                "foreseen": isinstance(error, SynclineError),
-            },
-        )
+        details = "" if isinstance(error, SynclineError) else traceback.format_exc()
+        send(rank._pipe, {"error": f"{type(error).__name__}: {error}", "traceback": details})
         return 1
     finally:
         if dist.is_initialized():
@@ -239,78 +242,53 @@ def _rank_process(rank: Rank, parent: int, main: RankMain, pipes: list[tuple[int
     return 0
 
 
-def _wait_for_listener(address: str, port: int, timeout_s: float) -> None:
-    """Wait until rank 0 accepts connections. TCPStore itself would retry only after most of a second."""
-    end = time.monotonic() + timeout_s
-    while (left := end - time.monotonic()) > 0:
-        try:
-            with socket.socket() as trial:
-                trial.settimeout(left)
-                trial.connect((address, port))
-                return
-        except ConnectionRefusedError:
-            time.sleep(0.005)
-        except OSError as error:
-            problem = error.strerror or str(error)
-            raise ClusterError(f"rank 0 cannot be reached at {address}, port {port}: {problem}") from error
-    raise ClusterError(f"rank 0 did not accept connections at {address}, port {port}, within {timeout_s:g} s")
-
-
-_sending = threading.Lock()
-
-
-def _send(pipe: int, message: dict[str, Any]) -> None:
+def send(pipe: int, message: dict[str, Any]) -> None:
     data = msgspec.json.encode(message) + b"\n"
     with _sending:  # threads share the pipe, and long messages take several writes
         while data:
             data = data[os.write(pipe, data) :]
 
 
-def _collect(
-    pipes: list[int], deadline_s: float, grace_s: float, on_event: Callable[[int, Any], None] | None
+def collect(
+    pipes: Sequence[int],
+    *,
+    deadline_s: float,
+    grace_s: float,
+    on_event: OnEvent | None = None,
+    on_failure: Callable[[], object] = lambda: None,
+    outputs: Mapping[int, Callable[[bytes], None]] | None = None,
 ) -> list[Outcome]:
+    """Collect the outcomes until all processes have ended, or until the grace period after a failure is over.
+
+    Args:
+        on_failure: Called after the first failure.
+        outputs: Functions for the data of other pipes.
+    """
     outcomes = [Outcome(rank) for rank in range(len(pipes))]
     end = time.monotonic() + deadline_s
     failed = ending = False
+    reading = set(pipes)
     with selectors.DefaultSelector() as selector:
-        for pipe, outcome in zip(pipes, outcomes, strict=True):
-            selector.register(pipe, selectors.EVENT_READ, outcome)
-        while selector.get_map() and (left := end - time.monotonic()) > 0:
-            for key, _ in selector.select(left):
-                outcome = key.data
+        for pipe, reader in [*zip(pipes, outcomes, strict=True), *(outputs or {}).items()]:
+            selector.register(pipe, selectors.EVENT_READ, reader)
+        while reading and (left := end - time.monotonic()) > 0:
+            for key, _ in selector.select(min(left, 3600.0)):
                 data = os.read(key.fd, 1 << 20)
                 if not data:
                     selector.unregister(key.fd)
-                    _finish(outcome, error="its host died")
-                _take(outcome, data, on_event)
-            failed = failed or any(outcome.error for outcome in outcomes)
+                    reading.discard(key.fd)
+                if not isinstance(key.data, Outcome):
+                    key.data(data)
+                elif data:
+                    key.data.take(data, on_event)
+                else:
+                    key.data.finish(error="its host died")
+            if not failed and any(outcome.error for outcome in outcomes):
+                failed = True
+                on_failure()
             if not ending and (failed or all(outcome.finished for outcome in outcomes)):
                 ending = True
                 end = min(end, time.monotonic() + grace_s)
     for outcome in outcomes:
-        _finish(outcome, error=f"still running {'when another rank failed' if failed else 'at the deadline'}")
+        outcome.finish(error=f"still running {'when another rank failed' if failed else 'at the deadline'}")
     return outcomes
-
-
-def _take(outcome: Outcome, data: bytes, on_event: Callable[[int, Any], None] | None) -> None:
-    *lines, outcome._buffer = (outcome._buffer + data).split(b"\n")
-    for line in lines:
-        try:
-            message = msgspec.json.decode(line)
-        except msgspec.DecodeError:
-            continue  # incomplete: the rank was killed while it wrote, which its host reports next
-        if "event" in message:
-            if on_event is not None:
-                on_event(outcome.rank, message["event"])
-        else:
-            _finish(outcome, **message)
-
-
-def _finish(
-    outcome: Outcome, value: Any = None, error: str | None = None, traceback: str = "", foreseen: bool = False
-) -> None:
-    """Record the first result of a rank. Later ones, such as the exit of its process, are consequences of it."""
-    if outcome.finished:
-        return
-    outcome.value, outcome.error, outcome.traceback, outcome.foreseen = value, error, traceback, foreseen
-    outcome.finished, outcome.finished_at_s = True, time.monotonic()

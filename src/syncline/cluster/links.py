@@ -1,15 +1,8 @@
 """Build switches and links and shape them, through netlink.
 
-Every link is a veth pair with a token-bucket filter at both ends, so each direction has its own rate.
-Latency and loss are not emulated: few kernels ship `netem`.
-
-**The burst matters.** An idle link sends the bytes of its burst faster than its rate, so a large burst makes small and
-sparse messages look faster than they are. With a burst below 64 kB, the largest segment that TCP passes to a link, the
-kernel cuts every segment into packets, and the CPU limits the rate instead of the link. `BURST_S` and `MIN_BURST_BYTES`
-are about the smallest values that held the rate for every size in `benchmarks/link_rate.py`, after a pause and back to
-back.
-
-A process on an emulated host can change that host's link at any time, with `reshape`, `cut` and `mend`.
+Every link is a veth pair with a token-bucket filter at both ends, so each direction has its own rate. Latency and loss
+are not emulated: few kernels ship `netem`. A process on an emulated host can change that host's link at any time, with
+`reshape`, `cut` and `mend`.
 """
 
 from __future__ import annotations
@@ -18,10 +11,11 @@ import concurrent.futures
 import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 from pyroute2 import IPRoute, NetlinkError
 
 from syncline.cluster import linux
@@ -29,8 +23,9 @@ from syncline.cluster.spec import ClusterSpec
 from syncline.errors import ClusterError
 
 HOST_INTERFACE = "eth0"
-BURST_S = 0.004
-MIN_BURST_BYTES = 80_000
+BURST_S, MIN_BURST_BYTES = 0.004, 80_000
+"""A larger burst makes small messages look faster than they are. With one below 64 kB, the largest segment of TCP, the
+CPU limits the rate. These are about the smallest that held the rate for every size in `benchmarks/link_rate.py`."""
 QUEUE_S = 0.2
 """Queue in front of a link, in seconds at its rate: enough that it drops nothing while TCP finds its window."""
 MIN_QUEUE_BYTES = 1024 * 1024
@@ -76,16 +71,17 @@ def configure_host(spec: ClusterSpec, host: int) -> None:
         netlink.addr("add", index=index, address=host_address(host), prefixlen=24)
         _shape(netlink, HOST_INTERFACE, spec.rate_bps)
         _up(netlink, HOST_INTERFACE)
-    _use_common_tcp()
+    # The machine may use another algorithm, such as BBR; results must not depend on that.
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("cubic")
 
 
 def sent_bytes() -> int:
     """Return the bytes that this host has sent since its start, headers included."""
-    for line in Path("/proc/self/net/dev").read_text().splitlines():
-        name, _, counters = line.partition(":")
-        if name.strip() == HOST_INTERFACE:
-            return int(counters.split()[8])
-    raise LookupError(f"no interface {HOST_INTERFACE} here: links are not emulated")
+    interfaces = psutil.net_io_counters(pernic=True, nowrap=False)
+    if HOST_INTERFACE not in interfaces:
+        raise LookupError(f"no interface {HOST_INTERFACE} here: links are not emulated")
+    return int(interfaces[HOST_INTERFACE].bytes_sent)
 
 
 def reshape(rate_bps: int) -> None:
@@ -110,14 +106,18 @@ def mend() -> None:
 
 
 def _set_port(state: str) -> None:
+    """Set the switch's end of this host's link up or down."""
     with IPRoute() as netlink:
         port = int(_own_link(netlink).get_attr("IFLA_LINK"))
+    namespace = _switch_namespace()
 
     def set_state() -> None:
+        linux.enter(namespace, linux.CLONE_NEWNET)
         with IPRoute() as netlink:
             netlink.link("set", index=port, state=state)
 
-    _at_the_switch(set_state)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a new thread, because it stays in that namespace
+        thread.submit(set_state).result()
 
 
 def _own_link(netlink: IPRoute) -> Any:
@@ -129,18 +129,6 @@ def _own_link(netlink: IPRoute) -> Any:
     ):
         return netlink.get_links(indices[0])[0]
     raise LookupError(f"no emulated link at {HOST_INTERFACE} here: links are not emulated")
-
-
-def _at_the_switch(action: Callable[[], None]) -> None:
-    """Run `action` in the switch's network namespace."""
-    namespace = _switch_namespace()
-
-    def run() -> None:
-        linux.enter(namespace, linux.CLONE_NEWNET)
-        action()
-
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:  # a new thread, because it stays in that namespace
-        thread.submit(run).result()
 
 
 def _switch_namespace() -> Path:
@@ -156,14 +144,6 @@ def _switch_namespace() -> Path:
     return process / "ns/net"
 
 
-def _use_common_tcp() -> None:
-    # The machine may use another algorithm, such as BBR; results must not depend on that.
-    for algorithm in ("cubic", "reno"):
-        with contextlib.suppress(OSError):
-            Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(algorithm)
-            return
-
-
 def _add_bridge(netlink: IPRoute, name: str) -> None:
     with _needs_kernel_support("a bridge"):
         netlink.link("add", ifname=name, kind="bridge", br_stp_state=0)
@@ -175,18 +155,10 @@ def _plug(netlink: IPRoute, port: str, bridge: str) -> None:
 
 
 def _shape(netlink: IPRoute, name: str, rate_bps: int, how: str = "add") -> None:
-    rate = rate_bps // 8
+    index, rate, burst = _index(netlink, name), rate_bps // 8, burst_bytes(rate_bps)
     queue = max(MIN_QUEUE_BYTES, int(rate * QUEUE_S))
     with _needs_kernel_support("a token-bucket filter (module sch_tbf)"):
-        netlink.tc(
-            how,
-            "tbf",
-            index=_index(netlink, name),
-            handle="1:",
-            rate=rate,
-            burst=burst_bytes(rate_bps),
-            limit=queue + burst_bytes(rate_bps),
-        )
+        netlink.tc(how, "tbf", index=index, handle="1:", rate=rate, burst=burst, limit=queue + burst)
 
 
 @contextlib.contextmanager

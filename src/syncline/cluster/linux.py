@@ -13,10 +13,9 @@ CLONE_NEWUTS = 0x04000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
-
-_MS_BIND = 0x1000
-_MS_REC = 0x4000
-_MS_PRIVATE = 0x40000
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_PRIVATE = 0x40000
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -75,19 +74,6 @@ def adopt_orphans() -> None:
         _checked(_libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
 
 
-def mount_private() -> None:
-    """Keep the mounts of this mount namespace private."""
-    _checked(_libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None), "mount /")
-
-
-def bind_mount(source: str, target: str) -> None:
-    _checked(_libc.mount(source.encode(), target.encode(), None, _MS_BIND, None), f"mount {target}")
-
-
-def mount_proc() -> None:
-    _checked(_libc.mount(b"proc", b"/proc", b"proc", 0, None), "mount /proc")
-
-
-def set_hostname(name: str) -> None:
-    encoded = name.encode()
-    _checked(_libc.sethostname(encoded, len(encoded)), "sethostname")
+def mount(source: str, target: str, kind: str | None = None, flags: int = 0) -> None:
+    result = _libc.mount(source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), None)
+    _checked(result, f"mount {target}")

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 PROGRAM = "nvidia-cuda-mps-control"
 START_S = 30.0
@@ -53,31 +54,20 @@ def _start(directory: Path, variables: dict[str, str]) -> str | None:
     log = directory / "start.txt"
     try:
         with log.open("w") as output:  # not a pipe, which the daemon would keep open
-            status = subprocess.run(
-                [PROGRAM, "-d"],
-                env={**os.environ, **variables},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                timeout=START_S,
-                check=False,
-            ).returncode
+            _control("-d", variables=variables, timeout=START_S, check=True, stdin=subprocess.DEVNULL, stdout=output)
+    except subprocess.CalledProcessError as error:
+        lines = log.read_text(errors="replace").strip().splitlines()
+        return f"{PROGRAM} -d exited with {error.returncode}" + (f": {lines[-1]}" if lines else "")
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{PROGRAM} -d: {error}"
-    if status != 0:
-        lines = log.read_text(errors="replace").strip().splitlines()
-        return f"{PROGRAM} -d exited with {status}" + (f": {lines[-1]}" if lines else "")
     return None
 
 
 def _quit(variables: dict[str, str]) -> None:
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # the daemon then ends with the cluster
-        subprocess.run(
-            [PROGRAM],
-            input=b"quit\n",
-            env={**os.environ, **variables},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=QUIT_S,
-            check=False,
-        )
+        _control(variables=variables, timeout=QUIT_S, check=False, input=b"quit\n", stdout=subprocess.DEVNULL)
+
+
+def _control(*arguments: str, variables: dict[str, str], check: bool, **options: Any) -> None:
+    environment = {**os.environ, **variables}
+    subprocess.run([PROGRAM, *arguments], env=environment, check=check, stderr=subprocess.STDOUT, **options)

@@ -10,31 +10,21 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from typing import TypeVar
 
 from syncline.errors import SynclineError
 
-
-class Complaints:
-    """Where children report why they failed: a pipe until it is closed, then standard error."""
-
-    def __init__(self, pipe: int) -> None:
-        self._pipe: int | None = pipe
-
-    def say(self, text: str) -> None:
-        with contextlib.suppress(OSError):
-            if self._pipe is None:
-                sys.stderr.write(f"{text}\n")
-            else:
-                os.write(self._pipe, text.encode())
-
-    def close(self) -> None:
-        if self._pipe is not None:
-            os.close(self._pipe)
-            self._pipe = None
+T = TypeVar("T")
 
 
-def fork(main: Callable[[], int], complaints: Complaints) -> int:
+def report_to_stderr(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+def fork(main: Callable[[], int], report: Callable[[str], None] = report_to_stderr) -> int:
     """Fork a child that runs `main` and exits with the status it returns; return its process id.
+
+    If `main` raises, the child reports the error with `report`.
 
     Forking is safe while no other thread of the caller holds a lock that `main` needs. Python and the C library reset
     their own locks. torch's OpenMP pool does not survive, so children must compute on one thread.
@@ -60,13 +50,28 @@ def fork(main: Callable[[], int], complaints: Complaints) -> int:
     status = 1
     try:
         status = main()
-    except (OSError, SynclineError) as error:
-        complaints.say(getattr(error, "strerror", None) or str(error))
-    except BaseException:  # noqa: BLE001 - the child must end here in any case
-        complaints.say(traceback.format_exc())
+    except BaseException as error:  # noqa: BLE001 - the child must end here in any case
+        expected = isinstance(error, OSError | SynclineError)
+        with contextlib.suppress(OSError):
+            report((getattr(error, "strerror", None) or str(error)) if expected else traceback.format_exc())
     finally:
         _flush()
         os._exit(status if 0 <= status < 256 else 1)
+
+
+def reap(children: dict[int, T], ended: Callable[[T, int], None] = lambda *_: None) -> int:
+    """Wait for children and orphans; call `ended` with a child's value and exit code; return the first failure's code.
+
+    The first process of a PID namespace inherits all orphans.
+    """
+    failed = 0
+    while children:
+        pid, status = os.wait()
+        if pid in children:
+            code = os.waitstatus_to_exitcode(status)
+            failed = failed or code
+            ended(children.pop(pid), code)
+    return failed
 
 
 def describe_exit(code: int) -> str:

@@ -97,22 +97,13 @@ class ClusterSpec:
         return host * self.racks // self.hosts
 
     def ranks_of(self, host: int) -> tuple[int, ...]:
-        return self._placement()[host]
-
-    def _placement(self) -> list[tuple[int, ...]]:
-        placed: list[list[int]] = [[] for _ in range(self.hosts)]
-        if self.rank_order == "host":
-            order = [host for host, count in enumerate(self.per_host) for _ in range(count)]
-        else:
-            rounds = range(max(self.per_host))
-            order = [host for turn in rounds for host, count in enumerate(self.per_host) if turn < count]
-        for rank, host in enumerate(order):
-            placed[host].append(rank)
-        return [tuple(ranks) for ranks in placed]
+        slots = [(owner, turn) for owner, count in enumerate(self.per_host) for turn in range(count)]
+        if self.rank_order == "scrambled":
+            slots.sort(key=lambda slot: slot[1])
+        return tuple(rank for rank, (owner, _) in enumerate(slots) if owner == host)
 
     def describe(self) -> str:
-        per_host = {*self.per_host}
-        ranks = f"{self.per_host[0]}" if len(per_host) == 1 else ",".join(map(str, self.per_host))
+        ranks = ",".join(map(str, self.per_host if len(set(self.per_host)) > 1 else self.per_host[:1]))
         hosts = "1 host" if self.hosts == 1 else f"{self.hosts} hosts"
         text = f"{hosts} × {ranks} {'rank' if ranks == '1' else 'ranks'}, {format_rate(self.rate_bps)} links"
         if self.trunk_rate_bps is not None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from syncline.ddp.reduction import Reduction
 from syncline.dist.span import span_of
-from syncline.errors import ExchangeError, UsageError, tell
+from syncline.errors import ExchangeError, UsageError, warn
 from syncline.exchange import Layout, Slot, stride_in_bucket
 from syncline.runtime import bucket_runner
 from syncline.runtime.bucket_policy import BucketPolicy
@@ -274,7 +274,7 @@ class Engine:
         warns = not self._warned and len(self._spans_s) == _DRIFT_STEPS and self.runner.groups[0].comm.rank == 0
         if warns and (text := self.drift()) is not None:
             self._warned = True
-            tell(text)
+            warn(text)
 
     def drift(self) -> str | None:
         """Describe how much longer exchanges take than planned, or return None if they do not."""

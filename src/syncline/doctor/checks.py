@@ -22,7 +22,7 @@ from syncline.ddp import buckets
 from syncline.dist import torchrun
 from syncline.doctor import rendezvous
 from syncline.doctor.interfaces import GLOO, NCCL, Choice, Interface, is_loopback, outward
-from syncline.errors import SynclineError
+from syncline.errors import SynclineError, first_line
 from syncline.units import ranks_text
 
 EXTRAS = {
@@ -95,7 +95,7 @@ def _gloo_on_loopback(_: Machine) -> Result:
     try:
         seconds = rendezvous.try_loopback()
     except (SynclineError, RuntimeError, OSError) as error:
-        why = f"two ranks cannot connect over the loopback interface: {rendezvous.first_line(error)}"
+        why = f"two ranks cannot connect over the loopback interface: {first_line(error)}"
         return Result(False, why, "bring it up (ip link set lo up), and allow connections to 127.0.0.1", needed=True)
     return Result(True, f"two ranks summed over the loopback interface in {seconds:.2f} s", needed=True)
 

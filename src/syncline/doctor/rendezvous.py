@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -20,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
+from syncline.cluster.environment import wait_for_listener
 from syncline.dist import torchrun
 from syncline.dist.deadline import TooLateError, run_concurrently, within
 from syncline.doctor.interfaces import gloo_choice, interfaces
-from syncline.errors import UsageError
+from syncline.errors import UsageError, first_line
 from syncline.measure.topology import host_identity, number
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -100,7 +99,7 @@ def meet(wait_s: float, environment: Mapping[str, str] = os.environ) -> Meeting 
     serves = rank == 0 and not torchrun.keeps_store(environment)
     try:
         if not serves:
-            _wait_for_listener(address, port, wait_s)
+            wait_for_listener(address, port, wait_s)
         # Does not wait for other ranks, so that those which are missing can be named.
         store: Store = TCPStore(
             address, port, ranks, serves, timedelta(seconds=wait_s), wait_for_workers=False, multi_tenant=True
@@ -113,19 +112,6 @@ def meet(wait_s: float, environment: Mapping[str, str] = os.environ) -> Meeting 
         return _lead(store, ranks, master, wait_s)
     _follow(store, rank, ranks, wait_s)
     return None
-
-
-def _wait_for_listener(address: str, port: int, wait_s: float) -> None:
-    """Wait until the port accepts connections; if torch does this itself, its errors are pages of C++."""
-    end = time.monotonic() + wait_s
-    while True:
-        try:
-            socket.create_connection((address, port), timeout=max(0.1, end - time.monotonic())).close()
-            return
-        except OSError:
-            if time.monotonic() + _POLL_S > end:
-                raise
-            time.sleep(_POLL_S)
 
 
 def _lead(store: Store, ranks: int, master: str, wait_s: float) -> Meeting:
@@ -226,10 +212,3 @@ def _integer(name: str, environment: Mapping[str, str]) -> int:
         return int(environment[name])
     except ValueError:
         raise UsageError(f"{name}={environment[name]!r} is not an integer: was this started by torchrun?") from None
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, without torch's own file names."""
-    message = getattr(error, "strerror", None) or str(error)
-    first = next((line for line in message.splitlines() if line.strip()), type(error).__name__)
-    return re.sub(r"\[(enforce fail at )?/\S*\] ?", "", first).strip()

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from syncline.dist.span import Span
-from syncline.errors import tell
+from syncline.errors import warn
 from syncline.health.suspects import Progress
 
 _STEPS = 50
@@ -64,4 +64,4 @@ class Stragglers:
         )
         if self._warned != slowest:
             self._warned = slowest
-            tell(self.straggler)
+            warn(self.straggler)

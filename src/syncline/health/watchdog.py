@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from syncline.dist.comm import LaneGroups, backend_of, group_timeout
 from syncline.dist.lane import Job, Lane
 from syncline.dist.span import Span
-from syncline.errors import first_line, tell
+from syncline.errors import first_line, warn
 from syncline.health.failure import Event, FailureReport, Pending, explain_failure
 from syncline.health.heartbeat import log, shared_heartbeat
 from syncline.health.stragglers import Stragglers
@@ -214,7 +214,7 @@ class Watchdog:
     def _warn(self, text: str) -> None:
         """Warn about an exchange that may still finish, and write a failure report."""
         absence = absent_from_exchange(self.name, self.progress)
-        tell(text + "".join(explain_failure(self._report(text), self.ranks, absence, announce=False)))
+        warn(text + "".join(explain_failure(self._report(text), self.ranks, absence, announce=False)))
 
     def explain_end(self, error: str) -> str:
         """Log and return the suspects for a collective outside Syncline whose error ends the program."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from syncline.dist.agreement import agree
 from syncline.dist.comm import gather_bytes
-from syncline.errors import ExchangeError, UsageError, tell
+from syncline.errors import ExchangeError, UsageError, warn
 from syncline.exchange import Exchange
 from syncline.exchange.workspace import Workspace
 from syncline.health.meeting import meeting
@@ -313,7 +313,7 @@ class GradientPipeline:
     def _warn_of_dropped(self, now: Pass) -> None:
         labels = [bucket.label for bucket in self.buckets if not bool(now.finite[bucket.index])]
         if labels and self.group.rank() == 0:
-            tell(
+            warn(
                 f"step {self.runner.steps - 1}: the gradients of {', '.join(labels[:3])} are not finite, so these "
                 f"layers skip the step on all ranks ({self.dropped} buckets dropped so far)"
             )

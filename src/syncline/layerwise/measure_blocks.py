@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from syncline.layerwise.activations import Managed, find_blocks
-from syncline.measure.preserve_state import as_it_was
+from syncline.measure.preserve_state import restored_on_exit
 from syncline.measure.steps import checked_loss
 from syncline.memory_meter import Meter, metered
 from syncline.records.activations import RECOMPUTE, Activations, Block, Line
@@ -64,7 +64,7 @@ def measure_activations(module: nn.Module, steps: Mapping[int, Step]) -> Activat
     """
     parameters = [p for p in module.parameters() if p.requires_grad]
     device = parameters[0].device
-    with as_it_was(module, device):
+    with restored_on_exit(module, device):
         for parameter in module.parameters():
             parameter.grad = None
         measured = {batch: _measure_step(module, step, device) for batch, step in sorted(steps.items())}

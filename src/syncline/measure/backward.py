@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.measure.preserve_state import Weights, as_it_was
+from syncline.measure.preserve_state import Weights, restored_on_exit
 from syncline.measure.steps import (
     Clock,
     Measured,
@@ -96,7 +96,7 @@ def measure_backward(
         if subject.device.type == "cuda":
             around.enter_context(torch.cuda.device(subject.device))
         if optimizer is None or subject.ddp is not None:
-            around.enter_context(as_it_was(subject.model, subject.device))
+            around.enter_context(restored_on_exit(subject.model, subject.device))
         if optimizer is not None and subject.ddp is not None:
             around.callback(Weights(dict(subject.model.named_parameters())).restore)
             around.callback(optimizer.load_state_dict, copy.deepcopy(optimizer.state_dict()))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 @contextlib.contextmanager
-def as_it_was(module: nn.Module, device: torch.device) -> Iterator[None]:
+def restored_on_exit(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore gradients, buffers and random number generators on exit. Parameters are not saved."""
     gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in module.parameters()]
     buffers = [

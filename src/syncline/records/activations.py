@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
-from syncline.records.checks import check_number
+from syncline.records.fields import MOST, Amount, Count, PositiveCount
 
 KEEP, RECOMPUTE, OFFLOAD, PARK = WAYS = ("keep", "recompute", "offload", "park")
 """What happens to a block's activations between forward and backward: see `syncline.predict.memory`."""
+
+_Coefficient = Annotated[float, msgspec.Meta(ge=-MOST, le=MOST)]
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A quantity that grows linearly with the batch."""
 
-    fixed: float
-    each: float
+    fixed: _Coefficient
+    each: _Coefficient
 
     def at(self, batch: float) -> float:
         return max(0.0, self.fixed + self.each * batch)
@@ -46,17 +48,11 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     forward_s: Line
     backward_s: Line
 
-    def __post_init__(self) -> None:
-        for name in ("held", "input", "forward_peak", "backward_peak", "forward_s", "backward_s"):
-            line: Line = getattr(self, name)
-            if not (math.isfinite(line.fixed) and math.isfinite(line.each)):
-                raise ValueError(f"{name}: must be finite")
-
 
 class Activations(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The memory and time of a model's forward and backward, without weights and gradients."""
 
-    batches: tuple[int, ...]
+    batches: Annotated[tuple[PositiveCount, ...], msgspec.Meta(min_length=1)]
     """The measured batch sizes."""
     blocks: tuple[Block, ...]
     before: Line
@@ -67,19 +63,13 @@ class Activations(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Peak of the backward of the layers before the blocks."""
     behind_s: Line
     """Forward and backward of all layers outside the blocks."""
-    to_host_bps: float = 0.0
+    to_host_bps: Amount = 0.0
     """Bytes per second between the device and pinned host memory; 0 if the device has no pinned host memory."""
-    parameter_bytes: int = 0
-    buffer_bytes: int = 0
-    elements: int = 0
+    parameter_bytes: Count = 0
+    buffer_bytes: Count = 0
+    elements: Count = 0
     """Number of elements of all parameters."""
-    largest_bytes: int = 0
+    largest_bytes: Count = 0
     """Bytes of the largest parameter."""
-    optimizer_bytes: float = 0.0
+    optimizer_bytes: Amount = 0.0
     """Bytes of optimizer state per element."""
-
-    def __post_init__(self) -> None:
-        if not self.batches or any(batch < 1 for batch in self.batches):
-            raise ValueError("batches: must have at least one entry, each at least 1")
-        for name in ("to_host_bps", "parameter_bytes", "buffer_bytes", "elements", "largest_bytes", "optimizer_bytes"):
-            check_number(getattr(self, name), name)

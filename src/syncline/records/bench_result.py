@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from syncline.records.fields import Schema
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
-
-SCHEMA = 1
 
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +36,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_ms_low: float
     step_ms_high: float
     sent_bytes: int | None
-    """Payload per step of the busiest rank: counted for each call; for plain DDP, derived from its logged buckets."""
+    """Payload per step of the busiest rank: counted for each call; for plain DDP, computed from its parameters."""
     predicted_ms: float | None
     predicted_sent_bytes: int | None
     wire_bytes: int | None = None
@@ -57,7 +56,7 @@ class BenchResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: Cluster
     model: Model
     rows: list[Row]
-    schema: int = SCHEMA
+    schema: Schema = 1
     rounds: int = 0
     batch: int | None = None
     torch: str = ""
@@ -102,7 +101,7 @@ class DemoResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     steps: int
     epochs: float
     rows: list[DemoRow]
-    schema: int = SCHEMA
+    schema: Schema = 1
     said: dict[str, str] = {}
     """The message of `tune`, by method."""
     command: str = ""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
+from typing import Annotated
 
 import msgspec
 
 from syncline.exchange import WORLD, wire
-from syncline.records.checks import check_number, check_whole
+from syncline.records.fields import MOST, Amount, Count, PositiveAmount, PositiveCount, Seconds, one_of
 
 LINKS = ("local", "host", "rack")
 """Kinds of links, from the inside out: shared memory of a host, the uplink of a host, the uplink of a rack."""
@@ -17,31 +17,25 @@ LEVELS = (WORLD, "hosts", "local")
 ETHERNET_EFFICIENCY = 1448 / 1538
 """Payload of a full frame over its size on the wire."""
 _ROUNDING = 1e-9
+_Ranks = Annotated[int, msgspec.Meta(ge=2, le=MOST)]
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All links of one kind: their rate and burst in each direction."""
 
-    name: str
-    bytes_per_s: float
+    name: Annotated[str, one_of(*LINKS)]
+    bytes_per_s: PositiveAmount
     """Rate of payload."""
-    low_bytes_per_s: float
-    high_bytes_per_s: float
+    low_bytes_per_s: PositiveAmount
+    high_bytes_per_s: PositiveAmount
     """Upper end of the 90 % confidence interval, which begins at `low_bytes_per_s`."""
-    burst_bytes: float = 0.0
+    burst_bytes: Amount = 0.0
     """Bytes that an idle link carries before its rate applies: the credit of a traffic shaper."""
-    nominal_bps: int | None = None
+    nominal_bps: PositiveCount | None = None
     """Advertised rate in bits per second, if known."""
 
     def __post_init__(self) -> None:
-        if self.name not in LINKS:
-            raise ValueError(f"name: {self.name} is not a link; known: {', '.join(LINKS)}")
-        for field in ("bytes_per_s", "low_bytes_per_s", "high_bytes_per_s"):
-            check_number(getattr(self, field), field, positive=True)
         _check_interval(self, "low_bytes_per_s", "bytes_per_s", "high_bytes_per_s")
-        check_number(self.burst_bytes, "burst_bytes")
-        if self.nominal_bps is not None:
-            check_whole(self.nominal_bps, "nominal_bps", least=1)
 
     def times(self, factor: float) -> Link:
         """Return the link with its rates multiplied by `factor`."""
@@ -62,54 +56,43 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The measured times of one size of a collective."""
 
-    bytes: int
+    bytes: Count
     """Size of the buffer."""
-    sent_bytes: int
+    sent_bytes: Count
     """Bytes sent by the busiest rank."""
-    low_s: float
-    median_s: float
-    high_s: float
-    fitted_s: float
-    repeats: int
-
-    def __post_init__(self) -> None:
-        for field in ("bytes", "sent_bytes", "repeats"):
-            check_whole(getattr(self, field), field, least=0)
-        for field in ("low_s", "median_s", "high_s", "fitted_s"):
-            check_number(getattr(self, field), field)
+    low_s: Seconds
+    median_s: Seconds
+    high_s: Seconds
+    fitted_s: Seconds
+    repeats: Count
 
 
 class Switch(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A protocol that applies from `from_bytes` sent bytes on, with a longer start-up and less time per byte."""
 
-    from_bytes: int
-    startup_s: float
-    own_s_per_byte: float
-
-    def __post_init__(self) -> None:
-        check_whole(self.from_bytes, "from_bytes", least=0)
-        for field in ("startup_s", "own_s_per_byte"):
-            check_number(getattr(self, field), field)
+    from_bytes: Count
+    startup_s: Seconds
+    own_s_per_byte: Seconds
 
 
 class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The cost of one kind of collective among the ranks of one level."""
 
-    level: str
-    kind: str
-    ranks: int
-    startup_s: float
-    startup_low_s: float
-    startup_high_s: float
-    own_s_per_byte: float
+    level: Annotated[str, one_of(*LEVELS)]
+    kind: Annotated[str, one_of(*wire.KINDS)]
+    ranks: _Ranks
+    startup_s: Seconds
+    startup_low_s: Seconds
+    startup_high_s: Seconds
+    own_s_per_byte: Seconds
     """Time per byte that the busiest rank sends, on infinitely fast links."""
-    serial_s: float
+    serial_s: Seconds
     """The part of the start-up that does not overlap with the transfer."""
-    load: float = 1.0
+    load: PositiveAmount = 1.0
     """Time that it occupies a link, over the time of its bytes alone: the flows of an all-to-all disturb each other."""
-    residual: float = 0.0
+    residual: Amount = 0.0
     """Root mean square of the fit's relative errors."""
-    breakpoint_bytes: int | None = None
+    breakpoint_bytes: Count | None = None
     """Sent bytes from which the link decides, not the start-up; null if one line fits all sizes."""
     switches: tuple[Switch, ...] = ()
     """Changes of protocol, sorted by `from_bytes`."""
@@ -142,17 +125,7 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         return msgspec.structs.replace(self, own_s_per_byte=0.0, switches=switches)
 
     def __post_init__(self) -> None:
-        if self.kind not in wire.KINDS:
-            raise ValueError(f"kind: {self.kind} is not a collective; known: {', '.join(wire.KINDS)}")
-        if self.level not in LEVELS:
-            raise ValueError(f"level: {self.level} is not a level; known: {', '.join(LEVELS)}")
-        check_whole(self.ranks, "ranks", least=2)
-        for field in ("startup_s", "startup_low_s", "startup_high_s", "own_s_per_byte", "serial_s", "residual"):
-            check_number(getattr(self, field), field)
         _check_interval(self, "startup_low_s", "startup_s", "startup_high_s")
-        check_number(self.load, "load", positive=True)
-        if self.breakpoint_bytes is not None:
-            check_whole(self.breakpoint_bytes, "breakpoint_bytes", least=0)
         if any(before.from_bytes >= after.from_bytes for before, after in itertools.pairwise(self.switches)):
             raise ValueError("switches: must be sorted by from_bytes, without repetitions")
 
@@ -160,30 +133,22 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How several concurrent collectives, each with its own connections, slow each other down."""
 
-    streams: int
+    streams: PositiveCount
     slowdown: float
     """Time of their start-ups, over the time of one alone."""
-    crowding: float = 1.0
+    crowding: Annotated[float, msgspec.Meta(ge=1, le=MOST)] = 1.0
     """Time of their bytes on a full link, over the time of the same bytes one collective after the other."""
 
     def __post_init__(self) -> None:
-        check_whole(self.streams, "streams", least=1)
-        if not (math.isfinite(self.slowdown) and 1 <= self.slowdown <= self.streams):
+        if not 1 <= self.slowdown <= self.streams:
             raise ValueError(f"slowdown: must be between 1 and streams ({self.streams}), not {self.slowdown}")
-        if not (math.isfinite(self.crowding) and self.crowding >= 1):
-            raise ValueError(f"crowding: must be at least 1, not {self.crowding}")
-        check_number(self.crowding, "crowding")
 
 
 class Startup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The time of a tiny all-reduce among some of the hosts. It shows how start-ups grow with the number of hosts."""
 
-    ranks: int
-    seconds: float
-
-    def __post_init__(self) -> None:
-        check_whole(self.ranks, "ranks", least=2)
-        check_number(self.seconds, "seconds")
+    ranks: _Ranks
+    seconds: Seconds
 
 
 def _check_interval(struct: msgspec.Struct, low: str, middle: str, high: str) -> None:

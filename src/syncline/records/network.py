@@ -1,16 +1,9 @@
-"""The links of a cluster, and the cost of collectives over them.
-
-The time of one collective alone is the larger of two lines:
+"""The links of a cluster, and the cost of collectives. The time of one collective alone is the larger of two limits:
 
     seconds = max(startup_s + own_s_per_byte · sent,   serial_s + (uplink bytes · load − burst) / link rate)
 
-The first line is the limit of latency, software and processors on infinitely fast links; it may change where protocols
-switch. The second line is the limit of the slowest link that the collective crosses. Start-ups are spread over a
-collective's many messages, so most of their time overlaps with the transfer: all but `serial_s`. `sent` is the number
-of bytes that the busiest rank sends. Several collectives share a link by max-min fairness, and slow down each other's
-start-ups by the measured `overlap`.
-
-This module needs no cluster: a probed network can be studied on a laptop.
+The first is latency, software and processors; the second is the slowest link. `sent` is of the busiest rank. Several
+collectives share a link by max-min fairness, and slow down each other's start-ups by the measured `overlap`.
 """
 
 from __future__ import annotations
@@ -19,21 +12,21 @@ import collections
 import functools
 import itertools
 import math
-import os
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
 
 from syncline.errors import UsageError
 from syncline.exchange import WORLD, Level, Tree, wire
-from syncline.files import read_json, write_json
-from syncline.records.checks import MOST, check_device, check_schema, check_whole, first_repeated
+from syncline.files import JsonFile
+from syncline.records.fields import Amount, Device, PositiveCount, Schema, check_unique, one_of
 from syncline.records.link_costs import LEVELS, Collective, Link, Overlap, Startup
 
 Groups = tuple[tuple[int, ...], ...]
 
 
-class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
+class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
     """A cluster: its topology, the rates of its links, and the cost of collectives.
 
     The constructor raises `ValueError`, which names the field, if fields contradict each other.
@@ -43,18 +36,18 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         >>> larger = network.with_hosts(16).with_rate(25_000_000_000)
     """
 
-    schema: int = 1
-    backend: str
-    device: str
+    schema: Schema = 1
+    backend: Annotated[str, one_of("gloo", "nccl")]
+    device: Device
     host_of_rank: tuple[int, ...]
     rack_of_host: tuple[int, ...]
     links: tuple[Link, ...]
     collectives: tuple[Collective, ...]
-    in_flight: int
+    in_flight: PositiveCount
     """Number of collectives that one process group runs at the same time."""
     overlap: tuple[Overlap, ...] = ()
     startups: tuple[Startup, ...] = ()
-    matrix_bytes_per_s: tuple[tuple[float, ...], ...] = ()
+    matrix_bytes_per_s: tuple[tuple[Amount, ...], ...] = ()
     """Rates from host to host, while every host sends to one other; 0 on the diagonal."""
     one_machine: bool = False
     """Whether the hosts are emulated on one machine, and so share its processors."""
@@ -64,8 +57,21 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     date: str = ""
 
     def __post_init__(self) -> None:
-        _check_topology(self)
-        _check_parts(self)
+        if set(self.host_of_rank) != set(range(self.hosts)) or not self.hosts:
+            raise ValueError("host_of_rank: must name every host of rack_of_host, numbered from 0, and no other")
+        if set(self.rack_of_host) != set(range(self.racks)):
+            raise ValueError("rack_of_host: racks must be numbered from 0, without gaps")
+        check_unique("links", (link.name for link in self.links))
+        check_unique("collectives", (f"{entry.kind} at level {entry.level}" for entry in self.collectives))
+        check_unique("overlap", (f"{entry.streams} streams" for entry in self.overlap))
+        check_unique("startups", (f"{entry.ranks} ranks" for entry in self.startups))
+        for index, entry in enumerate(self.collectives):
+            if entry.ranks != (ranks := self.ranks_at(entry.level)):
+                problem = f"is {entry.ranks}, but the network has {ranks} at level {entry.level}"
+                raise ValueError(f"collectives[{index}].ranks: {problem}")
+        rows = self.matrix_bytes_per_s
+        if rows and {len(rows), *map(len, rows)} != {self.hosts}:
+            raise ValueError(f"matrix_bytes_per_s: must have a row and a column for each of the {self.hosts} hosts")
 
     @property
     def ranks(self) -> int:
@@ -79,15 +85,6 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def racks(self) -> int:
         return len(set(self.rack_of_host))
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Network:
-        """Read a network from a JSON file. Raises `FileError` if it is not valid."""
-        return read_json(path, cls)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the network to a JSON file."""
-        write_json(path, self)
-
     @functools.cached_property
     def tree(self) -> Tree:
         """The ranks grouped by host, and by rack if there are several racks."""
@@ -99,25 +96,22 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def collective(self, kind: str, level: str | Level = WORLD) -> Collective:
         """Return the cost of a kind of collective at a level.
 
-        If the kind was not measured, the result is the all-reduce's cost, scaled by the number of messages. If the
-        level was not measured, it is the cost at the nearest measured level (the ranks of a host, one rank of each
-        host, or all ranks), scaled to the level's number of ranks.
+        A kind that was not measured costs as an all-reduce, scaled by the number of messages. A level that was not
+        measured costs as the nearest measured one, scaled to the level's number of ranks.
         """
         if isinstance(level, str):
             return self._fitted(kind, level)
         known = {entry.level for entry in self.collectives}
-        if level.ranks == self.ranks or not known & {"local", "hosts"}:
+        nearest = "local" if self._inside_hosts(level.groups) and "local" in known else "hosts"
+        if level.ranks == self.ranks or nearest not in known:
             nearest = WORLD
-        else:
-            nearest = "local" if self._inside_hosts(level.groups) and "local" in known else "hosts"
-        return self._with_ranks(self._fitted(kind, nearest if nearest in known else WORLD), level.ranks, False)
+        return self._with_ranks(self._fitted(kind, nearest), level.ranks, False)
 
     def _fitted(self, kind: str, level: str) -> Collective:
-        for entry in self.collectives:
-            if (entry.kind, entry.level) == (kind, level):
-                return entry
-        base = next((entry for entry in self.collectives if (entry.kind, entry.level) == ("all_reduce", level)), None)
-        if base is None:
+        known = {entry.kind: entry for entry in self.collectives if entry.level == level}
+        if kind in known:
+            return known[kind]
+        if (base := known.get("all_reduce")) is None:
             raise UsageError(f"the network has no figures for {kind} at level {level}: probe it again")
         factor = wire.hops(kind, base.ranks, self.backend) / wire.hops("all_reduce", base.ranks, self.backend)
         return msgspec.structs.replace(base.scaled(factor, factor, factor), kind=kind, points=())
@@ -171,13 +165,10 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """Return, for each kind of link, the different loads of its uplinks: pairs of a group's size and a number of
         messages. They are cached, because counting them among thousands of ranks takes longer than everything else."""
         if (kind, groups) not in self._known_messages:
-            units = {
-                "host": self.host_of_rank,
-                "rack": [self.rack_of_host[host] for host in self.host_of_rank],
-            }
+            racks = [self.rack_of_host[host] for host in self.host_of_rank]
             self._known_messages[kind, groups] = {
                 name: wire.uplinks(kind, [[unit[rank] for rank in group] for group in groups], self.backend)
-                for name, unit in units.items()
+                for name, unit in (("host", self.host_of_rank), ("rack", racks))
             }
         return self._known_messages[kind, groups]
 
@@ -207,9 +198,9 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         per_host = collections.Counter(counts.values()).most_common(1)[0][0]
         per_rack = max(1, math.ceil(self.hosts / self.racks))
         racks = tuple(host // per_rack if self.racks > 1 else 0 for host in range(hosts))
-        round_robin = self.host_of_rank != tuple(sorted(self.host_of_rank))
-        host_by_host = tuple(host for host in range(hosts) for _ in range(per_host))
-        host_of_rank = tuple(host for _ in range(per_host) for host in range(hosts)) if round_robin else host_by_host
+        host_of_rank = tuple(range(hosts)) * per_host
+        if self.host_of_rank == tuple(sorted(self.host_of_rank)):  # the ranks are numbered host by host
+            host_of_rank = tuple(sorted(host_of_rank))
         ranks_at = {WORLD: len(host_of_rank), "hosts": hosts, "local": per_host}
         collectives = tuple(
             self._with_ranks(entry, ranks_at[entry.level], same_machine)
@@ -217,11 +208,7 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             if ranks_at[entry.level] > 1
         )
         return msgspec.structs.replace(
-            self,
-            host_of_rank=host_of_rank,
-            rack_of_host=racks,
-            collectives=collectives,
-            matrix_bytes_per_s=(),
+            self, host_of_rank=host_of_rank, rack_of_host=racks, collectives=collectives, matrix_bytes_per_s=()
         )
 
     def with_rate(self, rate_bps: int, link: str = "host") -> Network:
@@ -242,7 +229,7 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """Return the network with the rate of one kind of link multiplied by `factor`."""
         return self._with_links(lambda old: old.times(factor) if old.name == link else old)
 
-    def sold_as(self, host_bps: int, rack_bps: int | None = None) -> Network:
+    def with_nominal_rates(self, host_bps: int, rack_bps: int | None = None) -> Network:
         """Return the network with the given nominal rates; the measured rates stay the same."""
         nominal = {"host": host_bps, "rack": rack_bps}
         return self._with_links(lambda old: msgspec.structs.replace(old, nominal_bps=nominal.get(old.name)))
@@ -314,19 +301,13 @@ class Network(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return msgspec.structs.replace(scaled, ranks=ranks, breakpoint_bytes=None, points=())
 
     def slowdown(self, streams: float) -> float:
-        """Return the factor by which start-ups take longer while `streams` collectives run.
-
-        It is interpolated between measurements, and grows in proportion to `streams` beyond them.
-        """
+        """Return the factor by which start-ups take longer while `streams` collectives run."""
         known = [(1, 1.0), *sorted((entry.streams, entry.slowdown) for entry in self.overlap)]
         most, at_most = known[-1]
         return _interpolate(known, streams) if streams <= most else max(1.0, at_most * streams / most)
 
     def crowding(self, streams: float) -> float:
-        """Return the factor by which bytes take longer on a full link that `streams` collectives share.
-
-        It is interpolated between measurements, and constant beyond them.
-        """
+        """Return the factor by which bytes take longer on a full link that `streams` collectives share."""
         known = [(1, 1.0), *sorted((entry.streams, entry.crowding) for entry in self.overlap)]
         return _interpolate(known, min(streams, known[-1][0]))
 
@@ -338,36 +319,3 @@ def _interpolate(known: list[tuple[int, float]], streams: float) -> float:
             share = math.log(streams / few) / math.log(many / few)
             return float(at_few ** (1 - share) * at_many**share)
     return known[-1][1]
-
-
-def _check_topology(network: Network) -> None:
-    check_schema(network.schema)
-    if network.backend not in ("gloo", "nccl"):
-        raise ValueError(f"backend: must be gloo or nccl, not {network.backend}")
-    check_device(network.device)
-    if set(network.host_of_rank) != set(range(network.hosts)) or not network.hosts:
-        raise ValueError("host_of_rank: must name every host of rack_of_host, numbered from 0, and no other")
-    if set(network.rack_of_host) != set(range(network.racks)):
-        raise ValueError("rack_of_host: racks must be numbered from 0, without gaps")
-
-
-def _check_parts(network: Network) -> None:
-    check_whole(network.in_flight, "in_flight", least=1)
-    for field, keys in (
-        ("links", [link.name for link in network.links]),
-        ("collectives", [f"{entry.kind} at level {entry.level}" for entry in network.collectives]),
-        ("overlap", [f"{entry.streams} streams" for entry in network.overlap]),
-        ("startups", [f"{entry.ranks} ranks" for entry in network.startups]),
-    ):
-        if repeated := first_repeated(keys):
-            raise ValueError(f"{field}: {repeated[1]} appears twice")
-    for index, entry in enumerate(network.collectives):
-        if entry.ranks != (ranks := network.ranks_at(entry.level)):
-            raise ValueError(
-                f"collectives[{index}].ranks: is {entry.ranks}, but the network has {ranks} at level {entry.level}"
-            )
-    rows = network.matrix_bytes_per_s
-    if rows and (len(rows) != network.hosts or any(len(row) != network.hosts for row in rows)):
-        raise ValueError(f"matrix_bytes_per_s: must have a row and a column for each of the {network.hosts} hosts")
-    if any(not 0 <= value <= MOST for row in rows for value in row):
-        raise ValueError(f"matrix_bytes_per_s: all rates must be between 0 and {MOST:g}")

@@ -1,34 +1,28 @@
 """The plan: the buckets of a model on a cluster, with the lane and the exchange of each.
 
-A plan outlives the run that made it, so it stores what it was made for: the gradients by name, shape and dtype, and the
-topology. `Plan.difference` compares them with the current model and cluster. Measurements are not compared: a plan made
-for faster links may be slow, but it is still correct.
+A plan stores the gradients and the topology that it was made for. `Plan.difference` compares them with the current
+model and cluster, but not measurements: a plan made for faster links may be slow, but it is still correct.
 """
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from syncline.exchange import Exchange, made_of
-from syncline.files import read_json, write_json
+from syncline.files import JsonFile
 from syncline.records.bucket_caps import caps_of
-from syncline.records.checks import check_all_seconds, check_device, check_schema, check_seconds, first_repeated
-from syncline.records.profile import ITEM_BYTES, elements_of
+from syncline.records.fields import Amount, Count, Device, Schema, Seconds, check_unique
+from syncline.records.profile import ITEM_BYTES, NamedTensor
 
 MAX_LANES = 16
 
 
-class PlannedGradient(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class PlannedGradient(NamedTensor, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One gradient; a plan lists them in the order in which they are ready."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
 
     @property
     def bytes(self) -> int:
@@ -38,8 +32,8 @@ class PlannedGradient(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 class PlannedBucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One bucket; a plan lists them in the order in which they are launched."""
 
-    parameters: tuple[str, ...]
-    lane: int
+    parameters: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
+    lane: Count
     exchange: dict[str, Any]
     """The exchange's type and settings."""
 
@@ -48,19 +42,24 @@ class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """A schedule that was considered, the chosen one included."""
 
     name: str
-    iteration_s: float
+    iteration_s: Amount
     lossless: bool
 
 
 class Where(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The properties of the cluster on which a plan depends."""
 
-    host_of_rank: tuple[int, ...]
+    host_of_rank: Annotated[tuple[int, ...], msgspec.Meta(min_length=1)]
     backend: str
-    device: str
+    device: Device
+
+    def __post_init__(self) -> None:
+        hosts = set(self.host_of_rank)
+        if hosts != set(range(len(hosts))):
+            raise ValueError(f"host_of_rank: is {list(self.host_of_rank)}; hosts must be numbered from 0, without gaps")
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Plan(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The buckets of a model on a cluster, with the lane and the exchange of each, and the predicted times.
 
     The constructor raises `ValueError`, which names the field, if fields contradict each other.
@@ -71,22 +70,22 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         >>> model = syncline.wrap(net, plan=plan)
     """
 
-    schema: int = 1
+    schema: Schema = 1
     model: str
-    gradients: tuple[PlannedGradient, ...]
+    gradients: Annotated[tuple[PlannedGradient, ...], msgspec.Meta(min_length=1)]
     where: Where
     buckets: tuple[PlannedBucket, ...]
     """Empty if plain DDP is best and is not changed."""
-    lanes: int
-    iteration_s: float
+    lanes: Annotated[int, msgspec.Meta(ge=1, le=MAX_LANES)]
+    iteration_s: Seconds
     """Predicted seconds per step. All times in a plan are predictions."""
-    low_s: float
-    high_s: float
-    compute_s: float
+    low_s: Seconds
+    high_s: Seconds
+    compute_s: Seconds
     """Seconds per step of a single rank without communication."""
-    plain_s: float
+    plain_s: Seconds
     """Seconds per step of plain DDP."""
-    exchange_s: float
+    exchange_s: Seconds
     """From the time at which the first bucket is ready to the end of the last bucket."""
     reason: str
     alternatives: tuple[Alternative, ...]
@@ -95,45 +94,14 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """The sources of the plan, for readers."""
 
     def __post_init__(self) -> None:
-        check_schema(self.schema)
-        if not 1 <= self.lanes <= MAX_LANES:
-            raise ValueError(f"lanes: must be between 1 and {MAX_LANES}, not {self.lanes}")
-        check_all_seconds(self, "", "iteration_s", "low_s", "high_s", "compute_s", "plain_s", "exchange_s")
         if self.low_s > self.high_s:
             raise ValueError(f"low_s: is {self.low_s}, above high_s ({self.high_s})")
-        for index, other in enumerate(self.alternatives):
-            check_seconds(other.iteration_s, f"alternatives[{index}].iteration_s", most=math.inf)
-        hosts = self.where.host_of_rank
-        if not hosts:
-            raise ValueError("where.host_of_rank: is empty; there is at least one rank")
-        if sorted(set(hosts)) != list(range(len(set(hosts)))):
-            raise ValueError(f"where.host_of_rank: is {list(hosts)}; hosts must be numbered from 0, without gaps")
-        check_device(self.where.device, "where.device")
-        self._check_gradients()
-        self._check_buckets()
-
-    def _check_gradients(self) -> None:
-        if not self.gradients:
-            raise ValueError("gradients: is empty; a model has at least one")
-        for index, gradient in enumerate(self.gradients):
-            if not gradient.name:
-                raise ValueError(f"gradients[{index}].name: is empty")
-            if gradient.dtype not in ITEM_BYTES:
-                known = ", ".join(ITEM_BYTES)
-                raise ValueError(f"gradients[{index}].dtype: {gradient.dtype} is unknown; known: {known}")
-            if elements_of(gradient.shape) is None:
-                raise ValueError(f"gradients[{index}].shape: {list(gradient.shape[:8])} is not a tensor's shape")
-        if repeated := first_repeated(gradient.name for gradient in self.gradients):
-            raise ValueError(f"gradients[{repeated[0]}].name: {repeated[1]} appears twice")
-
-    def _check_buckets(self) -> None:
+        check_unique("gradients[{}].name", (gradient.name for gradient in self.gradients))
         dtypes = {gradient.name: gradient.dtype for gradient in self.gradients}
         bucket_of: dict[str, int] = {}
         for index, bucket in enumerate(self.buckets):
             where = f"buckets[{index}]"
-            if not bucket.parameters:
-                raise ValueError(f"{where}.parameters: is empty")
-            if not 0 <= bucket.lane < self.lanes:
+            if bucket.lane >= self.lanes:
                 raise ValueError(f"{where}.lane: is {bucket.lane}; the plan has lanes 0 to {self.lanes - 1}")
             for name in bucket.parameters:
                 if name not in dtypes:
@@ -174,15 +142,6 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             return ()
         index_of = {gradient.name: index for index, gradient in enumerate(self.gradients)}
         return caps_of(self.gradients, [[index_of[name] for name in bucket.parameters] for bucket in self.buckets])
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read a plan from a JSON file. Raises `FileError` if it is not valid."""
-        return read_json(path, cls)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file."""
-        write_json(path, self)
 
     def difference(self, parameters: Mapping[str, tuple[tuple[int, ...], str]], where: Where) -> str | None:
         """Return the first difference between the plan's model and cluster and these, or None.

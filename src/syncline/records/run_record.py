@@ -1,24 +1,20 @@
 """The record of a training run on one rank, from which reports and traces are made.
 
 Every rank writes its own record when the first model is built, then every minute, and when the script ends. Ranks do
-not communicate for that, so that a crashed job leaves records, too. The record of a killed process has
-`ended == RUNNING`; `RunRecord.state` checks whether the process still runs.
-
-Times are seconds on the rank's monotonic clock. Adding `clock_s` converts them to wall-clock time, which the records of
-one host share.
+not communicate for that, so that a crashed job leaves records, too. Times are seconds on the rank's monotonic clock.
+Adding `clock_s` converts them to wall-clock time, which the records of one host share.
 """
 
 from __future__ import annotations
 
 import datetime
-import math
-import os
 import socket
 
 import msgspec
 import psutil
 
-from syncline.files import one_line, read_json, write_json
+from syncline.files import JsonFile, one_line
+from syncline.records.fields import Amount, Count, Schema
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
@@ -61,10 +57,10 @@ class BucketSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         ...     print(bucket.bucket, bucket.bytes, bucket.end_s - bucket.start_s)
     """
 
-    bucket: int
+    bucket: Count
     """The index of the bucket."""
-    lane: int
-    bytes: int
+    lane: Count
+    bytes: Count
     """The size of its gradients."""
     exchange: str
     """The short name of its exchange, such as `oktopk(density=0.05)`."""
@@ -94,24 +90,28 @@ class StepSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     buckets: tuple[BucketSpan, ...] = ()
     """Recorded for the first few steps of each method, after its warm-up."""
 
+    def __post_init__(self) -> None:
+        if not self.start_s <= self.backward_s <= self.backward_end_s <= self.end_s:
+            raise ValueError("start_s: start_s, backward_s, backward_end_s and end_s must be in this order")
+
 
 class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Medians and quartiles over the steps of one method, without its first steps."""
 
     way: str
     """The method of exchange, as in `StepSpan`."""
-    steps: int
-    step_s: float
+    steps: Count
+    step_s: Amount
     """Forward, backward and exposed communication, without the time between steps."""
-    low_s: float
-    high_s: float
-    forward_s: float
-    backward_s: float
-    exposed_s: float
+    low_s: Amount
+    high_s: Amount
+    forward_s: Amount
+    backward_s: Amount
+    exposed_s: Amount
     """Communication after the end of backward."""
     between_s: float
     """From the end of one step to the start of the next: the optimizer, data, logging."""
-    sent_bytes: int | None = None
+    sent_bytes: Count | None = None
     """Bytes per step sent by the busiest rank; None for plain DDP, which does not report them."""
 
 
@@ -124,13 +124,13 @@ class ModelRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """One DistributedDataParallel model of a script."""
 
     name: str
-    parameters: int
-    gradient_bytes: int
+    parameters: Count
+    gradient_bytes: Count
     host_of_rank: tuple[int, ...]
     """The host of each rank of the model's process group."""
     backend: str
     device: str
-    steps: int
+    steps: Count
     """Number of steps with an exchange."""
     outcome: str
     """What Syncline did with the model and why, in a sentence or two."""
@@ -147,24 +147,8 @@ class ModelRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     network: Network | None = None
     plan: Plan | None = None
 
-    def __post_init__(self) -> None:
-        _check_counts(self, "", "parameters", "gradient_bytes", "steps")
-        for index, pace in enumerate(self.paces):
-            _check_counts(
-                pace, f"paces[{index}].", *(f for f in pace.__struct_fields__ if f not in ("way", "between_s"))
-            )
-        for index, span in enumerate(self.spans):
-            times = (span.start_s, span.backward_s, span.backward_end_s, span.end_s)
-            if list(times) != sorted(times):
-                raise ValueError(f"spans[{index}]: start_s, backward_s, backward_end_s and end_s must be in this order")
-            for number, bucket in enumerate(span.buckets):
-                _check_counts(bucket, f"spans[{index}].buckets[{number}].", "bucket", "lane", "bytes")
-        for index, loss in enumerate(self.losses):
-            if not math.isfinite(loss.value):
-                raise ValueError(f"losses[{index}].value: must be a finite number")
 
-
-class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class RunRecord(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The record of a script on one rank.
 
     Example:
@@ -172,16 +156,16 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         >>> print(record.state, [model.outcome for model in record.models])
     """
 
-    schema: int = 1
-    rank: int
-    ranks: int
+    schema: Schema = 1
+    rank: Count
+    ranks: Count
     command: str
     """The command line that starts the script, for readers."""
     ended: str
     """`FINISHED`, `RUNNING`, or the error."""
-    seconds: float
+    seconds: Amount
     """Seconds from the start of the script to its end."""
-    tuning_s: float
+    tuning_s: Amount
     """The part of `seconds` that measuring and planning took."""
     date: str
     torch: str
@@ -189,13 +173,10 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     clock_s: float
     models: tuple[ModelRecord, ...]
     host: str = ""
-    process: int | None = None
+    process: Count | None = None
     """Process ID on `host`; None in records of earlier versions."""
     began: str = ""
     """Start of the process, as an ISO date."""
-
-    def __post_init__(self) -> None:
-        _check_counts(self, "", "rank", "ranks", "seconds", "tuning_s", "process")
 
     @property
     def state(self) -> str:
@@ -214,19 +195,3 @@ class RunRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             return bool(current.status() != psutil.STATUS_ZOMBIE and current.create_time() <= began + _CLOCK_S)
         except (psutil.Error, ValueError, OverflowError):
             return False
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> RunRecord:
-        """Read a record from a JSON file. Raises `FileError` if it is not valid."""
-        return read_json(path, cls)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the record to a JSON file."""
-        write_json(path, self)
-
-
-def _check_counts(part: msgspec.Struct, prefix: str, *fields: str) -> None:
-    for field in fields:
-        value = getattr(part, field)
-        if value is not None and not value >= 0:
-            raise ValueError(f"{prefix}{field}: must be at least 0, not {value}")

@@ -17,7 +17,7 @@ from torch import nn
 
 from syncline.dist.agreement import digest
 from syncline.dist.comm import backend_of
-from syncline.errors import tell
+from syncline.errors import warn
 from syncline.exchange import Dense, Exchange, settings
 from syncline.health.meeting import meet, together
 from syncline.records.plan import Plan, Where
@@ -80,7 +80,7 @@ class Planned:
         if self.mismatch is None:
             self.mismatch = self._explain_mismatch(bucket, index)
             if self._warns:
-                tell(self.mismatch)
+                warn(self.mismatch)
         return self._assigned[max(self._assigned, key=lambda planned: len(planned & bucket))]
 
     def _explain_mismatch(self, bucket: frozenset[str], index: int) -> str:

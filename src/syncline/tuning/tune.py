@@ -30,7 +30,7 @@ from syncline.errors import UsageError
 from syncline.health import meeting
 from syncline.health.watchdog import watch_plain
 from syncline.measure.backward_watch import watch_backward
-from syncline.measure.preserve_state import Weights, as_it_was
+from syncline.measure.preserve_state import Weights, restored_on_exit
 from syncline.measure.steps import run_on_all_ranks
 from syncline.records.network import Network
 from syncline.records.plan import Plan
@@ -132,7 +132,7 @@ def tune(
     with current_device(device), meeting.meeting(group, "tune", users=True):
         links = agreed_network(group, device, "tune", checked)
         bound_group(group, timeout_s)
-        with as_it_was(ddp.module, device):
+        with restored_on_exit(ddp.module, device):
             # DDP must be rebuilt if something is attached, and with a static graph: its first step also counts what
             # happens on the module.
             rebuild = attached_to(ddp) is not None or bool(getattr(ddp, "static_graph", False))
