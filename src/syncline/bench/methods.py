@@ -110,7 +110,7 @@ class Forecast:
         if isinstance(handle, Layerwise):
             buckets = filled(profile.gradients, (handle.bucket_bytes,))
             schedule = Schedule(name, buckets, handle.exchange, name, handle.lanes)
-            recompute_s = profile.forward_s if handle.recomputes else 0.0
+            recompute_s = profile.forward_s if handle.ways else 0.0
         elif handle is not None:
             schedule = Schedule(name, schedule.buckets, handle.exchange, name, handle.lanes)
         return recompute_s + predict(profile, self.network, schedule, paced=self.paced).iteration_s
