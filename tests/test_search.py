@@ -31,6 +31,7 @@ from syncline.records.bucket_caps import caps_of, filled
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import ITEM_BYTES, Gradient, Overheads, Profile, Work
+from syncline.units import milliseconds_text
 
 Layout = tuple[tuple[int, ...], ...]
 EVERYTHING = ("bf16", "fp16", "sparse")
@@ -283,8 +284,8 @@ def test_to_do_nothing_is_the_first_alternative_and_is_chosen_where_little_is_ga
     assert found.best.iteration_s <= found.plain.iteration_s
     assert plan.nothing == found.nothing == (found.best.iteration_s > (1 - LEAST_GAIN) * plan.plain_s)
     assert plan.iteration_s == (plan.plain_s if plan.nothing else found.best.iteration_s)
-    assert f"{plan.plain_s * 1e3:.1f}" in plan.reason
-    assert plan.nothing or f"{plan.iteration_s * 1e3:.1f}" in plan.reason
+    assert milliseconds_text(plan.plain_s) in plan.reason
+    assert plan.nothing or milliseconds_text(plan.iteration_s) in plan.reason
 
 
 # --- keeping plain DDP ----------------------------------------------------------------------------------------------
