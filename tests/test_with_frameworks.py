@@ -52,7 +52,7 @@ def test_wrong_arguments_are_refused_at_construction(framework: str, tmp_path: P
         "<class 'syncline.exchange.dense.Dense'> is not an exchange": {"exchange": syncline.Dense},
         "'sparse' is not an exchange": {"exchange": "sparse"},
         "allow and change=False are for tuning": {"exchange": syncline.Dense(), "allow": ("bf16",)},
-        "allow names 'topk'": {"allow": ("topk",)},
+        "allow='topk'": {"allow": ("topk",)},
         "plan is a int": {"plan": 3},
         "network is a list: pass a Network": {"network": []},
         f"{nowhere}: cannot be read": {"plan": nowhere},

@@ -136,7 +136,7 @@ def _paths(folder: Path) -> list[Path]:
     try:
         if not folder.exists():
             raise UsageError(
-                f"there is no {folder}: nothing has failed here, or ranks wrote their rank-N.json elsewhere: name it"
+                f"there is no {folder}: nothing has failed here, or ranks wrote their rank-N.json elsewhere: name that folder"
             )
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder: name the one to which ranks wrote their rank-N.json")
