@@ -218,9 +218,7 @@ def test_a_plan_for_something_else_is_refused_with_the_difference() -> None:
             warnings.simplefilter("always")
             model = syncline.wrap(seeded(Mlp), moved, on_mismatch="fallback")
         assert [str(warning.message) for warning in caught if "plain DDP" in str(warning.message)] == (
-            [f"the plan is not applied, and this is plain DDP: {difference}"]
-            if rank.rank == 0
-            else []
+            [f"the plan is not applied, and this is plain DDP: {difference}"] if rank.rank == 0 else []
         )
         assert "nothing is attached" in refusal(lambda: syncline.handle_of(model))
         plain = train(DDP(seeded(Mlp)), square_loss_step(rank), 3)

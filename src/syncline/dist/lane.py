@@ -161,7 +161,7 @@ class Lane:
         raise NotImplementedError
 
     def marks(self, first: Marks | None) -> Marks:
-        """Return marks for a bucket that is ready now, given those of the step's first bucket if this is another."""
+        """Return marks for a bucket that is ready now. `first` has those of the step's first bucket, if any."""
         return Marks()
 
     def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:

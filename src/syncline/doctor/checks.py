@@ -42,7 +42,7 @@ _PRIVATE_APIS = {
     "GradScaler._get_scale_async": (torch.amp.GradScaler, "reading the loss scale waits for the GPU"),
     "distributed_c10d._process_group_name": (dist.distributed_c10d, "names of process groups may be reused"),
 }
-"""Private parts of torch that are looked up before use, with their owners and what is worse without them."""
+"""Private parts of torch that Syncline uses if they exist: the object that has each, and the effect of its absence."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that people want to do, and whether they can."""
+    """The result of one check: a task, whether it works here, why, and how to repair it."""
 
     what: str
     works: bool
@@ -62,14 +62,14 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found out before the checks run."""
+    """What is known about the machine before the checks run."""
 
     gpus: tuple[Gpu, ...]
     interfaces: tuple[Interface, ...]
     gloo: Choice
     nccl: Choice
     versions: Mapping[str, str | None]
-    """Of optional packages; None for those that are not installed."""
+    """Versions of optional packages; None for those that are not installed."""
     why_no_namespaces: str | None
     job: Mapping[str, str]
     """Environment variables of the job that started this process, if any."""

@@ -91,7 +91,7 @@ class Residual(State):
         torch.div(self._step_scale, self._scale, out=self.ratio)
 
     def take(self, flat: Tensor) -> None:
-        """Multiply the bucket by `share`, which no kernel does then, and with momentum replace it by the velocity."""
+        """Multiply a bucket that no kernel reads by `share`, and with momentum replace it by the velocity."""
         if self.share != 1.0:
             flat.mul_(self.share)
         if self._momentum:
@@ -100,7 +100,7 @@ class Residual(State):
             flat.copy_(velocity)
 
     def hold(self) -> None:
-        """Carry the residual over to the other copy, in a step that changes only the velocity."""
+        """Copy the residual to the other copy, in a step that changes only the velocity."""
         if self._changed and "residual" in self._pairs:
             self.put("residual", self._before_step("residual"))
 
@@ -111,7 +111,7 @@ class Residual(State):
             self.put("residual", torch.zeros(self._numel, device=self._device))
 
     def put(self, kind: str, value: Tensor | None = None) -> None:
-        """Write the values that become current if the step is applied; None if a kernel writes them to the pair."""
+        """Write the values that become current if the step is applied. Without a value, a kernel has written them."""
         if value is not None:
             self._pair(kind).index_copy_(0, (1 - self.turn).to(torch.int64).view(1), value.view(1, -1))
         self._changed = True

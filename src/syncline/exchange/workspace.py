@@ -23,7 +23,7 @@ class Workspace:
         self._prefix = ""
 
     def take(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a buffer of this kind. Its address changes only when a call asks for more elements than any before."""
+        """Return a buffer of this kind. Its address changes only when more elements are requested than ever before."""
         key, numel = (self._prefix + kind, dtype), math.prod(shape)
         if key not in self._buffers or self._buffers[key].numel() < numel:
             self._buffers[key] = torch.zeros(numel, dtype=dtype, device=self.device)

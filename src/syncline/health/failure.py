@@ -121,9 +121,10 @@ def explain_failure(
     outside: bool = False,
     announce: bool = True,
 ) -> tuple[str, str]:
-    """Announce a failure to the other ranks, write the report, and look for suspects unless the cause is `own`.
+    """Announce a failure to the other ranks, write the report, and look for suspects.
 
-    Takes seconds. Returns two texts to append to the error: the suspects, and where the report is.
+    With `own`, the cause is on this rank, and there are no suspects. Takes seconds. Returns two texts to append to the
+    error: the suspects, and where the report is.
     """
     suspects: list[Suspect] = []
     with shared_heartbeat() as heartbeat:

@@ -1,9 +1,9 @@
 """Search for the best schedule: which gradients form a bucket, the number of lanes, and the exchange of each bucket.
 
 The search simulates the exact optimum for one lane (`fusion.optimal`) with each exchange, DDP's own buckets, constant
-sizes and the published planners; for models with few gradients, all layouts. From the best few it moves boundaries
-between buckets, changes lanes and swaps exchanges, as long as that helps. It is deterministic: its effort is counted in
-simulated collectives, not in seconds.
+sizes and the published planners. For models with few gradients it simulates all layouts. From the best few it moves
+boundaries between buckets, changes lanes and swaps exchanges, as long as that helps. It is deterministic: its effort is
+counted in simulated collectives, not in seconds.
 """
 
 from __future__ import annotations

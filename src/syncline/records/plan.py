@@ -168,6 +168,6 @@ class Plan(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
         if len(where.host_of_rank) != len(self.where.host_of_rank):
             return f"the plan is for {len(self.where.host_of_rank)} ranks, but this job has {len(where.host_of_rank)}"
         if where.host_of_rank != self.where.host_of_rank:
-            planned, current = list(self.where.host_of_rank), list(where.host_of_rank)
+            planned, current = str(list(self.where.host_of_rank)), list(where.host_of_rank)
             return f"the plan is for ranks on hosts {planned}, but the ranks of this job are on hosts {current}"
         return None

@@ -47,7 +47,7 @@ def agreed_network(
     group: dist.ProcessGroup, device: torch.device, call: str, check: Callable[[], TuneSettings]
 ) -> Network | None:
     """Return the network of the settings that `check` returns, if it has one, once all ranks agree. Collective."""
-    with meeting.together(group, device, f"the configuration of {call}", call) as fields:
+    with meeting.same_on_all_ranks(group, device, f"the configuration of {call}", call) as fields:
         settings = check()
         network = read_network(settings.network, fields)
         fields |= {"allow": list(settings.allow), "change": settings.change, "budget_s": settings.budget_s}
@@ -108,7 +108,7 @@ class Trial:
         return self.plan_s < _MAX_RATIO * self.plain_s
 
     def describe(self, what: str = "forward and backward") -> str:
-        """Return both times and which of the two stays, in one sentence."""
+        """Return one sentence with both times and which of the two is kept."""
         stays = "the plan stays" if self.won else "plain DDP stays"
         return f"Tried: plain DDP {self.plain_s * 1e3:.1f} ms, the plan {self.plan_s * 1e3:.1f} ms per {what}: {stays}."
 
