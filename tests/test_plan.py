@@ -238,7 +238,7 @@ def test_nan_is_refused_in_every_field(path: Path, place: Place, value: float) -
         (("buckets", 0, "exchange"), {}, "buckets[0].exchange: no exchange is of type None"),
         (("buckets", 0, "exchange"), [], "buckets[0].exchange: expected object, got array"),
         (("buckets", 0, "exchange", "wires"), 1, "buckets[0].exchange: Dense has no setting 'wires'; it has: wire"),
-        (("buckets", 1, "exchange", "wire"), "fp8", "buckets[1].exchange: Dense(wire='fp8'): wire is one of"),
+        (("buckets", 1, "exchange", "wire"), "fp8", "buckets[1].exchange: Dense(wire='fp8'): wire must be one of"),
         (("buckets", 1, "exchange", "wire"), ["bf16"], "buckets[1].exchange: Dense: "),
         (("buckets", 2, "exchange", "across", "density"), 7, "buckets[2].exchange: OkTopk(density=7): density must be"),
         (("buckets", 2, "exchange", "across", "k"), 7, "buckets[2].exchange: OkTopk has no setting 'k'"),

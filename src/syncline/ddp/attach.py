@@ -160,7 +160,7 @@ def wrap(
         loaded = read_plan(plan, group, device, "wrap")
         different = difference_of(loaded, parameters, group, "wrap")
     if different is not None and on_mismatch == "refuse":
-        raise UsageError(f"the plan is for something else: {different}. Plan again, or pass on_mismatch='fallback'")
+        raise UsageError(f"the plan does not fit: {different}. Make a new plan, or pass on_mismatch='fallback'")
     if different is not None or loaded.nothing:
         if different is not None and group.rank() == 0:
             warnings.warn(f"the plan is not applied, and this is plain DDP: {different}", stacklevel=2)

@@ -93,7 +93,7 @@ def meet(wait_s: float, environment: Mapping[str, str] = os.environ) -> Meeting 
     """Meet the other ranks of the job; return the result on rank 0, and None on the others."""
     rank, ranks, port = (_integer(name, environment) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if not 0 <= rank < ranks:
-        raise UsageError(f"RANK={rank} and WORLD_SIZE={ranks}: a rank is one of 0 to {ranks - 1}")
+        raise UsageError(f"RANK={rank} and WORLD_SIZE={ranks}: RANK must be 0 to {ranks - 1}")
     address = environment["MASTER_ADDR"]
     master = f"{address}:{port}"
     serves = rank == 0 and not torchrun.keeps_store(environment)
