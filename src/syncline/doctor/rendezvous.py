@@ -1,4 +1,4 @@
-"""Try whether ranks can reach each other: two in this process, over the loopback interface, or those of a job.
+"""Test whether ranks can reach each other: two in this process, over the loopback interface, or those of a job.
 
 Under torchrun, every rank writes into the rendezvous store who it is, where it would listen, and whether a sum over all
 ranks worked. So rank 0 can name the rank that did not connect, and the one that connected but reached no other rank.

@@ -85,7 +85,8 @@ class Residual(State):
                 self._pair(kind)[0].copy_(stored, non_blocking=True)
         if scale is None and self.ratio is None:
             return
-        scale = torch.ones_like(self._scale) if scale is None else scale  # without one after an earlier step with one
+        if scale is None:  # an earlier step had a loss scale, this one has none
+            scale = torch.ones_like(self._scale)
         self._step_scale = scale.to(device=self._device, dtype=torch.float32, copy=True)
         self.ratio = torch.empty_like(self._scale) if self.ratio is None else self.ratio
         torch.div(self._step_scale, self._scale, out=self.ratio)

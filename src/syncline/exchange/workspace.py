@@ -13,7 +13,7 @@ class Workspace:
 
     With DDP, every bucket has its own buffers and two copies of its residual. `Layerwise` has many small buckets and
     little memory: they share a workspace, and each stores one copy of its residual between steps. A bucket may leave
-    anything in a buffer, except that a buffer that must hold zeros at the start must be left with zeros.
+    anything in a buffer, unless the buffer must hold zeros at the start: then it must leave zeros.
     """
 
     def __init__(self, device: torch.device, *, rest_on_host: bool = False) -> None:

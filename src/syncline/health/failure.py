@@ -68,7 +68,7 @@ class FailureReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     timeout_s: float
     run: str = msgspec.field(default_factory=torchrun.run_id)
     attempt: str = msgspec.field(default_factory=torchrun.attempt)
-    """torchrun's names of the job and of this start of it."""
+    """torchrun's ids of the job (`run`) and of this start of it (`attempt`)."""
     job: str = ""
     """A name that all ranks of one start share; empty if they could not agree on one."""
     where: str

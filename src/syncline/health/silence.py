@@ -17,7 +17,7 @@ _MOST_RANKS = 8
 
 
 class SilenceLog:
-    """Which of the other ranks are silent, as one rank sees it."""
+    """The silent ranks among those that this rank watches."""
 
     def __init__(self, rank: int, beat_s: float) -> None:
         self._rank, self._beat_s = rank, beat_s

@@ -113,7 +113,7 @@ class FollowedModel:
 
     @property
     def step(self) -> int | None:
-        """The number of steps that were exchanged so far, in an earlier run too, if known."""
+        """The number of steps that were exchanged so far, including those of earlier runs; None if it is not known."""
         handle = self.handle
         return self._folder_step if handle is None else handle.stats().steps
 

@@ -87,16 +87,16 @@ def plan_for_live(
 
 @dataclass(frozen=True)
 class Trial:
-    """The times of plain DDP and of a plan that took turns: medians over steps, each as long as on its slowest rank."""
+    """The times of plain DDP and of a plan that took turns: medians over steps. The slowest rank counts."""
 
     plain_s: float
     plan_s: float
     steps: int
-    """Number of counted steps, of plain DDP and of the plan each."""
+    """Number of counted steps of plain DDP, and as many of the plan."""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, step_s: Mapping[Turn, Sequence[float]]) -> Trial:
-        """Return the result of steps that took so long on this rank. Collective: it is the same on all ranks."""
+        """Return the result, given the step times on this rank. Collective: the result is the same on all ranks."""
         slowest = torch.tensor([step_s["plain"], step_s["plan"]], dtype=torch.float64, device=group_device(group))
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         plain_s, plan_s = (statistics.median(row) for row in slowest.tolist())
