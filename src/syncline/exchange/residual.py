@@ -92,7 +92,7 @@ class Residual(State):
         torch.div(self._step_scale, self._scale, out=self.ratio)
 
     def take(self, flat: Tensor) -> None:
-        """Multiply a bucket that no kernel reads by `share`, and with momentum replace it by the velocity."""
+        """Multiply the bucket by `share` here, not in a kernel, and with momentum replace it by the velocity."""
         if self.share != 1.0:
             flat.mul_(self.share)
         if self._momentum:
