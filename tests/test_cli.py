@@ -61,7 +61,10 @@ def test_help_fits_a_screen(command: list[str]) -> None:
         ),
         (["plan", "--profile", "bert-base-cuda"], "the rate of the hosts' links is needed"),
         (["plan", "--profile", "nope", "--rate", "1gbit"], "is neither a file nor a shipped profile"),
-        (["plan", "--profile", "cnn-cpu", "--rate", "1gbit", "--allow", "int8"], "what may be allowed is bf16, fp16"),
+        (
+            ["plan", "--profile", "cnn-cpu", "--rate", "1gbit", "--allow", "int8"],
+            "allow='int8': must be one of bf16, fp16, sparse",
+        ),
         (["plan", "--profile", "cnn-cpu", "--rate", "fast"], "rate 'fast' is not a rate"),
         (["plan", "--profile", "cnn-cpu", "--network", "nope.json"], "nope.json: cannot be read"),
         (["plan", "--profile", "cnn-cpu", "--rate", "1gbit", "--bucket-mb", "0"], "--bucket-mb 0: must be greater"),
@@ -69,7 +72,8 @@ def test_help_fits_a_screen(command: list[str]) -> None:
             ["plan", "--profile", "cnn-cpu", "--rate", "1gbit", "--out", "/nowhere/p.json"],
             "there is no folder /nowhere",
         ),
-        (["demo", "--rate", "1"], "under 100kbit"),
+        (["demo", "--rate", "1"], "rate '1' has no unit: add one, as in 10gbit"),
+        (["demo", "--rate", "1kbit"], "under 100kbit, the slowest link that can be emulated"),
         (["demo", "--rate", "100gbit"], "over 34gbit"),
     ],
 )

@@ -190,7 +190,8 @@ def assert_refused(answer: Result, *says: str) -> None:
         (["--hosts", "9" * 5000], "must be whole numbers, as in 2,4,8,16"),
         (["--rate", "fast"], "rate 'fast' is not a rate"),
         (["--rate", "1gbit,"], "rate '' is not a rate"),
-        (["--rate", "1bit"], "under 100kbit"),
+        (["--rate", "10"], "rate '10' has no unit: add one, as in 10gbit"),
+        (["--rate", "1bit"], "under 100kbit, the slowest link that can be predicted"),
         (["--trunk-rate", "fast"], "rate 'fast' is not a rate"),
         (["--plan", "foo"], "no exchange is called 'foo'; known: ddp, dense"),
         (["--plan", "dense,lanes=99"], "lanes is 99: there may be 1 to 16"),
@@ -236,7 +237,7 @@ def test_a_network_without_measurements_is_refused(files: tuple[str, ...]) -> No
 
 
 bad_files = [
-    ("", "is not complete JSON"),
+    ("", "is not JSON (the file is empty)"),
     ("{", "is not complete JSON"),
     ("[]", "expected object, got array"),
     ('{"schema": 2}', "schema: is 2, and this release reads up to 1"),

@@ -43,7 +43,9 @@ def test_emulated_hosts_are_measured_shown_and_written(tmp_path: Path) -> None:
     assert network.ranks == 2
     for word in ("A tiny all-reduce among 2 ranks takes", "algbw", "busbw", "start-up", "all-to-all"):
         assert word in " ".join(answer.stdout.split())
-    assert all(len(line) <= 80 for line in answer.stdout.splitlines())
+    *lines, last = answer.stdout.splitlines()
+    assert last == f"Network: {path}"
+    assert all(len(line) <= 80 for line in lines)
     if why_not_shaped() is None:
         (link,) = network.links
         assert (link.name, link.nominal_bps) == ("host", 10**9)

@@ -94,8 +94,9 @@ def test_a_model_of_the_zoo_is_measured_shown_and_written(tmp_path: Path) -> Non
     assert "half of the gradient bytes" in answer.stdout
     for word in ("mlp: 995,978 parameters", "forward", "backward", "update", "linear1.0.weight"):
         assert word in answer.stdout
-    assert len(answer.stdout.splitlines()) <= 30
-    assert all(len(line) <= 80 for line in answer.stdout.splitlines())
+    *lines, last = answer.stdout.splitlines()
+    assert last == f"Profile: {path}"
+    assert len(lines) <= 30 and all(len(line) <= 80 for line in lines)
 
 
 def test_json_is_another_name_for_output(tmp_path: Path) -> None:

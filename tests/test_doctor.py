@@ -112,7 +112,7 @@ def test_mistakes_get_one_line_and_exit_2(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv(name, value)
     answer = runner.invoke(app, ["doctor"])
     assert answer.exit_code == 2
-    assert "RANK=5 and WORLD_SIZE=2: a rank is one of 0 to 1" in answer.stderr
+    assert "RANK=5 and WORLD_SIZE=2: RANK must be 0 to 1" in answer.stderr
 
 
 def test_an_incomplete_environment_of_a_job_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

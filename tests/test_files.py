@@ -100,8 +100,11 @@ def test_a_missing_key_is_named(path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        ("", "is not complete JSON"),
-        ("# a comment", "is not complete JSON"),
+        ("", "is not JSON (the file is empty)"),
+        (" \n", "is not JSON (the file is empty)"),
+        ("# a comment", "is not JSON (Expecting value at line 1, column 1)"),
+        ("10 ranks", "is not JSON (Extra data at line 1, column 4)"),
+        ('{"rate": "fa', "is not complete JSON (Unterminated string starting at line 1, column 10)"),
         ("[]", "expected object, got array"),
         (b"\x80\x81", "is not a text file"),
         ('{"schema": 2, "rate": 1, "rate": 2, "parts": []}', "rate: appears more than once"),

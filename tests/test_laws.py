@@ -83,7 +83,7 @@ def test_only_an_exchange_has_laws_to_keep(thing: object) -> None:
 
 
 def test_an_unknown_wire_is_refused_at_construction() -> None:
-    with pytest.raises(UsageError, match="wire is one of fp32, bf16, fp16"):
+    with pytest.raises(UsageError, match="wire must be one of fp32, bf16, fp16"):
         Dense(wire="int8")
 
 

@@ -881,7 +881,7 @@ def test_between_hosts_it_exchanges_what_they_add_up_to() -> None:
             for density in (0, 0.0, -1, 2, 1.0001, float("nan"), float("inf"), True, "0.01", None)
         ),
         *(
-            ({"values": values}, f"OkTopk(values={values!r}): values is one of fp32, bf16, fp16")
+            ({"values": values}, f"OkTopk(values={values!r}): values must be one of fp32, bf16, fp16")
             for values in ("int8", "", None, 16, torch.bfloat16)
         ),
         *(

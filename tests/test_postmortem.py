@@ -227,7 +227,7 @@ def test_the_text_of_a_report_cannot_control_the_terminal(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ("no folder", "nothing has failed here, or ranks wrote their rank-N.json elsewhere"),
+        ("no folder", "nothing has failed here, or ranks wrote their rank-N.json elsewhere: name that folder"),
         ("nothing", "has no rank-N.json: each rank writes its own, on its own host"),
         ("half", "is not complete JSON"),
         ("another", "rank: is missing"),

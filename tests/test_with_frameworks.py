@@ -52,12 +52,12 @@ def test_wrong_arguments_are_refused_at_construction(framework: str, tmp_path: P
         "<class 'syncline.exchange.dense.Dense'> is not an exchange": {"exchange": syncline.Dense},
         "'sparse' is not an exchange": {"exchange": "sparse"},
         "allow and change=False are for tuning": {"exchange": syncline.Dense(), "allow": ("bf16",)},
-        "allow names 'topk'": {"allow": ("topk",)},
+        "allow='topk'": {"allow": ("topk",)},
         "plan is a int": {"plan": 3},
         "network is a list: pass a Network": {"network": []},
         f"{nowhere}: cannot be read": {"plan": nowhere},
         f"{tmp_path / 'net'}: cannot be read": {"network": tmp_path / "net"},
-        "on_world_size is 'shrink': it is one of": {"on_world_size": "shrink"},
+        "on_world_size is 'shrink': it must be one of": {"on_world_size": "shrink"},
     }.items():
         assert refusal(lambda wanted=wanted: make(**wanted)).startswith(expected)
 

@@ -54,8 +54,7 @@ def read_json(path: str | os.PathLike[str], type: type[T]) -> T:
     except UnicodeDecodeError as error:
         raise FileError(f"{path}: is not a text file; was another file meant?") from error
     except json.JSONDecodeError as error:
-        problem = f"{error.msg} at line {error.lineno}, column {error.colno}"
-        raise FileError(f"{path}: is not complete JSON ({problem}); write it again") from error
+        raise FileError(f"{path}: {_syntax_problem(error)}") from error
     except msgspec.ValidationError as error:
         raise FileError(f"{path}: {one_line(str(_explained(error)))}") from error
     except RecursionError as error:
@@ -85,6 +84,15 @@ def _text_of(path: str | os.PathLike[str]) -> str:
             if len(data) > _MOST_BYTES:
                 raise _FieldError("", f"has more than {_MOST_BYTES >> 20} MiB: was another file meant?")
     return data.decode("utf-8")
+
+
+def _syntax_problem(error: json.JSONDecodeError) -> str:
+    """Return what is wrong with a text that is not JSON, or that begins like JSON and was perhaps cut off."""
+    text = error.doc.lstrip()
+    where = f"{error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}"
+    if text.startswith(("{", "[")):
+        return f"is not complete JSON ({where}); write it again"
+    return f"is not JSON ({where if text else 'the file is empty'}); was another file meant?"
 
 
 def write_json(path: str | os.PathLike[str], obj: msgspec.Struct | dict[str, Any]) -> None:

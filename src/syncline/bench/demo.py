@@ -29,7 +29,7 @@ MODEL = "cnn"
 CONTENDERS = ("nosync", "ddp", "tune", "tune-bf16")
 ALLOWED = {"tune": (), "tune-bf16": ("bf16",)}
 TUNE_S = 25.0
-"""Time of one tuning. Most of the first is probing; the second reuses its network."""
+"""Time budget of one call of `tune`. The first call spends most of it on probing; the second reuses the network."""
 BATCH = 32
 LEARNING_RATE, MOMENTUM = 0.02, 0.9
 

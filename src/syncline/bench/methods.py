@@ -97,7 +97,10 @@ class Forecast:
         return ddp_caps(self.bucket_mb)
 
     def predicted_s(self, prepared: Prepared) -> float | None:
-        """Predict the seconds per step of a method, whose name the profile has for its exchange's computation."""
+        """Predict the seconds per step of a method; None for PyTorch's own hooks.
+
+        The profile has the time of the exchange's own computation under the method's name.
+        """
         profile, name, handle = self.profile, prepared.name, prepared.handle
         if prepared.method in HOOKS:
             return None
@@ -144,7 +147,7 @@ PLANNERS: dict[str, tuple[str, ...]] = {
 }
 """Planned methods, and the lossy exchanges that each may use."""
 HOOKS = ("fp16-hook", "powersgd")
-"""PyTorch's own hooks, of which neither bytes nor times are predicted."""
+"""PyTorch's own hooks. Their bytes and times are not predicted."""
 
 
 def make_planned(method: str, forecast: Forecast) -> Plan:

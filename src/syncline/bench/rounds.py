@@ -23,7 +23,7 @@ from syncline.cluster import Rank
 REST_S = 0.02
 """Shortest pause between steps."""
 OnProgress = Callable[[int, int], None]
-"""Called with the part that is done, and the whole."""
+"""Called with the amount that is done, and the total."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Turns:
     """The measurements of one contender over all ranks."""
 
     seconds: list[float]
-    """Per round: from the start of the last rank to the end of the last rank."""
+    """Per round: from when the last rank started until the last rank ended."""
     wire_bytes: float
     """Bytes per round that the busiest host sent, headers included. Meaningless if links are not emulated."""
 

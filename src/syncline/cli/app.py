@@ -1,4 +1,4 @@
-"""The program `syncline`: makes typer commands of the dataclasses in `commands`."""
+"""The program `syncline`: turns the dataclasses in `commands` into typer commands."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def command(options: type[_Options], start: Callable[[_Options], object]) -> Cal
 
 
 def _add(to: typer.Typer, name: str, options: type[Any], **settings: Any) -> None:
-    """Add a command. Its work is the function `main` of the module of its name, which may import torch."""
+    """Add a command. `main` in the module with the command's name does the work, and may import torch."""
     module, _, subcommand = name.partition(" ")
 
     def start(typed: object) -> None:
@@ -75,7 +75,7 @@ def _syncline(
 
 @cluster_app.callback()
 def _cluster() -> None:
-    """Emulate a cluster on this machine: hosts behind links that hold a rate."""
+    """Emulate a cluster on this machine: hosts behind links of limited rate."""
 
 
 for _type in (

@@ -34,7 +34,7 @@ def main(args: commands.Probe) -> None:
             network = probe_emulated(spec, args.budget, on_progress)
     if first:
         _show(network, args.every)
-        screen.save(args.output, network)
+        screen.save(args.output, network, "Network")
 
 
 def _show(network: Network, every: bool) -> None:

@@ -57,7 +57,7 @@ def main(args: commands.Profile) -> None:
                 measured = _measure(args, target, options.local_device(device), on_progress)
     if first:
         _show(measured)
-        screen.save(args.output, measured)
+        screen.save(args.output, measured, "Profile")
         if args.output is None:
             say("--output FILE saves this profile for syncline predict and syncline plan", style="dim")
 

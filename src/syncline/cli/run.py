@@ -104,7 +104,7 @@ def _run(job: Job) -> NoReturn:
 
 def _write_report(runner: Runner) -> None:
     """Write the report and print its path. An error in it must not make the training fail."""
-    if not runner.found:
+    if not runner.model_count:
         if runner.ended == FINISHED:
             print(
                 "syncline run: the script built no DistributedDataParallel model, so nothing was tuned", file=sys.stderr

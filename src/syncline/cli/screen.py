@@ -72,10 +72,12 @@ def check_writable(*paths: Path | None) -> None:
             raise UsageError(f"{path}: this user may not write there: choose another file") from None
 
 
-def save(path: Path | None, result: msgspec.Struct | dict[str, Any]) -> None:
-    """Write a result as JSON, if the user named a file for it."""
+def save(path: Path | None, result: msgspec.Struct | dict[str, Any], label: str = "") -> None:
+    """Write a result as JSON, if the user named a file for it. Print the path after `label`, if there is one."""
     if path is not None:
         write_json(path, result)
+        if label:
+            say(f"{label}: {path}", soft_wrap=True)
 
 
 def show(chart: Bars | Numbers, most: int = 9) -> None:

@@ -1,4 +1,4 @@
-"""Emulate hosts on one Linux machine: processes in network namespaces, behind links that hold a rate."""
+"""Emulate hosts on one Linux machine: processes in network namespaces, behind links of limited rate."""
 
 from syncline.cluster.command import run_command
 from syncline.cluster.isolation import unshaped_notice, why_not_shaped

@@ -44,7 +44,7 @@ class Command:
     host: int
     name: str
     """Prefix of its output."""
-    place: str
+    location: str
     """Its host and rank, for error messages."""
     variables: Mapping[str, str]
     """Environment variables, in addition to the caller's."""
@@ -140,8 +140,8 @@ class _Run:
             for end in self._stop:
                 os.close(end)
         if failure is not None:
-            place, program = self._commands[failure.rank].place, Path(self._argv[0]).name
-            sys.stderr.write(f"{place}: {program} {failure.error}\n")
+            location, program = self._commands[failure.rank].location, Path(self._argv[0]).name
+            sys.stderr.write(f"{location}: {program} {failure.error}\n")
         return 0 if failure is None else 1
 
     def _on_host(self, host: int) -> int:

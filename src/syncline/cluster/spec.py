@@ -16,7 +16,8 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 def parse_rate(text: str, *, fastest_bps: int = MAX_RATE_BPS) -> int:
-    """Parse a rate such as `"200mbit"`; return bits per second. Units are decimal.
+    """Parse a rate such as `"200mbit"`; return bits per second. Units are decimal; a number without a unit is bits per
+    second.
 
     Args:
         fastest_bps: Largest rate that is accepted. Default: the fastest link that can be emulated.
@@ -25,11 +26,13 @@ def parse_rate(text: str, *, fastest_bps: int = MAX_RATE_BPS) -> int:
     if match is None:
         raise UsageError(f"rate {text!r} is not a rate: write 200mbit, 1gbit or 2.5gbit")
     rate_bps = round(float(match["number"]) * _UNITS[match["unit"].lower()])
+    use = "emulated" if fastest_bps == MAX_RATE_BPS else "predicted"
     if rate_bps > fastest_bps:
-        limit = "the fastest link that can be emulated" if fastest_bps == MAX_RATE_BPS else "faster than any link"
-        raise UsageError(f"rate {text!r} is over {format_rate(fastest_bps)}, {limit}")
+        raise UsageError(f"rate {text!r} is over {format_rate(fastest_bps)}, the fastest link that can be {use}")
     if rate_bps < 100_000:
-        raise UsageError(f"rate {text!r} is under 100kbit, the slowest link that can be emulated")
+        if text.strip() == match["number"]:
+            raise UsageError(f"rate {text!r} has no unit: add one, as in 10gbit")
+        raise UsageError(f"rate {text!r} is under 100kbit, the slowest link that can be {use}")
     return rate_bps
 
 

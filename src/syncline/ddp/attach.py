@@ -24,7 +24,7 @@ from syncline.dist.comm import backend_of, bound_group, group_timeout
 from syncline.errors import UsageError
 from syncline.exchange import Exchange, default_lanes
 from syncline.health.heartbeat import shared_heartbeat
-from syncline.health.meeting import meeting, together
+from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.health.watchdog import watch_plain
 from syncline.records.network import Network
 from syncline.records.plan import Plan
@@ -97,7 +97,7 @@ def attach_policy(
     reduction = Reduction(ddp)
     reduction.check(any(exchange.keeps for exchange in policy.exchanges))
     with current_device(device), shared_heartbeat():
-        with together(group, device, "what is attached", "attach") as fields:
+        with same_on_all_ranks(group, device, "what is attached", "attach") as fields:
             links = read_network(network, fields)
             fields |= _fingerprint(ddp, policy, parameters)
             fields["scaler"] = scaler is not None and scaler.is_enabled()
@@ -160,7 +160,7 @@ def wrap(
         loaded = read_plan(plan, group, device, "wrap")
         different = difference_of(loaded, parameters, group, "wrap")
     if different is not None and on_mismatch == "refuse":
-        raise UsageError(f"the plan is for something else: {different}. Plan again, or pass on_mismatch='fallback'")
+        raise UsageError(f"the plan does not fit: {different}. Make a new plan, or pass on_mismatch='fallback'")
     if different is not None or loaded.nothing:
         if different is not None and group.rank() == 0:
             warnings.warn(f"the plan is not applied, and this is plain DDP: {different}", stacklevel=2)

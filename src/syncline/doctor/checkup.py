@@ -44,7 +44,7 @@ class Checkup(msgspec.Struct, frozen=True, kw_only=True):
     meeting: rendezvous.Meeting | None
     findings: tuple[Finding, ...]
     next: str
-    """A command that works here."""
+    """A command that works here, to try next."""
 
     @property
     def problems(self) -> tuple[Finding, ...]:
@@ -58,7 +58,7 @@ def examine(wait_s: float = 30.0) -> Checkup | None:
         wait_s: How long to wait for the other ranks of the job.
 
     Returns:
-        The results; None on ranks other than 0, unless such a rank cannot be seen by rank 0.
+        The results. None on ranks other than 0, except on a rank that cannot reach rank 0.
     """
     job = rendezvous.job_variables()
     first = job.get("RANK", "0") == "0"

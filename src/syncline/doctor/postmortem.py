@@ -1,4 +1,4 @@
-"""The failure reports of all ranks of a job, read together: which ranks they suspect, and which wrote none."""
+"""Read the failure reports of all ranks of a job: which ranks they suspect, and which ranks wrote none."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _WHAT_TO_DO = {
     Kind.STORE_MUTE: "see whether its host is up, and the links of the ranks that suspect it",
     Kind.VICTIM: "see its output",
 }
-"""Ordered from the most to the least telling reason."""
+"""What to do about each reason. The order is from the most to the least telling reason."""
 _ORDER = list(_WHAT_TO_DO)
 
 
@@ -66,7 +66,7 @@ class Postmortem(msgspec.Struct, frozen=True, kw_only=True):
     damaged: tuple[str, ...] = ()
     """Files that could not be read, and why."""
     apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """The places in which ranks waited for each other, with their ranks, the most frequent place first."""
+    """The steps or calls in which ranks waited for each other, each with its ranks, the most frequent first."""
 
     @property
     def last(self) -> FailureReport:
@@ -113,7 +113,7 @@ def examine_reports(folder: str | os.PathLike[str] | None = None) -> Postmortem:
 
 
 def unfinished_runs(folder: str | os.PathLike[str]) -> list[RunRecord]:
-    """Return the records of `syncline run` in a folder whose scripts did not finish, by rank.
+    """Return the records that `syncline run` wrote to a folder and whose scripts did not finish, by rank.
 
     A process that was killed, and those that torchrun then ended, cannot write a failure report. Other files are
     ignored.
@@ -136,7 +136,8 @@ def _paths(folder: Path) -> list[Path]:
     try:
         if not folder.exists():
             raise UsageError(
-                f"there is no {folder}: nothing has failed here, or ranks wrote their rank-N.json elsewhere: name it"
+                f"there is no {folder}: nothing has failed here, or ranks wrote their rank-N.json elsewhere: "
+                "name that folder"
             )
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder: name the one to which ranks wrote their rank-N.json")
@@ -172,8 +173,8 @@ def _accused(reports: Sequence[FailureReport]) -> tuple[Accused, ...]:
         Accused(rank=rank, by=tuple(by[rank]), kind=suspect.kind, why=suspect.why, left_report=rank in wrote)
         for rank, suspect in worst.items()
     ]
-    # A rank that failed in a collective and reported it is a victim. All ranks that ask late miss the store, also if
-    # its server failed like them.
+    # A rank that failed in a collective and reported it is a victim. Ranks that ask late find the store gone, even if
+    # the rank that served it is a victim like them.
     culprits = [rank for rank in accused if rank.kind is not Kind.VICTIM]
     culprits = culprits or [rank for rank in accused if not rank.left_report]
     return tuple(
@@ -185,5 +186,5 @@ def _apart(reports: Sequence[FailureReport]) -> tuple[tuple[str, tuple[int, ...]
     ranks: dict[str, list[int]] = {}
     for report in reports:
         ranks.setdefault(report.where, []).append(report.rank)
-    most_first = sorted(ranks.items(), key=lambda place: -len(place[1]))
-    return tuple((where, tuple(of_place)) for where, of_place in most_first) if len(ranks) > 1 else ()
+    most_first = sorted(ranks.items(), key=lambda entry: -len(entry[1]))
+    return tuple((where, tuple(waiting)) for where, waiting in most_first) if len(ranks) > 1 else ()

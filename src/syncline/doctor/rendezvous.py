@@ -1,4 +1,4 @@
-"""Try whether ranks can reach each other: two in this process, over the loopback interface, or those of a job.
+"""Test whether ranks can reach each other: two in this process, over the loopback interface, or those of a job.
 
 Under torchrun, every rank writes into the rendezvous store who it is, where it would listen, and whether a sum over all
 ranks worked. So rank 0 can name the rank that did not connect, and the one that connected but reached no other rank.
@@ -93,7 +93,7 @@ def meet(wait_s: float, environment: Mapping[str, str] = os.environ) -> Meeting 
     """Meet the other ranks of the job; return the result on rank 0, and None on the others."""
     rank, ranks, port = (_integer(name, environment) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     if not 0 <= rank < ranks:
-        raise UsageError(f"RANK={rank} and WORLD_SIZE={ranks}: a rank is one of 0 to {ranks - 1}")
+        raise UsageError(f"RANK={rank} and WORLD_SIZE={ranks}: RANK must be 0 to {ranks - 1}")
     address = environment["MASTER_ADDR"]
     master = f"{address}:{port}"
     serves = rank == 0 and not torchrun.keeps_store(environment)

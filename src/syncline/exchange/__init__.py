@@ -1,4 +1,4 @@
-"""Algorithms that sum gradients over ranks. A new one is a new file and one line in `EXCHANGES`."""
+"""Algorithms that sum gradients over ranks. A new one is a new file, a line in `EXCHANGES` and an entry in `_TYPES`."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ EXCHANGES: dict[str, Callable[[], Exchange]] = {
     "oktopk": OkTopk,
     "hierarchical+oktopk": lambda: Hierarchical(across=OkTopk()),
 }
-"""Exchanges by the names that the bench and the laws use."""
+"""Exchanges by the names that predictions, plans, the bench and the tests of the laws use."""
 
 BASELINES = frozenset({"topk-allgather"})
 """Exchanges to compare with, which Syncline never recommends."""
 
 _TYPES: dict[str, type] = {kind.__name__: kind for kind in (Dense, Hierarchical, OkTopk, AllgatherTopk)}
+"""Types of exchanges that a plan's file may name."""
 
 
 def settings(exchange: object) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Dense:
 
     def __post_init__(self) -> None:
         if self.wire not in _WIRE:
-            raise UsageError(f"Dense(wire={self.wire!r}): wire is one of {', '.join(_WIRE)}")
+            raise UsageError(f"Dense(wire={self.wire!r}): wire must be one of {', '.join(_WIRE)}")
 
     @property
     def lossless(self) -> bool:

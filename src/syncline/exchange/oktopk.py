@@ -67,7 +67,7 @@ class Sparse:
                 "to 1, such as 0.01 for 1 %"
             )
         if not isinstance(self.values, str) or self.values not in VALUES:
-            raise UsageError(f"{name}(values={self.values!r}): values is one of {', '.join(VALUES)}")
+            raise UsageError(f"{name}(values={self.values!r}): values must be one of {', '.join(VALUES)}")
         object.__setattr__(self, "density", float(density))  # a NumPy number cannot be written as JSON
 
     def slots(self, numel: int, dtype: torch.dtype, ranks: int) -> Slots | None:

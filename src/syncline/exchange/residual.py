@@ -85,13 +85,14 @@ class Residual(State):
                 self._pair(kind)[0].copy_(stored, non_blocking=True)
         if scale is None and self.ratio is None:
             return
-        scale = torch.ones_like(self._scale) if scale is None else scale  # without one after an earlier step with one
+        if scale is None:  # an earlier step had a loss scale, this one has none
+            scale = torch.ones_like(self._scale)
         self._step_scale = scale.to(device=self._device, dtype=torch.float32, copy=True)
         self.ratio = torch.empty_like(self._scale) if self.ratio is None else self.ratio
         torch.div(self._step_scale, self._scale, out=self.ratio)
 
     def take(self, flat: Tensor) -> None:
-        """Multiply the bucket by `share`, which no kernel does then, and with momentum replace it by the velocity."""
+        """Multiply the bucket by `share` here, not in a kernel, and with momentum replace it by the velocity."""
         if self.share != 1.0:
             flat.mul_(self.share)
         if self._momentum:
@@ -100,7 +101,7 @@ class Residual(State):
             flat.copy_(velocity)
 
     def hold(self) -> None:
-        """Carry the residual over to the other copy, in a step that changes only the velocity."""
+        """Copy the residual to the other copy, in a step that changes only the velocity."""
         if self._changed and "residual" in self._pairs:
             self.put("residual", self._before_step("residual"))
 
@@ -111,7 +112,7 @@ class Residual(State):
             self.put("residual", torch.zeros(self._numel, device=self._device))
 
     def put(self, kind: str, value: Tensor | None = None) -> None:
-        """Write the values that become current if the step is applied; None if a kernel writes them to the pair."""
+        """Write the values that become current if the step is applied. Without a value, a kernel has written them."""
         if value is not None:
             self._pair(kind).index_copy_(0, (1 - self.turn).to(torch.int64).view(1), value.view(1, -1))
         self._changed = True

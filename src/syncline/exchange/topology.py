@@ -107,8 +107,9 @@ class Phase:
 
     @classmethod
     def of(cls, kind: str, elements: int, itemsize: int, topology: Topology) -> Phase:
-        """Describe a collective of a kind in `wire.KINDS`, among the groups of `topology.whole`. The number of elements
-        is for gathers that of all ranks together.
+        """Describe a collective of a kind in `wire.KINDS`, among the groups of `topology.whole`.
+
+        `elements` is the size of the whole buffer: for an all-gather, of its output.
 
         Example:
             >>> Phase.of("all_reduce", 1000, 4, Topology.flat(4)).sent_bytes
@@ -145,7 +146,7 @@ class Cost:
 
     @property
     def sent_bytes(self) -> dict[str, int]:
-        """Bytes sent per level, by a rank of the group size that sends the most in total."""
+        """Bytes that the busiest rank sends per level. Of unequal groups, those that send most count."""
         total: dict[str, Counter[int]] = {}
         for phase in self.phases:
             total.setdefault(phase.level.name, Counter()).update(dict(phase.sent_by))

@@ -13,8 +13,10 @@ KINDS = ("all_reduce", "all_to_all", "all_gather", "reduce", "broadcast")
 
 
 def sent_bytes(kind: str, elements: int, itemsize: int, ranks: int, backend: str = "gloo") -> int:
-    """Return the bytes that the busiest rank sends in one collective of a kind in `KINDS`. The number of elements is
-    for gathers that of all ranks together."""
+    """Return the bytes that the busiest rank sends in one collective of a kind in `KINDS`.
+
+    `elements` is the size of the whole buffer: for an all-gather, of its output.
+    """
     return _messages_sent(kind, ranks, backend) * message_bytes(kind, elements, itemsize, ranks, backend)
 
 

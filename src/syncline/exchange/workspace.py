@@ -13,7 +13,7 @@ class Workspace:
 
     With DDP, every bucket has its own buffers and two copies of its residual. `Layerwise` has many small buckets and
     little memory: they share a workspace, and each stores one copy of its residual between steps. A bucket may leave
-    anything in a buffer, except that a buffer that must hold zeros at the start must be left with zeros.
+    anything in a buffer, unless the buffer must hold zeros at the start: then it must leave zeros.
     """
 
     def __init__(self, device: torch.device, *, rest_on_host: bool = False) -> None:
@@ -23,7 +23,7 @@ class Workspace:
         self._prefix = ""
 
     def take(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a buffer of this kind. Its address changes only when a call asks for more elements than any before."""
+        """Return a buffer of this kind. Its address changes only when more elements are requested than ever before."""
         key, numel = (self._prefix + kind, dtype), math.prod(shape)
         if key not in self._buffers or self._buffers[key].numel() < numel:
             self._buffers[key] = torch.zeros(numel, dtype=dtype, device=self.device)

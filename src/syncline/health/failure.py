@@ -68,7 +68,7 @@ class FailureReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     timeout_s: float
     run: str = msgspec.field(default_factory=torchrun.run_id)
     attempt: str = msgspec.field(default_factory=torchrun.attempt)
-    """torchrun's names of the job and of this start of it."""
+    """torchrun's ids of the job (`run`) and of this start of it (`attempt`)."""
     job: str = ""
     """A name that all ranks of one start share; empty if they could not agree on one."""
     where: str
@@ -121,9 +121,10 @@ def explain_failure(
     outside: bool = False,
     announce: bool = True,
 ) -> tuple[str, str]:
-    """Announce a failure to the other ranks, write the report, and look for suspects unless the cause is `own`.
+    """Announce a failure to the other ranks, write the report, and look for suspects.
 
-    Takes seconds. Returns two texts to append to the error: the suspects, and where the report is.
+    With `own`, the cause is on this rank, and there are no suspects. Takes seconds. Returns two texts to append to the
+    error: the suspects, and where the report is.
     """
     suspects: list[Suspect] = []
     with shared_heartbeat() as heartbeat:

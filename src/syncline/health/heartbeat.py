@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 BEAT_S = 1.0
 _RANKS_PER_S = 64
-"""Heartbeats per second that are no load for a store; with more ranks, each sends fewer."""
+"""Heartbeats per second that a store handles easily. With more ranks, each rank sends fewer."""
 _WAIT_BEATS = 3.3
 """How long a rank that has failed waits for the heartbeats of others."""
 _STRAGGLERS_S = 10.0
@@ -62,7 +62,7 @@ class Heartbeat:
         self._store = Store(store, self._rank)
         self._watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()
         self._holders = 1
-        """Number of callers that may be about to call `watch`, the one that made this among them."""
+        """Number of callers that may be about to call `watch`, including the one that created this object."""
         self._beat = Beat(secrets.randbelow(1 << 40))  # so that no two heartbeats of a rank have the same counter
         self._others = Heartbeats(self.beat_s)
         self._silence = SilenceLog(self._rank, self.beat_s)
@@ -175,7 +175,7 @@ class Heartbeat:
             return self._others.find_suspects(self._rank, others, absence, asked_s, self._store.state)
 
     def _listen(self, is_enough: Callable[[], bool], most_s: float | None = None) -> None:
-        """Read heartbeats more often for some beats, or until they are enough; to be called with the lock held."""
+        """Read heartbeats more often for some beats, or until enough have arrived. Call this with the lock held."""
         most_s = _WAIT_BEATS * self.beat_s if most_s is None else most_s
         until_s = self._urgent_until_s = time.monotonic() + most_s
         self._wake.set()

@@ -65,8 +65,8 @@ def meeting(group: dist.ProcessGroup, call: str, *, users: bool = False) -> Iter
 
 
 @contextlib.contextmanager
-def together(group: dist.ProcessGroup, device: torch.device, what: str, call: str) -> Iterator[dict[str, Any]]:
-    """Run a block on all ranks, and raise on all of them if one fails or if the fields that it fills differ."""
+def same_on_all_ranks(group: dist.ProcessGroup, device: torch.device, what: str, call: str) -> Iterator[dict[str, Any]]:
+    """Run a block on all ranks. All of them raise if it fails on one, or if the fields that it fills differ."""
     fields: dict[str, Any] = {}
     with current_device(device):
         try:

@@ -1,4 +1,4 @@
-"""Log lines about silent ranks, while nothing has failed yet: one when a rank falls silent, one when it is back."""
+"""Log a line when a rank falls silent, and one when it is back, while nothing has failed yet."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_RANKS = 8
 
 
 class SilenceLog:
-    """Which of the other ranks are silent, as one rank sees it."""
+    """The silent ranks among those that this rank watches."""
 
     def __init__(self, rank: int, beat_s: float) -> None:
         self._rank, self._beat_s = rank, beat_s
@@ -50,5 +50,8 @@ class SilenceLog:
         return lines
 
     def _patience_s(self, rank: int) -> float:
-        """Double the time for each time that a rank came back: code that holds Python's lock for seconds is no news."""
+        """Return how long a rank may be silent before that is logged.
+
+        The time doubles whenever the rank comes back: it probably runs code that holds Python's lock for seconds.
+        """
         return max(ALARM_S, _ALARM_BEATS * self._beat_s) * 2.0 ** max(0, self._alarms[rank] - 1)

@@ -40,7 +40,7 @@ class Store:
         self._server: tuple[str, int] | None = None
         """The address of rank 0, if it serves the store and is another process."""
         self.job = ""
-        """A name that all ranks of this job share, once they could agree on it."""
+        """A name that all ranks of this job share, once they have agreed on it."""
         self._state = StoreState.ANSWERS
         self._asking_since_s: float | None = None
         self._retry_s = self._looked_s = 0.0

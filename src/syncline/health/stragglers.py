@@ -33,7 +33,7 @@ class Stragglers:
         self._warned: int | None = None
 
     def stepped(self, span: Span | None, period_s: float) -> None:
-        """Record a step: the time that this rank did not wait for the last bucket is its own."""
+        """Record the time of a step that this rank did not spend waiting for the exchange."""
         if span is not None:
             self._own_s.append(max(0.0, period_s - span.exposed_s))
 

@@ -1,6 +1,7 @@
-"""Which ranks are suspected when something fails, judged by the heartbeats of all ranks.
+"""Decide from the heartbeats of all ranks which of them are suspected of having caused a failure.
 
-`find_suspects` decides, and `_suspicion` says what makes a single rank suspect. Clocks of different hosts are never
+`Heartbeats._suspicion` says why a single rank is suspected. `Heartbeats.find_suspects` selects the ranks with the most
+telling reasons, in the order of `_ORDER`. Clocks of different hosts are never
 compared: a heartbeat carries a counter, and the rank that reads it measures its age.
 """
 
@@ -29,13 +30,13 @@ _BACKENDS = ("gloo", "nccl", "caused pair closure")
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
-    """How far a rank is with the exchanges of one model."""
+    """How far a rank has got with the exchanges of one model."""
 
     submitted: int
     """Number of buckets submitted so far."""
     step: int
     own_s: float | None = None
-    """Time that a step takes this rank, without the time that it waits for others."""
+    """Time of a step on this rank, without the time that it waits for others."""
     inside_s: float = 0.0
     """Time since the rank entered an exchange, if it has started no collective in it yet."""
 
@@ -112,7 +113,7 @@ class StoreState(enum.Enum):
     GONE = "gone"
     """Its server has closed the connection, for good."""
     UNUSABLE = "unusable"
-    """A kind of store that has no heartbeats, or one that is no longer used."""
+    """The store cannot hold heartbeats, or is no longer used."""
 
 
 Reason = tuple[Kind, str]
@@ -239,7 +240,7 @@ class Heartbeats:
     def find_suspects(
         self, rank: int, others: Sequence[int], absence: Absence, asked_s: float, store: StoreState
     ) -> list[Suspect]:
-        """Return the ranks because of which `rank` has failed, as far as heartbeats since `asked_s` show it."""
+        """Return the ranks that probably made `rank` fail, judged by the heartbeats since `asked_s`."""
         if store is StoreState.UNUSABLE or (rank == 0 and store is not StoreState.ANSWERS):
             return []  # nothing can be known, and rank 0 would only suspect itself
         if store is StoreState.MUTE:
@@ -279,7 +280,7 @@ _ORDER: tuple[tuple[Kind, ...], ...] = (
     (Kind.ELSEWHERE, Kind.DETACHED, Kind.INSIDE),
     (Kind.VICTIM,),
 )
-"""Reasons, the most telling ones first. Suspects are named from the first group that has any."""
+"""Groups of reasons, the most telling first. Only the suspects of the first group that has any are named."""
 
 
 def _most_telling(suspects: Sequence[Suspect], order: Sequence[Sequence[Kind]]) -> list[Suspect]:

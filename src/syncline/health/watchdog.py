@@ -33,7 +33,7 @@ _GRACE = 0.5
 _GRACE_S = 5.0
 """The same in seconds; the longer time counts."""
 _WARN = 0.7
-"""Fraction of a collective's timeout on a device after which a warning names suspects: NCCL then ends the process."""
+"""Fraction of a collective's timeout on a device after which a warning names suspects, before NCCL ends the process."""
 _END_S = 2.0
 """Time that lanes have to end with the program."""
 _EXPLAINED_S = 120.0
@@ -292,7 +292,7 @@ class Watchdog:
 
 
 def _issued(watchdog: weakref.ref[Watchdog], lane: int, kind: str, level: str, sent_bytes: int) -> None:
-    """Record a collective. A comm is in a reference cycle, which must not keep the watchdog of a released model."""
+    """Record a collective. A comm is in a reference cycle, so it must not keep the watchdog of a model alive."""
     if (alive := watchdog()) is not None:
         alive.collective_issued(lane, kind, level, sent_bytes)
 

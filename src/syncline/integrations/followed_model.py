@@ -26,7 +26,7 @@ from syncline.ddp.handle import Handle, handle_if_attached
 from syncline.ddp.hook import forget
 from syncline.errors import UsageError
 from syncline.files import write_bytes
-from syncline.health.meeting import together
+from syncline.health.meeting import same_on_all_ranks
 from syncline.measure.hooks import Unseen
 from syncline.records.plan import Plan
 from syncline.runtime.bucket_policy import difference_of
@@ -113,7 +113,7 @@ class FollowedModel:
 
     @property
     def step(self) -> int | None:
-        """The number of steps that were exchanged so far, in an earlier run too, if known."""
+        """The number of steps that were exchanged so far, including those of earlier runs; None if it is not known."""
         handle = self.handle
         return self._folder_step if handle is None else handle.stats().steps
 
@@ -142,7 +142,7 @@ class FollowedModel:
             has_residual(handle.plan) if handle.plan is not None else handle.exchange.keeps
         )
         plan = self._plan_to_save(handle, has_state)
-        with together(self._group, self._device, "what is saved", "save") as fields:
+        with same_on_all_ranks(self._group, self._device, "what is saved", "save") as fields:
             fields |= {"keeps": has_state, "plan": plan is not None}
             if self._group.rank() == 0:
                 if not has_state:
@@ -177,7 +177,7 @@ class FollowedModel:
             UsageError: The folder is missing, or does not belong to this model or step.
         """
         plan: Plan | None = None
-        with together(self._group, self._device, "what is loaded", "load") as fields:
+        with same_on_all_ranks(self._group, self._device, "what is loaded", "load") as fields:
             if error_if_missing is not None and not folder.is_dir():
                 raise UsageError(error_if_missing)
             if self._settings.tunes and (folder / _PLAN).exists():
@@ -240,7 +240,7 @@ class FollowedModel:
         self._hook = None
 
     def _copy(self, source: Path, folder: Path) -> None:
-        with together(self._group, self._device, "what is saved", "save"):
+        with same_on_all_ranks(self._group, self._device, "what is saved", "save"):
             if self._group.rank() == 0 and source.resolve() != folder.resolve():
                 remove(folder)
                 folder.mkdir(parents=True, exist_ok=True)

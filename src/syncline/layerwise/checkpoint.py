@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from syncline.dist.agreement import current_device, first_difference, flatten
 from syncline.errors import UsageError
 from syncline.exchange import settings
-from syncline.health.meeting import together
+from syncline.health.meeting import same_on_all_ranks
 from syncline.layerwise.bucketing import BucketPieces, parse_buckets
 from syncline.layerwise.gradient_pipeline import GradientPipeline
 from syncline.runtime.checkpoint import Checkpoints, digest_of_bits, misfit_of
@@ -41,7 +41,7 @@ class LayerwiseCheckpoint:
         return {**self._residual_state(), "model": self.module.state_dict(), "optimizer": optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        with together(self.pipeline.group, self.pipeline.device, "the state", "load_state_dict") as fields:
+        with same_on_all_ranks(self.pipeline.group, self.pipeline.device, "the state", "load_state_dict") as fields:
             self._check_state(state)
             fields |= {"steps": state["steps"], "buckets": state["buckets"]}
             fields["weights"] = {name: float(state["model"][name].double().sum()) for name in self.pipeline.parameters}

@@ -41,7 +41,7 @@ class LayerBucket(Bucket):
     completes: tuple[str, ...] = ()
     """Parameters whose last piece is in this bucket."""
     earlier: tuple[int, ...] = ()
-    """Indices of the buckets with the other pieces, for a parameter that is in several."""
+    """If this bucket has the last piece of a split parameter: indices of the buckets with the other pieces."""
 
     @property
     def label(self) -> str:

@@ -23,7 +23,7 @@ from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, group_timeout
 from syncline.errors import ExchangeError, UsageError
 from syncline.exchange import Exchange, Tree, settings
-from syncline.health.meeting import meeting, together
+from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.layerwise.activations import Managed
 from syncline.layerwise.checkpoint import LayerwiseCheckpoint
 from syncline.layerwise.gradient_pipeline import GradientPipeline
@@ -167,7 +167,7 @@ class Layerwise:
                 )
             try:
                 if step is not None and self._budget_bytes is not None:
-                    with together(self._group, self._device, "the memory budget", "Layerwise"):
+                    with same_on_all_ranks(self._group, self._device, "the memory budget", "Layerwise"):
                         sizes = training_of(module, self._pipeline)
                         self.choice, activations = choose_activations(module, step, sizes, self._budget_bytes, residual)
                     for workspace in self._pipeline.workspaces:
@@ -367,7 +367,7 @@ def _agree(
 ) -> Network | None:
     """Collective: return the network, read from its file. Raise unless all arguments are equal on all ranks."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    with together(group, tensors[0][1].device, "the configuration", "Layerwise") as fields:
+    with same_on_all_ranks(group, tensors[0][1].device, "the configuration", "Layerwise") as fields:
         loaded = read_network(network, fields)
         parameters = {name: described_fully(tensor) for name, tensor in tensors}
         fields |= flatten({**arguments, "version": versions_here(), "parameter": parameters})

@@ -174,7 +174,7 @@ class Readings:
         return min(float(streams), max(1.0, float(np.exp(np.mean(np.log(ratios))))))
 
     def _crowding(self, streams: int, all_reduce: Fit) -> float:
-        """Return the time that all-reduces beyond the first add, over the time of their bytes alone.
+        """Return the time that all-reduces beyond the first add, divided by the time of their bytes.
 
         More streams cannot crowd a link less, so this is the minimum over this and larger numbers of streams.
         """

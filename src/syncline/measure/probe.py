@@ -122,14 +122,14 @@ class _Prober:
             data = b""
             if dist.get_rank() == 0:
                 ranks_at = {level.name: level.ranks for level in levels}
-                cluster = self._cluster(matrix)
+                cluster = self._unmeasured_network(matrix)
                 data = msgspec.json.encode(self._readings.fitted(cluster, ranks_at, self._kinds, burst_bytes))
             return msgspec.json.decode(gather_bytes(self._control, data)[0], type=Network)
         finally:
             for group in self._groups:
                 dist.destroy_process_group(group)
 
-    def _cluster(self, matrix: list[list[float]]) -> Network:
+    def _unmeasured_network(self, matrix: list[list[float]]) -> Network:
         """Return a network with the topology only, without links and collectives."""
         samples = sum(map(len, self._readings.seconds.values()))
         return Network(
@@ -233,7 +233,7 @@ class _Prober:
             self._sampler.repeat(entries, budget_s)
 
     def _measure_burst(self, budget_s: float) -> float:
-        """Return the bytes that a rested link carries at once, from single messages of several sizes between hosts."""
+        """Return the bytes that an idle link carries before its rate applies, from single messages of several sizes."""
         if self._hosts == 1:
             return 0.0
         pair = (self._leaders[0], self._leaders[1])

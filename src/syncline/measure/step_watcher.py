@@ -192,14 +192,14 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
 
 
 def _will_exchange(forward: Forward, trained: Tensor | None) -> bool:
-    """Whether the backward that runs now makes DDP exchange the gradients of a forward."""
+    """Whether DDP will exchange the gradients of this forward in the current backward."""
     return (
         forward.sync and not forward.nested and not forward.exchanged and trained is not None and _accumulates(trained)
     )
 
 
 def _accumulates(parameter: Tensor) -> bool:
-    """Whether the backward that runs now writes to `.grad`, which `autograd.grad` does not."""
+    """Whether the current backward writes to `.grad`. `autograd.grad` does not."""
     will_run = getattr(torch._C, "_will_engine_execute_node", None)  # private: without it, every backward counts
     if will_run is None or not parameter.requires_grad:
         return parameter.requires_grad

@@ -1,9 +1,9 @@
-"""Search the best schedule: which gradients form a bucket, the number of lanes, and the exchange of each bucket.
+"""Search for the best schedule: which gradients form a bucket, the number of lanes, and the exchange of each bucket.
 
 The search simulates the exact optimum for one lane (`fusion.optimal`) with each exchange, DDP's own buckets, constant
-sizes and the published planners; for models with few gradients, all layouts. From the best few it moves boundaries
-between buckets, changes lanes and swaps exchanges, as long as that helps. It is deterministic: its effort is counted in
-simulated collectives, not in seconds.
+sizes and the published planners. For models with few gradients it simulates all layouts. From the best few it moves
+boundaries between buckets, changes lanes and swaps exchanges, as long as that helps. It is deterministic: its effort is
+counted in simulated collectives, not in seconds.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def check_allowed(allow: Sequence[str]) -> tuple[str, ...]:
         raise UsageError(f"allow={allow!r}: pass a tuple of names, like ({allow!r},)")
     for name in allow:
         if name not in ALLOWED:
-            raise UsageError(f"allow names {name!r}: what may be allowed is {', '.join(ALLOWED)}")
+            raise UsageError(f"allow={name!r}: must be one of {', '.join(ALLOWED)}")
     return tuple(name for name in ALLOWED if name in allow)
 
 
@@ -107,7 +107,7 @@ def search(
     paced: bool = False,
     caps: Sequence[int] = DDP_CAPS,
 ) -> SearchResult:
-    """Search the best schedule. `make_plan` describes the arguments."""
+    """Search for the best schedule. `make_plan` describes the arguments."""
     return _Search(profile, network, options(network, allow), paced, caps).run()
 
 

@@ -20,7 +20,7 @@ _FINE = 0.05  # if a step loses a smaller share than this, nothing limits the sc
 _BUCKETS_MB = (0.25, 1.0, 4.0, 10.0, 25.0, 50.0, 100.0, 400.0)
 _LANES = (2, 4)
 _FASTER = (2.5, 10)
-_EXCHANGES = {
+_DESCRIPTIONS = {
     "oktopk": "the largest 1 % of the gradients (oktopk)",
     "hierarchical+oktopk": "inside hosts first, 1 % at the top",
     "hierarchical": "inside hosts first (hierarchical)",
@@ -152,7 +152,7 @@ def other_exchanges(profile: Profile, network: Network, schedule: Schedule) -> I
             continue
         option = Schedule.of(profile, name, lanes=schedule.lanes, bucket_mb=schedule.bucket_mb)
         prediction = predict(profile, network, option)
-        what = _EXCHANGES.get(name, f"{name} on the wire")
+        what = _DESCRIPTIONS.get(name, f"{name} on the wire")
         yield Remedy(name, what, prediction, lossy=not exchange.lossless, last=exchange.keeps)
 
 
@@ -176,7 +176,7 @@ REMEDIES: tuple[Callable[[Profile, Network, Schedule], Iterator[Remedy]], ...] =
     faster_links,
     even_ranks,
 )
-"""All remedies. A function yields nothing if its remedy does not apply. To add a remedy, write such a function."""
+"""Functions that simulate remedies. One yields nothing if its remedy does not apply. Add a new one to this tuple."""
 
 
 def _fastest(profile: Profile, network: Network, options: list[Schedule]) -> Prediction:

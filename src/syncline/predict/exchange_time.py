@@ -87,7 +87,8 @@ def pricing(network: Network) -> Callable[[Cost], float]:
         return known[key]
 
     def pace_s(phases: Sequence[_PhaseTime]) -> float:
-        """Return the time between chunks. It depends on the number of concurrent collectives, and vice versa."""
+        """Return the time between chunks. It and the number of concurrent collectives depend on each other, so both are
+        computed in a few rounds."""
         links = {name for phase in phases for name in phase.busy_s}
         busiest_s = max((sum(phase.busy_s.get(name, 0.0) for phase in phases) for name in links), default=0.0)
         chunk_s, concurrent = 0.0, 1.0

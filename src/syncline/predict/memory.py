@@ -41,7 +41,7 @@ class Choice:
     """`device` or `host`."""
     peak_bytes: float
     states_bytes: int
-    """Bytes on the device between steps."""
+    """Bytes that are on the device all the time, such as weights and optimizer state."""
     step_s: float
     """Computation of a step, including recomputation and waiting for transfers."""
 
@@ -68,7 +68,7 @@ def _in_transfer(block: Block, way: str, batch: float) -> float:
 def peak_bytes(activations: Activations, ways: Sequence[str], batch: float, waiting_bytes: float = 0.0) -> float:
     """Return the peak of forward and backward alone: in a block's forward, in the head, or in a block's backward.
 
-    `waiting_bytes` is the most that gradients take that wait for their exchange.
+    `waiting_bytes` is the largest size of the gradients that wait for their exchange.
     """
     before = activations.before.at(batch)
     peak, held = before, before

@@ -102,7 +102,7 @@ class Prediction:
 
     @property
     def scaling(self) -> float:
-        """Scaling efficiency: computation over the whole step; 1 if nothing is lost."""
+        """Scaling efficiency: time of computation divided by the time of the step; 1 if nothing is lost."""
         return self.compute_s / self.iteration_s if self.iteration_s else 1.0
 
     @property

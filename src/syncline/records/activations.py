@@ -41,7 +41,7 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     held: Line
     """Bytes after its forward: what autograd saves, and the output."""
     input: Line
-    """Bytes of the input, which remain if the block is recomputed."""
+    """Bytes of the input, which stay in memory if the block is recomputed."""
     forward_peak: Line
     backward_peak: Line
     """Peak of the backward, including the bytes held since the block's forward."""

@@ -89,7 +89,7 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     serial_s: Seconds
     """The part of the start-up that does not overlap with the transfer."""
     load: PositiveAmount = 1.0
-    """Time that it occupies a link, over the time of its bytes alone: the flows of an all-to-all disturb each other."""
+    """Time that it occupies a link, divided by the time of its bytes: flows of an all-to-all slow each other down."""
     residual: Amount = 0.0
     """Root mean square of the fit's relative errors."""
     breakpoint_bytes: Count | None = None
@@ -135,9 +135,9 @@ class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     streams: PositiveCount
     slowdown: float
-    """Time of their start-ups, over the time of one alone."""
+    """Time of their start-ups, divided by the time of one alone."""
     crowding: Annotated[float, msgspec.Meta(ge=1, le=MOST)] = 1.0
-    """Time of their bytes on a full link, over the time of the same bytes one collective after the other."""
+    """Time of their bytes on a full link, divided by the time if the collectives ran one after the other."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.slowdown <= self.streams:

@@ -2,8 +2,9 @@
 
     seconds = max(startup_s + own_s_per_byte · sent,   serial_s + (uplink bytes · load − burst) / link rate)
 
-The first is latency, software and processors; the second is the slowest link. `sent` is of the busiest rank. Several
-collectives share a link by max-min fairness, and slow down each other's start-ups by the measured `overlap`.
+The first is latency, software and processors; the second is the slowest link. `sent` counts the bytes of the busiest
+rank. Several collectives share a link by max-min fairness, and slow down each other's start-ups by the measured
+`overlap`.
 """
 
 from __future__ import annotations

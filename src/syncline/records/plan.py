@@ -156,7 +156,7 @@ class Plan(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
             shape, dtype = parameters[gradient.name]
             if (shape, dtype) != (gradient.shape, gradient.dtype):
                 planned = f"{gradient.dtype} of shape {list(gradient.shape)}"
-                return f"parameter {gradient.name} is {dtype} of shape {list(shape)}, and {planned} in the plan"
+                return f"parameter {gradient.name} is {dtype} of shape {list(shape)}, but {planned} in the plan"
         known = {gradient.name for gradient in self.gradients}
         for name in parameters:
             if name not in known:
@@ -164,9 +164,10 @@ class Plan(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
         for field in ("backend", "device"):
             current, planned = getattr(where, field), getattr(self.where, field)
             if current != planned:
-                return f"the {field} is {current}, and {planned} in the plan"
+                return f"the plan is for {field} {planned}, but this job uses {current}"
         if len(where.host_of_rank) != len(self.where.host_of_rank):
-            return f"there are {len(where.host_of_rank)} ranks, and {len(self.where.host_of_rank)} in the plan"
+            return f"the plan is for {len(self.where.host_of_rank)} ranks, but this job has {len(where.host_of_rank)}"
         if where.host_of_rank != self.where.host_of_rank:
-            return f"ranks sit on hosts {list(where.host_of_rank)}, and on {list(self.where.host_of_rank)} in the plan"
+            planned, current = str(list(self.where.host_of_rank)), list(where.host_of_rank)
+            return f"the plan is for ranks on hosts {planned}, but the ranks of this job are on hosts {current}"
         return None

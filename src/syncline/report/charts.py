@@ -1,7 +1,7 @@
-"""What a page consists of, as data: sections with charts, which are bars (timelines are bars too), lines and tables.
+"""The contents of a page, as data: sections, and their charts, which are bars, lines and tables. A timeline is bars.
 
-Sections build them, and the macros in `charts.html.j2` draw them. Whatever can be pointed at carries a tooltip with its
-numbers, and the same numbers as `data-` attributes.
+The modules in `sections` build them, and the macros in `charts.html.j2` draw them. Every element that can be pointed at
+has a tooltip with its numbers, and the same numbers as `data-` attributes.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Bars:
     """A vertical line through all rows, and its name."""
     note: str = ""
     unit: str = "seconds"
-    """Or `bytes`."""
+    """`seconds` or `bytes`."""
     compact: bool = False
     """True for a timeline: no space between rows."""
     common_end: float = 0.0

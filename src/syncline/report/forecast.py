@@ -38,7 +38,7 @@ class Forecast:
     network: Network
     """The cluster that is analysed in detail."""
     diagnosis: Diagnosis
-    """Of the first schedule."""
+    """Diagnosis of the first schedule."""
     predictions: Mapping[str, Prediction]
     """By the schedules' names on the page, in order."""
     curves: Mapping[str, tuple[Prediction, ...]]

@@ -61,7 +61,7 @@ class Inputs:
 
     def __post_init__(self) -> None:
         _check_runs(self.runs)
-        _check_together(self)
+        _check_consistent(self)
         if self.demo is not None:
             for method in ("nosync", "ddp", "tune", "tune-bf16"):
                 if all(row.method != method for row in self.demo.rows):
@@ -153,8 +153,8 @@ def _check_runs(runs: tuple[RunRecord, ...]) -> None:
         seen.add(run.rank)
 
 
-def _check_together(inputs: Inputs) -> None:
-    """Check that what was passed separately is of one model on one cluster."""
+def _check_consistent(inputs: Inputs) -> None:
+    """Raise unless all files describe the same model on the same cluster."""
     sizes = {"the profile": inputs.profile.gradient_bytes} if inputs.profile is not None else {}
     sizes |= {name: sum(gradient.bytes for gradient in plan.gradients) for name, plan in inputs.plans.items()}
     sizes |= {f"bench {number}": bench.model.gradient_bytes for number, bench in enumerate(inputs.benches, 1)}

@@ -19,8 +19,9 @@ from syncline.records.run_record import BucketSpan, ModelRecord, RunRecord, Step
 
 Event = dict[str, Any]
 _Row = tuple[int, bool, int]
-"""The lane (-1 for computation), whether it holds collectives that overlap with others of their bucket, and a number
-that counts the rows which overlapping slices need: viewers drop slices that overlap without one inside the other."""
+"""The lane (-1 for computation), whether the row holds collectives that overlap with others of their bucket, and the
+row's number in the lane. Slices that overlap need several rows, because viewers drop a slice that lies partly inside
+another."""
 
 
 def write_trace(path: str | os.PathLike[str], records: Sequence[RunRecord]) -> None:

@@ -99,7 +99,7 @@ class Runner:
         return next((following.error for following in self._followings if following.error is not None), None)
 
     @property
-    def found(self) -> int:
+    def model_count(self) -> int:
         """The number of models that the script built."""
         return len(self._followings)
 

@@ -1,1 +1,1 @@
-"""Shared by all trainers: the bucket runner, bucket policies, statistics, logs and checkpoints."""
+"""What `ddp` and `layerwise` share: the bucket runner, bucket policies, statistics, topology and checkpoints."""

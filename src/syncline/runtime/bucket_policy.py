@@ -19,7 +19,7 @@ from syncline.dist.agreement import digest
 from syncline.dist.comm import backend_of
 from syncline.errors import warn
 from syncline.exchange import Dense, Exchange, settings
-from syncline.health.meeting import meet, together
+from syncline.health.meeting import meet, same_on_all_ranks
 from syncline.records.plan import Plan, Where
 from syncline.runtime.parameters import only_device
 from syncline.runtime.topology import hosts_of, loaded_from
@@ -114,7 +114,7 @@ BucketPolicy = Uniform | Planned
 
 def read_plan(plan: Plan | str | os.PathLike[str], group: dist.ProcessGroup, device: torch.device, call: str) -> Plan:
     """Collective: return the plan, or read it from its file. If one rank cannot read it, all ranks raise."""
-    with together(group, device, "the plan", call) as fields:
+    with same_on_all_ranks(group, device, "the plan", call) as fields:
         loaded = loaded_from("plan", plan, Plan)
         fields |= Planned(loaded).fingerprint()
     return loaded

@@ -63,11 +63,11 @@ class Step:
 
     jobs: list[Job] = field(default_factory=list)
     sent_bytes: dict[str, int] = field(default_factory=dict)
-    """By the busiest rank, per level."""
+    """Bytes that the busiest rank sent, per level."""
     began_s: float | None = None
     """When its first bucket was submitted, on the host's monotonic clock."""
     period_s: float | None = None
-    """Since the first bucket of the step before was submitted."""
+    """Time between the first buckets of the previous step and of this one."""
 
 
 class BucketRunner:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from syncline.dist.agreement import digest, first_difference, flatten, shortened
 from syncline.errors import MismatchError, UsageError
-from syncline.health.meeting import together
+from syncline.health.meeting import same_on_all_ranks
 from syncline.runtime.state_files import (
     SCHEMA,
     Tensors,
@@ -63,16 +63,16 @@ class Checkpoints:
         draft: Path | None = None
         meeting = self.group, self.device, "the state to save", "save"
         try:
-            with together(*meeting) as fields:
+            with same_on_all_ranks(*meeting) as fields:
                 fields |= {field: state[field] for field in ("steps", "weights") if field in state}
                 draft = write_draft(folder_of(folder), state)
         except MismatchError as error:
             if draft is not None and error.__cause__ is None:  # all ranks met, so no rank renames its draft
                 draft.unlink(missing_ok=True)
             raise
-        with together(*meeting):
+        with same_on_all_ranks(*meeting):
             put_in_place(draft)
-        with together(*meeting):
+        with same_on_all_ranks(*meeting):
             if state["rank"] == 0:
                 remove_others(draft.parent, state["world_size"])
 
@@ -86,7 +86,7 @@ class Checkpoints:
 
         `examine` raises if it refuses the state, and returns further fields that must be equal on all ranks.
         """
-        with together(self.group, self.device, "the checkpoint", "load") as fields:
+        with same_on_all_ranks(self.group, self.device, "the checkpoint", "load") as fields:
             state = self._saved(folder_of(folder), on_world_size)
             fields |= examine(state)
             common = {field: state[field] for field in ("exchange", "world_size", "levels", "steps", "buckets")}

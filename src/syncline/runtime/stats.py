@@ -59,9 +59,10 @@ def _phase(phase: tuple[str, str, int, float, float]) -> PhaseTiming:
 
 
 def name_of(exchange: Exchange) -> str:
-    """Return the short name of an exchange, with the settings that differ from it, like `oktopk(density=0.05)`.
+    """Return the short name of an exchange, like `oktopk(density=0.05)`.
 
-    An exchange that is not in `EXCHANGES` is named after its type.
+    It is the name of an exchange of the same type in `EXCHANGES`, with the settings that differ from it. If there is
+    none, it is the name of the type.
     """
     known = _known()
     for name, other in known.items():

@@ -90,7 +90,7 @@ def broadcast_from_first(group: dist.ProcessGroup, tensors: Sequence[Tensor]) ->
 def check_timeout(timeout_s: object) -> None:
     number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     if timeout_s is not None and not (number and 0 < timeout_s < 1e9):  # type: ignore[operator]
-        raise UsageError(f"timeout_s must be greater than 0, and is {timeout_s!r}")
+        raise UsageError(f"timeout_s must be greater than 0, not {timeout_s!r}")
 
 
 def check_numbers(residual: str | None, **numbers: float | None) -> None:

@@ -64,7 +64,7 @@ class TuneSettings:
         if self.exchange is not None:
             checked_exchange(self.exchange)
         if self.on_world_size not in ON_WORLD_SIZE:
-            raise UsageError(f"on_world_size is {self.on_world_size!r}: it is one of {', '.join(ON_WORLD_SIZE)}")
+            raise UsageError(f"on_world_size is {self.on_world_size!r}: it must be one of {', '.join(ON_WORLD_SIZE)}")
 
     @property
     def tunes(self) -> bool:

@@ -120,7 +120,7 @@ class StepLog:
         return [step_s[number] for number in range(first, end)]
 
     def record(self, **fields: Any) -> ModelRecord:
-        """Return the record of all steps so far, with these further fields."""
+        """Return the record of all steps so far. `fields` are the other fields of the record."""
         self._read(wait=True)
         methods = self._methods.values()
         spans = {span.step: span for span in self._spans.kept}
@@ -141,7 +141,7 @@ class StepLog:
         )
 
     def _read(self, *, wait: bool) -> None:
-        """Read the marks of steps that have ended; with `wait`, also of those that a device still works on."""
+        """Read the marks of steps that have ended; with `wait`, also wait for those that still run on a device."""
         clock = self._watcher.clock
         if wait:
             clock.settle()

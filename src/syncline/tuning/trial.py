@@ -47,7 +47,7 @@ def agreed_network(
     group: dist.ProcessGroup, device: torch.device, call: str, check: Callable[[], TuneSettings]
 ) -> Network | None:
     """Return the network of the settings that `check` returns, if it has one, once all ranks agree. Collective."""
-    with meeting.together(group, device, f"the configuration of {call}", call) as fields:
+    with meeting.same_on_all_ranks(group, device, f"the configuration of {call}", call) as fields:
         settings = check()
         network = read_network(settings.network, fields)
         fields |= {"allow": list(settings.allow), "change": settings.change, "budget_s": settings.budget_s}
@@ -87,16 +87,16 @@ def plan_for_live(
 
 @dataclass(frozen=True)
 class Trial:
-    """The times of plain DDP and of a plan that took turns: medians over steps, each as long as on its slowest rank."""
+    """The times of plain DDP and of a plan that took turns: medians over steps. The slowest rank counts."""
 
     plain_s: float
     plan_s: float
     steps: int
-    """Number of counted steps, of plain DDP and of the plan each."""
+    """Number of counted steps of plain DDP, and as many of the plan."""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, step_s: Mapping[Turn, Sequence[float]]) -> Trial:
-        """Return the result of steps that took so long on this rank. Collective: it is the same on all ranks."""
+        """Return the result, given the step times on this rank. Collective: the result is the same on all ranks."""
         slowest = torch.tensor([step_s["plain"], step_s["plan"]], dtype=torch.float64, device=group_device(group))
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         plain_s, plan_s = (statistics.median(row) for row in slowest.tolist())
@@ -108,7 +108,7 @@ class Trial:
         return self.plan_s < _MAX_RATIO * self.plain_s
 
     def describe(self, what: str = "forward and backward") -> str:
-        """Return both times and which of the two stays, in one sentence."""
+        """Return one sentence with both times and which of the two is kept."""
         stays = "the plan stays" if self.won else "plain DDP stays"
         return f"Tried: plain DDP {self.plain_s * 1e3:.1f} ms, the plan {self.plan_s * 1e3:.1f} ms per {what}: {stays}."
 

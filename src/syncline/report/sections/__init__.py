@@ -1,4 +1,4 @@
-"""The sections of a page, in order. Each is one function, which yields nothing if there is nothing to show."""
+"""The sections of a page, in order. Each is made by one function, which yields nothing if there is nothing to show."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def _measured(way: str, rank: int, span: StepSpan) -> Bars:
 
 
 def _predicted(forecast: Forecast, name: str, prediction: Prediction) -> Bars:
-    """Copies are made all along the step; they are drawn at its end, where they make it longer."""
+    """Draw the predicted step. Copies happen throughout a step; they are drawn at its end, which they delay."""
     profile, schedule, total_s = forecast.profile, prediction.schedule, prediction.iteration_s
     forward_s, update_s = slowest_forward_and_update_s(profile, prediction)
     buffers_s = prediction.losses.buffers_s
