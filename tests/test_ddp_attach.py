@@ -86,6 +86,21 @@ def test_an_existing_hook_is_refused_and_keeps_working(builtin: bool) -> None:
     assert all("has a communication hook already" in line for line in on_ranks(2, main))
 
 
+def test_a_hook_of_the_reducer_itself_is_refused_each_time_and_nothing_leaks() -> None:
+    """DDP's own data do not contain this hook."""
+
+    def main(rank: Rank) -> None:
+        model = DDP(seeded(Mlp), **SMALL_BUCKETS)
+        dist._register_comm_hook(model.reducer, None, allreduce_hook)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="register_comm_hook"):
+                syncline.attach(model)
+            assert model._comm_hooks == []
+            assert open_groups() == 1
+
+    on_ranks(2, main)
+
+
 def test_differences_between_ranks_are_named_on_every_rank_and_nothing_leaks() -> None:
     def main(rank: Rank) -> list[str]:
         odd = rank.rank == 1

@@ -344,6 +344,7 @@ def test_an_interrupted_backward_is_reported_and_cannot_be_saved() -> None:
         ({"bucket_mb": 0}, "bucket_mb is 0"),
         ({"residual": "moon"}, "residual is 'moon'"),
         ({"activations": "forget"}, "activations is 'forget'"),
+        ({"activations": 3}, "activations is 3"),
         ({"memory_budget": "8GiB"}, "step="),
         ({"memory_budget": "8 potatoes", "step": len}, "not a size of memory"),
         ({"exchange": syncline.OkTopk(momentum=0.9)}, "both have momentum"),

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_helpers import on_ranks
 from syncline.cluster import Rank
+from syncline.errors import UsageError
 from syncline.measure.backward import measure_backward
 from syncline.models import replay
 from syncline.models.replay import ReplayModel
@@ -249,3 +250,12 @@ def averages_over_ranks(rank: int, as_bucket_view: bool) -> None:
 
 def test_ddp_averages_replayed_gradients_through_rebuild_and_no_sync() -> None:
     on_ranks(2, rank_main)
+
+
+def test_a_profile_whose_names_cannot_coexist_is_refused() -> None:
+    profile = recorded("float32")
+    for name in (f"{NAMES[0]}.inner", "training"):
+        first, *others = profile.gradients
+        clashing = msgspec.structs.replace(profile, gradients=(first, msgspec.structs.replace(others[0], name=name)))
+        with pytest.raises(UsageError, match="the profile cannot be replayed: no module can have a parameter"):
+            ReplayModel(clashing)

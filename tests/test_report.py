@@ -27,6 +27,7 @@ from syncline.plan.make import make_plan, plan_for
 from syncline.predict import Schedule, predict
 from syncline.predict.diagnosis import diagnose, lost_to
 from syncline.records.bench_result import BenchResult, DemoResult, Tuning
+from syncline.records.link_costs import Collective
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Gradient, Profile, load_profile
@@ -470,11 +471,20 @@ def _without(record: RunRecord, **changed: object) -> RunRecord:
     return msgspec.structs.replace(record, models=models)
 
 
+def sent_nothing(network: Network) -> Network:
+    def emptied(entry: Collective) -> Collective:
+        points = tuple(msgspec.structs.replace(point, sent_bytes=0) for point in entry.points)
+        return msgspec.structs.replace(entry, points=points)
+
+    return msgspec.structs.replace(network, collectives=tuple(map(emptied, network.collectives)))
+
+
 ODD: dict[str, Callable[[], Inputs]] = {
     "one rank": lambda: Inputs(PROFILE, assumed_network(1, 1, 10**9)),
     "one host": lambda: Inputs(PROFILE, assumed_network(1, 4, 10**9)),
     "everything a network may have": lambda: Inputs(made_up.profile(), made_up.RICH_NETWORK),
     "no collectives": lambda: Inputs(PROFILE, msgspec.structs.replace(NETWORK, collectives=())),
+    "a collective that sent nothing": lambda: Inputs(PROFILE, sent_nothing(made_up.RICH_NETWORK)),
     "no links": lambda: Inputs(PROFILE, msgspec.structs.replace(NETWORK, links=())),
     "no times, no bytes": lambda: Inputs(made_up.profile([0], forward_s=0.0, backward_s=0.0), made_up.network()),
     "times of centuries": lambda: Inputs(made_up.profile(forward_s=1e12, backward_s=1e12), made_up.network()),

@@ -31,7 +31,7 @@ class ClusterError(SynclineError):
     """An emulated cluster could not be set up, or one of its processes failed."""
 
 
-_WRAPPED = re.compile(r"^(Got the following error when running the callback: (RuntimeError: )?|\[Errno \d+\] )")
+_WRAPPED = re.compile(r"^(Got the following error when running the callback: (RuntimeError: )?|\[Errno -?\d+\] )")
 _SOURCE = re.compile(r"\[(enforce fail at )?/[^\]\s]+\.\w+:\d+\] ")
 """Source files of gloo or torch, with the paths of the machine that built them."""
 

@@ -106,7 +106,11 @@ def attach_policy(
         with meeting(group, "attach", users=True):
             topology = find_topology(group, policy.exchanges, links)
             engine = Engine(group, parameters, policy, timeout, topology, lambda: scale_of(scaler), reduction)
-    switch = switch_of(ddp)
+    try:
+        switch = switch_of(ddp)
+    except BaseException:
+        engine.close()
+        raise
     switch.turn_to(engine)
     return Handle(ddp, switch, engine)
 
@@ -155,7 +159,7 @@ def wrap(
     mesh = ddp_arguments.get("device_mesh")
     group = group_or_default(ddp_arguments.get("process_group") if mesh is None else mesh.get_group(0))
     parameters = named_parameters(net, getattr(net, "_ddp_params_and_buffers_to_ignore", ()))
-    device = only_device(parameters)
+    device = only_device({name: parameter for name, parameter in parameters.items() if parameter.requires_grad})
     with current_device(device):
         loaded = read_plan(plan, group, device, "wrap")
         different = difference_of(loaded, parameters, group, "wrap")

@@ -64,8 +64,13 @@ def _syncline_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants 
 def switch_of(ddp: DDP) -> Switch:
     """Return the switch of a model. The first call registers the hook, which fails if there is an `other_hook`."""
     if ddp not in _switches:
-        switch = _switches[ddp] = Switch(ddp)
-        ddp.register_comm_hook(switch, _syncline_hook)
+        switch = Switch(ddp)
+        try:
+            ddp.register_comm_hook(switch, _syncline_hook)
+        except RuntimeError:  # a hook that was registered with the reducer itself
+            forget(ddp)
+            raise
+        _switches[ddp] = switch
         if getattr(ddp, "static_graph", False):
             switch.no_sync_check = ddp.register_forward_pre_hook(_refuse_no_sync)
     return _switches[ddp]

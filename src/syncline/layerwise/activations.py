@@ -57,7 +57,7 @@ class Managed:
     """
 
     def __init__(self, module: nn.Module, activations: str | Mapping[str, str] | None) -> None:
-        if isinstance(activations, str):
+        if activations is not None and not isinstance(activations, Mapping):
             if activations not in WAYS:
                 raise UsageError(
                     f"activations is {activations!r}: pass one of {', '.join(WAYS)}, or a mapping from block names"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from syncline.errors import UsageError
 from syncline.records.profile import BUFFER_ITEM_BYTES, Profile
 
 POOL_ELEMENTS = 1 << 18
@@ -147,8 +148,13 @@ def _add_parameter(root: nn.Module, name: str, value: Tensor) -> None:
     """Register a parameter under its dotted name, and add the modules on its path."""
     *path, last = name.split(".")
     module = root
-    for part in path:
-        if part not in module._modules:
-            module.add_module(part, nn.Module())
-        module = module.get_submodule(part)
-    module.register_parameter(last, nn.Parameter(value))
+    try:
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(last, nn.Parameter(value))
+    except (AttributeError, KeyError) as error:
+        raise UsageError(
+            f"the profile cannot be replayed: no module can have a parameter {name} beside the other parameters"
+        ) from error

@@ -45,6 +45,11 @@ class Bucket:
     averages: bool = False
     """True if the state applies the factor 1/world_size itself."""
 
+    @property
+    def label(self) -> str:
+        """Name of the bucket in messages."""
+        return f"bucket {self.index}"
+
     def applied(self, finite: Tensor, used: Mapping[str, Tensor] | None) -> Tensor:
         """Return whether the result of this bucket was applied: a 0-dim tensor, or with `used` one flag per element.
 
@@ -197,7 +202,7 @@ class BucketRunner:
                 job.error = error
         self._watchdog.bucket_ended(job)
         if job.error is not None:
-            job.error = self.fail(f"bucket {bucket.index}", job.error)
+            job.error = self.fail(bucket.label, job.error)
 
     def settle(self, buckets: Iterable[Bucket], finite: Tensor, used: Mapping[str, Tensor] | None = None) -> None:
         """Commit the states of these buckets where the result was applied, and restore them elsewhere."""

@@ -108,7 +108,11 @@ class StepLog:
                     torch.cuda.synchronize(self._device)  # in a few steps only
                 stats = handle.stats()
                 self._method.sent_bytes = sum(stats.sent_bytes.values())
-                self._method.buckets[self._watcher.step_count - 1] = stats.buckets
+                number = self._watcher.step_count - 1
+                self._method.buckets[number] = stats.buckets
+                # Steps are also read between micro-batches, perhaps before their buckets are known.
+                read = [moments for moments in self._recent if moments.number == number]
+                self._method.detailed += [_span(moments, self._method) for moments in read]
             if decided and steps in (_SETTLING, _SETTLING + _DETAILED):
                 handle.trace(steps == _SETTLING)
         self._read(wait=is_detailed)
@@ -151,20 +155,24 @@ class StepLog:
             self._previous = (step.end, moments.end_s)
             method.steps += 1
             self._recent.append(moments)
-            span = StepSpan(
-                step=number,
-                way=method.name,
-                start_s=moments.start_s,
-                backward_s=moments.backward_s,
-                backward_end_s=moments.backward_end_s,
-                end_s=moments.end_s,
-                buckets=method.buckets.get(number, ()),
-            )
+            span = _span(moments, method)
             self._spans.append(span)
             if span.buckets:
                 method.detailed.append(span)
             if is_settled:
                 method.settled.append(moments)
+
+
+def _span(moments: Moments, method: _Method) -> StepSpan:
+    return StepSpan(
+        step=moments.number,
+        way=method.name,
+        start_s=moments.start_s,
+        backward_s=moments.backward_s,
+        backward_end_s=moments.backward_end_s,
+        end_s=moments.end_s,
+        buckets=method.buckets.get(moments.number, ()),
+    )
 
 
 def _pace(method: _Method) -> Pace:

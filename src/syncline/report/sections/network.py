@@ -112,7 +112,7 @@ def collectives(network: Network) -> Table:
         if entry.points:
             large = entry.points[-1]
             alone_s = max(network.busy_s(entry.kind, large.bytes // 4, 4, entry.level).values(), default=0.0)
-            per_mb = duration_text(large.fitted_s / large.sent_bytes * 1e6)
+            per_mb = duration_text(large.fitted_s / large.sent_bytes * 1e6) if large.sent_bytes else "–"
             of_link = f"{min(1.0, alone_s / large.fitted_s) if large.fitted_s else 1.0:.0%}"
             error = f"{entry.residual:.0%}"
         rows.append((*_name_and_ranks(entry), startup, f"{low}–{high}", per_mb, of_link, error))
