@@ -10,10 +10,9 @@ demo: $(VENV)/ready
 	$(BIN)/syncline demo
 
 # On two cores: first the tests that compute, then those that mostly wait; and then, one by one, those that measure.
-PARALLEL := --dist loadfile --no-loadscope-reorder
 test: lint
-	$(BIN)/python -m pytest -n 2 $(PARALLEL) -m 'not alone and not waits'
-	$(BIN)/python -m pytest -n 4 $(PARALLEL) -m waits
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m 'not alone and not waits'
+	$(BIN)/python -m pytest -n 4 --dist worksteal -m waits
 	$(BIN)/python -m pytest -m alone
 
 # Every fault in every phase of a training, on emulated hosts: some minutes. `make test` has a part of it.
