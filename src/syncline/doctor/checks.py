@@ -62,7 +62,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Machine:
-    """What is known about the machine before the checks run."""
+    """Facts about this machine and its job, collected before the checks run."""
 
     gpus: tuple[Gpu, ...]
     interfaces: tuple[Interface, ...]

@@ -30,7 +30,7 @@ _WHAT_TO_DO = {
     Kind.STORE_MUTE: "see whether its host is up, and the links of the ranks that suspect it",
     Kind.VICTIM: "see its output",
 }
-"""What to do about each reason. The order is from the most to the least telling reason."""
+"""Advice for each reason why a rank is suspected. The most telling reason comes first."""
 _ORDER = list(_WHAT_TO_DO)
 
 

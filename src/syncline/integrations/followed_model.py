@@ -1,4 +1,4 @@
-"""What the framework integrations share: a framework's model that is followed, and saved with its checkpoints.
+"""Code shared by the framework integrations: follow a framework's model, and save it with the checkpoints.
 
 A framework wraps the model in DDP and writes the checkpoints. Syncline follows the model from the moment it is wrapped,
 so the requested exchange is attached in its first training forward. Each rank writes its residual to its own file, in a

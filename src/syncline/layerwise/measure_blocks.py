@@ -53,7 +53,7 @@ class _StepCost:
     before_peak: int = 0
     behind_s: float = 0.0
     blocks: dict[str, _BlockCost] = field(default_factory=lambda: defaultdict(_BlockCost))
-    """By name, in the order in which they run."""
+    """The cost of each block, by name. Blocks are in the order in which they run."""
 
 
 def measure_activations(module: nn.Module, steps: Mapping[int, Step]) -> Activations:

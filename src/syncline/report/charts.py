@@ -265,4 +265,4 @@ class Section:
     points: Sequence[str] = ()
     """Sentences, as a list."""
     commands: Sequence[tuple[str, str]] = ()
-    """What commands do, and the commands."""
+    """Pairs of a purpose, such as "Predict again", and a command."""

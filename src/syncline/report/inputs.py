@@ -29,7 +29,7 @@ PROBE = "Probe again, on the cluster", "torchrun … -m syncline probe --output 
 PROFILE = "Profile again", "syncline profile MODEL --output {profile}"
 
 Commands = tuple[tuple[str, str], ...]
-"""What a command does, and the command."""
+"""Pairs of a purpose, such as "Predict again", and a command."""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""What `ddp` and `layerwise` share: the bucket runner, bucket policies, statistics, topology and checkpoints."""
+"""Code shared by `ddp` and `layerwise`: the bucket runner, bucket policies, statistics, topology and checkpoints."""

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: as measured, by schedule, and as predicted, by cause; and what would save some."""
+"""The sections on the time of a step: measured by method, predicted by cause, and what each remedy would save."""
 
 from __future__ import annotations
 
