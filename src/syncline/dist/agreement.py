@@ -40,11 +40,9 @@ def digest(fields: Fields) -> bytes:
 
 
 def agree(group: dist.ProcessGroup, fields: Fields, what: str) -> None:
-    """Collective: raise `MismatchError` on every rank if the fields differ between ranks, with each rank's value.
-
-    A rank on which something failed passes only the field `error`, and the error that all ranks raise then names that
-    failure and no other difference. `what` is the subject of the error message.
-    """
+    """Collective: raise `MismatchError` on every rank if the fields differ between ranks, with each rank's value. A
+    rank on which something failed passes only the field `error`, and the error that all ranks raise then names that
+    failure and no other difference. `what` is the subject of the error message."""
     if len(set(gather_bytes(group, digest(fields)))) == 1:
         return
     gathered = [msgspec.json.decode(data) for data in gather_bytes(group, msgspec.json.encode(fields))]

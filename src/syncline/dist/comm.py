@@ -23,9 +23,9 @@ from torch import Tensor
 
 from syncline.dist.deadline import TooLateError, within
 from syncline.dist.lane import Lane, Phases, make_lane
+from syncline.dist.paced import PacedAllToAll
 from syncline.errors import UsageError
-from syncline.exchange import WORLD, Comm, Counter, Level, Topology, Work
-from syncline.exchange.wire import sent_bytes
+from syncline.exchange import WORLD, Comm, Counter, Level, Topology, Work, wire
 
 gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """`all_gather_into_tensor`, which torch 2.13 renamed."""
@@ -53,6 +53,7 @@ class GroupComm:
     topology: Topology
     counter: Recorder = field(default_factory=Recorder)
     siblings: dict[str, GroupComm] = field(default_factory=dict)
+    paced: PacedAllToAll = field(default_factory=PacedAllToAll)
 
     @property
     def rank(self) -> int:
@@ -69,7 +70,11 @@ class GroupComm:
         return self._issue("all_reduce", tensor, dist.all_reduce, tensor)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:
-        return self._issue("all_to_all", input, dist.all_to_all_single, output, input)
+        level, backend, paced_bytes = self.topology.whole.name, self.topology.backend, self.topology.paced_bytes
+        protocol = wire.protocol("all_to_all", input.nbytes, self.size, level, backend, paced_bytes)
+        # gloo sends tensors on a GPU only natively.
+        paced = protocol == wire.PACED and input.is_cuda == (backend == "nccl")
+        return self._issue("all_to_all", input, self.paced if paced else dist.all_to_all_single, output, input)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         return self._issue("all_gather", output, gather_into, output.view(-1), input.reshape(-1))
@@ -83,7 +88,7 @@ class GroupComm:
     def _issue(self, kind: str, whole: Tensor, collective: Callable[..., Any], *arguments: Any) -> Work:
         """Record a collective and issue it. `whole` is the tensor whose size decides how many bytes it sends."""
         level, counter = self.topology.whole.name, self.counter
-        sent = sent_bytes(kind, whole.numel(), whole.element_size(), self.size, self.topology.backend)
+        sent = wire.sent_bytes(kind, whole.numel(), whole.element_size(), self.size, self.topology.backend)
         counter.add(level, sent)
         counter.issued(kind, level, sent)
         traced = None if counter.phases is None else counter.phases.begin(kind, level, sent)
@@ -102,12 +107,10 @@ class LaneGroups:
 
     @classmethod
     def create(cls, parent: dist.ProcessGroup, timeout: timedelta, topology: Topology | None = None) -> LaneGroups:
-        """Collective over the parent's ranks: create the groups of a lane and open their connections.
-
-        Connections are opened now because a group would otherwise open them in its first collective, which can hang
-        past its timeout if another rank has died in the meantime. Connecting over a broken link may take minutes,
-        whatever the timeout, and cannot be interrupted: with gloo, this raises instead and leaves a thread behind.
-        """
+        """Collective over the parent's ranks: create the groups of a lane and open their connections. Connections are
+        opened now because a group would otherwise open them in its first collective, which can hang past its timeout if
+        another rank has died in the meantime. Connecting over a broken link may take minutes, whatever the timeout, and
+        cannot be interrupted: with gloo, this raises instead and leaves a thread behind."""
         late = threading.Event()
 
         def attempt() -> LaneGroups:
@@ -135,13 +138,13 @@ class LaneGroups:
         comm.siblings[WORLD] = comm
         groups = cls(comm)
         try:
-            _open_connections(comm)
+            open_connections(comm)
             for level in topology.levels:
                 group = _new_group(parent, timeout, level)
                 if group is not None:
                     sibling = GroupComm(group, topology.among(level), comm.counter, comm.siblings)
                     comm.siblings[level.name] = sibling
-                    _open_connections(sibling)
+                    open_connections(sibling)
         except BaseException:
             groups.destroy()
             raise
@@ -223,7 +226,7 @@ def _new_group(parent: dist.ProcessGroup, timeout: timedelta, level: Level | Non
     return own_group
 
 
-def _open_connections(comm: GroupComm) -> None:
+def open_connections(comm: GroupComm) -> None:
     """Open the connections of a new group, by running two small collectives."""
     device = group_device(comm.group)
     comm.all_to_all(torch.zeros(comm.size, device=device), torch.zeros(comm.size, device=device)).wait()
@@ -233,12 +236,10 @@ def _open_connections(comm: GroupComm) -> None:
 @contextlib.contextmanager
 def _fresh_group_name(parent: dist.ProcessGroup, which: str) -> Iterator[None]:
     """Collective over the parent's ranks: give the group that is created inside this context a unique name, the same on
-    all of its ranks. `which` distinguishes groups that different ranks create at the same time.
-
-    torch derives the name of such a group from the number of groups that exist. This has two consequences: the name of
-    a destroyed group is reused, along with the outdated addresses in the store, and connecting to these hangs; and
-    ranks that are in different numbers of groups wait for each other under different names.
-    """
+    all of its ranks. `which` distinguishes groups that different ranks create at the same time. torch derives the name
+    of such a group from the number of groups that exist. This has two consequences: the name of a destroyed group is
+    reused, along with the outdated addresses in the store, and connecting to these hangs; and ranks that are in
+    different numbers of groups wait for each other under different names."""
     token = gather_bytes(parent, secrets.token_hex(16).encode())[0].decode()
     _c10d._process_group_name = lambda ranks, use_hashed_name: f"{token} {which}"
     try:

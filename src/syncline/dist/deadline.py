@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from syncline.errors import SynclineError
@@ -20,32 +19,23 @@ class TooLateError(SynclineError):
 def within(limit_s: float, action: Callable[[], T]) -> T:
     """Call `action` on a thread of its own, and return its result. Raise `TooLateError` after `limit_s` seconds; the
     thread then keeps running."""
-    return run_concurrently(limit_s, [action])[0]
-
-
-def run_concurrently(limit_s: float, actions: Sequence[Callable[[], T]]) -> list[T]:
-    """Call functions that wait for each other at the same time, each on its own thread, and return their results.
-    Raise the first exception that one raises, or `TooLateError` after `limit_s` seconds."""
-    returned: dict[int, T] = {}
+    returned: list[T] = []
     raised: list[Exception] = []
 
-    def call(index: int) -> None:
+    def call() -> None:
         try:
-            returned[index] = actions[index]()
+            returned.append(action())
         except Exception as error:  # noqa: BLE001 - raised again in the calling thread
             raised.append(error)
 
-    threads = [threading.Thread(target=call, args=(i,), name=_THREAD_NAME, daemon=True) for i in range(len(actions))]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + limit_s
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+    thread = threading.Thread(target=call, name=_THREAD_NAME, daemon=True)
+    thread.start()
+    thread.join(limit_s)
     if raised:
         raise raised[0]
-    if len(returned) < len(actions):
+    if not returned:
         raise TooLateError(f"no result within {limit_s:g} s")
-    return [returned[index] for index in range(len(actions))]
+    return returned[0]
 
 
 def left_behind() -> bool:

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,11 +43,9 @@ class Marks:
 
 
 class CudaMarks(Marks):
-    """Marks as CUDA events. They are read after they have completed, and nothing waits for them.
-
-    Times are relative to the first bucket of the step, whose time on the host's clock is when it was enqueued. Times
-    relative to the start of the job would become less precise by the hour, because events return milliseconds in fp32.
-    """
+    """Marks as CUDA events. They are read after they have completed, and nothing waits for them. Times are relative to
+    the first bucket of the step, whose time on the host's clock is when it was enqueued. Times relative to the start of
+    the job would become less precise by the hour, because events return milliseconds in fp32."""
 
     on_host = False
 
@@ -71,12 +69,10 @@ class CudaMarks(Marks):
 
 class Phases:
     """The collectives of a traced bucket, in the order in which they were issued. Several may run at the same time.
-
     Their times are stored in the bucket's marks. On the host's clock a collective starts when it is issued and ends
     when its future completes, or, without a future, when `wait` returns. On a CUDA stream it starts when the stream
     reaches it, and ends when the stream has waited for it, which may be later than its real end. Tracing never blocks
-    the host, and a collective without a future for which the exchange never waits has no end.
-    """
+    the host, and a collective without a future for which the exchange never waits has no end."""
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
@@ -104,15 +100,15 @@ class _TracedWork:
         if marks.on_host:
             # Some backends have no futures: then `wait` records the end. The callback must not refer to this object,
             # because the work holds the callback: that would be a reference cycle.
-            with contextlib.suppress(RuntimeError, NotImplementedError):
+            with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
                 work.get_future().add_done_callback(lambda _: marks.mark(what))
 
     def wait(self) -> None:
         self._work.wait()
         self._marks.mark(self._what)
 
-    def get_future(self) -> Any:
-        return self._work.get_future()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)  # `get_future`, if the work has one
 
 
 @dataclass
@@ -148,6 +144,25 @@ class Job:
     @property
     def bytes(self) -> int:
         return self.elements * self.itemsize
+
+
+@dataclass(frozen=True)
+class Span:
+    """The duration of one step's exchange."""
+
+    exchange_s: float
+    """Seconds from when the first bucket was ready until the last one ended."""
+    exposed_s: float
+    """Seconds of it after the last bucket was ready, when there is no backward computation left to hide it."""
+
+
+def span_of(jobs: Sequence[Job]) -> Span | None:
+    """Return the span of these buckets, or None if there are none or one has not ended yet."""
+    ended = [seconds for job in jobs if (seconds := job.marks.seconds()) is not None]
+    if not ended or len(ended) < len(jobs):
+        return None
+    ready_s, end_s = [seconds["ready"] for seconds in ended], max(seconds["end"] for seconds in ended)
+    return Span(end_s - min(ready_s), end_s - max(ready_s))
 
 
 class Lane:
@@ -270,14 +285,10 @@ def _end(job: Job, error: BaseException | None = None) -> None:
     except BaseException as failure:  # noqa: BLE001
         job.error = job.error or failure
     # These and the future refer to the step, which refers to this job: a reference cycle.
-    job.run, job.on_done = _do_nothing, _do_nothing
+    job.run, job.on_done = lambda: None, lambda _: None
     future, job.future = job.future, None
     if future is not None:
         future.set_result(None)  # its `then` callback takes the tensor out of this job
-
-
-def _do_nothing(*_: object) -> None:
-    """Replace the callbacks of a job that has ended."""
 
 
 def _result(job: Job) -> Tensor:
@@ -290,10 +301,8 @@ def _result(job: Job) -> Tensor:
 
 
 class StreamLane(Lane):
-    """A lane for CUDA: a stream on which collectives and kernels run in order. The host only enqueues.
-
-    A stream has no thread to wait for, and NCCL's own watchdog ends the process if a collective hangs.
-    """
+    """A lane for CUDA: a stream on which collectives and kernels run in order. The host only enqueues. A stream has no
+    thread to wait for, and NCCL's own watchdog ends the process if a collective hangs."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -68,6 +68,8 @@ class _Group:
         """Record that a member will issue nothing more."""
         with self.changed:
             self.finished.add(member)
+            if len(self.finished) == len(self.ranks):  # comms refer to each other, so their memory is freed late
+                self.inputs.clear()
             self.changed.notify_all()
 
 

@@ -21,33 +21,36 @@ import torch
 from torch import Tensor
 
 from syncline.exchange.base import Comm, State, Work
-from syncline.exchange.oktopk import Sparse, SparseState
+from syncline.exchange.oktopk import SlotState, Slotted
 from syncline.kernels import VALUES, Slots
 
 
 @dataclass(frozen=True)
-class AllgatherTopk(Sparse):
+class AllgatherTopk(Slotted):
     """Send the largest entries of each rank's gradients; the others are added to later gradients.
 
     Args:
         density: The fraction of the gradients that each rank sends.
         values: The number format of the entries, as in `OkTopk`.
+        mean: As in `OkTopk`. All ranks count the contributors.
+        decay: As in `OkTopk`.
 
     Raises:
         UsageError: A setting is out of range.
     """
 
     values: str = "fp32"
+    collectives = ("all_gather",)
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
-        if not isinstance(state, SparseState):
+        if not isinstance(state, SlotState):
             return self.run_dense(flat, state, comm)
         kernels, kept, turn = state.kernels, state.residual, state.turn
         state.put("residual")
         kernels.pack(flat, state.share, kept, turn, state.ratio, state.mine)
         comm.all_gather(state.theirs, state.mine).wait()
         flat.copy_(kernels.total(state.theirs)[: flat.numel()])
-        kernels.release(flat, kept, turn)
+        kernels.release(flat, kept, turn, None, state.flags)
         return None
 
     def slots(self, numel: int, dtype: torch.dtype, ranks: int) -> Slots | None:

@@ -124,6 +124,15 @@ class State:
         this anyway."""
         return torch.isfinite(flat).all()
 
+    def track_applied(self) -> None:
+        """Ask for `applied_here` in all later steps. Call it once, after `prepare`."""
+
+    def applied_here(self) -> Tensor | None:
+        """Return which elements of the step's result contain an entry of this rank, as a bool tensor with one flag per
+        element; None if all elements do, as in a bucket that is sent dense. Valid after `run` and before `settle`, if
+        `track_applied` was called; the next step overwrites it. Must not synchronise with the host."""
+        return None
+
     @property
     def settles(self) -> bool:
         """True if the state overrides `settle`."""

@@ -1,18 +1,15 @@
 """Hierarchical: sum inside hosts first, so that slow links carry each gradient once per host, not once per rank.
 
 On the wire, ranks form a tree of levels from the inside out: ranks in hosts, hosts in racks. A bucket is summed level
-by level up to the outermost one, where `across` sums it, and is then sent back down. Each level below has one of two
-shapes:
+by level up to the outermost one, where `across` sums it, and is then sent back down. Each level below has a shape:
 
 - leader: the group's first rank receives the sum (reduce), takes part in the next level alone, and broadcasts the
   result on the way down. Groups may have any size.
 - sharded: a reduce-scatter leaves each rank with the sum of its part. All ranks take part in the next level
-  concurrently, each with its part, and gather the results on the way down. Groups must have equal sizes; a level with
-  unequal groups uses leaders.
+  concurrently, each with its part, and gather the results on the way down. A level with unequal groups uses leaders.
 
 Buckets are sent in chunks, in a pipeline: while one chunk is at the slow level, the next is summed inside the hosts.
-All ranks follow the same schedule, and idle in the steps that they take no part in, so every group issues its
-collectives in one order.
+Ranks idle in the steps that they take no part in, so every group issues its collectives in one order.
 
 Cost, for S bytes on m hosts of q ranks, P = m·q:
 
@@ -44,6 +41,7 @@ from syncline.errors import UsageError
 from syncline.exchange.base import Comm, Exchange, Rounding, State, Work
 from syncline.exchange.dense import Dense, Halves, part_of
 from syncline.exchange.layout import Layout
+from syncline.exchange.packed import Packed
 from syncline.exchange.topology import Cost, Level, Phase, Topology, Tree, frozen
 
 SHAPES = ("auto", "leader", "sharded")
@@ -56,8 +54,7 @@ _MOST_CHUNKS = 1024
 class Way:
     """The path of a bucket."""
 
-    shapes: tuple[str, ...] = ()
-    """Shape of each level below the outermost, `leader` or `sharded`; empty for a flat exchange."""
+    shapes: tuple[str, ...] = ()  # of each level below the outermost: `leader`, `sharded`; empty for a flat exchange
     chunks: int = 1
 
     def __str__(self) -> str:
@@ -115,8 +112,7 @@ class Hierarchical:
         if across.keeps and (self.shape == "sharded" or not within.lossless):
             reason = "its residual must stay on one rank, but shards change ranks when DDP changes its buckets"
             return "across", f"{reason}: use within=Dense() and shape='leader' or 'auto'"
-        whole = isinstance(chunks, int) and not isinstance(chunks, bool)
-        if chunks is not None and not (whole and 1 <= chunks <= _MOST_CHUNKS):
+        if chunks is not None and not (type(chunks) is int and 1 <= chunks <= _MOST_CHUNKS):
             return "chunks", f"chunks must be from 1 to {_MOST_CHUNKS}"
         try:
             hash(across)
@@ -137,10 +133,8 @@ class Hierarchical:
         tree = found if self.levels is None else Tree.given(self.levels, ranks)
         uneven = next((level for level in tree.levels[:-1] if not level.equal), None)
         if uneven is not None and not self.within.lossless:
-            raise UsageError(
-                f"Hierarchical(within={self.within!r}) needs groups of equal size, but those of {uneven.name} have "
-                f"{' and '.join(map(str, uneven.sizes))} ranks: use within=Dense()"
-            )
+            sizes = f"those of {uneven.name} have {' and '.join(map(str, uneven.sizes))} ranks: use within=Dense()"
+            raise UsageError(f"Hierarchical(within={self.within!r}) needs groups of equal size, but {sizes}")
         return tree
 
     def prepare(self, layout: Layout, comm: Comm) -> State:
@@ -148,55 +142,69 @@ class Hierarchical:
         if not path.shapes:
             whole = layout.piece(0, layout.numel)
             across = self._flat(comm.topology).prepare(whole, comm)
-            return HierarchicalState(path, (Chunk(0, layout.numel, (), whole, across),))
-        bounds = _bounds(layout.numel, path, _levels(comm.topology))
-        chunks = (self._prepare_chunk(start, layout.piece(start, stop - start), path, comm) for start, stop in bounds)
-        return HierarchicalState(path, tuple(chunks))
+            return HierarchicalState(path, [Chunk(0, layout.numel, (), whole, across, False)], layout)
+        bounds = _bounds(layout.numel, path, comm.topology)
+        chunks = [self._prepare_chunk(*bound, layout, path, comm) for bound in bounds]
+        return HierarchicalState(path, chunks, layout)
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
         assert isinstance(state, HierarchicalState)  # noqa: S101 - as prepared
         if not state.path.shapes:
             ((_, across),) = state.crossing
             return self._flat(comm.topology).run(flat, across, comm)
-        levels = _levels(comm.topology)
-        _run_in_pipeline(
-            [self._climb(flat[chunk.start : chunk.stop], chunk, 0, state.path, levels, comm) for chunk in state.chunks]
-        )
+        # In each turn one chunk starts, and all started ones take their next step, the latest first: so a level has
+        # its next collective before anything waits for its current one.
+        waiting = [self._climb(flat[chunk.start : chunk.stop], chunk, 0, state, comm) for chunk in state.chunks]
+        started: list[tuple[Iterator[Work | None], Work | None]] = []
+        while waiting or started:
+            started = [(steps, None) for steps in waiting[:1]] + started
+            del waiting[:1]
+            unfinished = []
+            for steps, work in started:
+                if work is not None:
+                    work.wait()
+                unfinished += [(steps, next_work) for next_work in itertools.islice(steps, 1)]
+            started = unfinished
+        state.flag(flat)
         return None
 
     def _climb(
-        self, flat: Tensor, chunk: Chunk, floor: int, path: Way, levels: Sequence[Level], comm: Comm
+        self, flat: Tensor, chunk: Chunk, floor: int, state: HierarchicalState, comm: Comm
     ) -> Iterator[Work | None]:
         """Run one chunk from a level up to the outermost one and down again. Yield the collective to wait for before
         the next step, or None for a step in which this rank idles."""
-        group = comm.level(levels[floor].name)
-        if floor == len(path.shapes):
+        shapes = state.path.shapes
+        group = comm.level(_levels(comm.topology)[floor].name)
+        if floor == len(shapes):
             assert group is not None and chunk.across is not None  # noqa: S101 - as prepared
             yield self.across.run(flat, chunk.across, group)
         elif group is None:  # this rank is the only one of its group: idle while other groups reduce and broadcast
             yield None
-            yield from self._climb(flat, chunk, floor + 1, path, levels, comm)
+            yield from self._climb(flat, chunk, floor + 1, state, comm)
             yield None
-        elif path.shapes[floor] == "sharded":
+        elif shapes[floor] == "sharded":
             halves = chunk.halves[floor]
             assert halves is not None  # noqa: S101 - as prepared
             yield halves.scatter(flat, group)
             shard = halves.shard()
-            yield from self._climb(shard, chunk, floor + 1, path, levels, comm)
+            yield from self._climb(shard, chunk, floor + 1, state, comm)
             yield halves.gather(shard, flat, group)
             halves.finish(flat)
         else:
             yield group.reduce(flat, 0)
             if group.rank == 0:
-                yield from self._climb(flat, chunk, floor + 1, path, levels, comm)
+                yield from self._climb(flat, chunk, floor + 1, state, comm)
             else:  # idle for as many steps as the leader takes at the levels above
-                yield from itertools.repeat(None, 2 * (len(path.shapes) - floor - 1) + 1)
+                yield from itertools.repeat(None, 2 * (len(shapes) - floor - 1) + 1)
             yield group.broadcast(flat, 0)
 
-    def _prepare_chunk(self, start: int, layout: Layout, path: Way, comm: Comm) -> Chunk:
+    def _prepare_chunk(self, start: int, stop: int, layout: Layout, path: Way, comm: Comm) -> Chunk:
         """Return the buffers and state of this rank for one chunk, at all levels that the rank takes part in."""
-        levels = _levels(comm.topology)
-        stop, halves = start + layout.numel, list[Halves | None]()
+        levels, halves = _levels(comm.topology), list[Halves | None]()
+        across, sparse = self.across, False
+        if isinstance(across, Packed) and across.partial:
+            sparse = across.part_bytes(stop - start, layout.dtype, levels[-1].ranks) is not None
+        layout = layout.piece(start, stop - start)
         for shape, level in zip(path.shapes, levels, strict=False):
             group = comm.level(level.name)
             if shape == "sharded" and group is not None:
@@ -208,31 +216,33 @@ class Hierarchical:
             else:
                 halves.append(None)
                 if group is not None and group.rank != 0:
-                    return Chunk(start, stop, tuple(halves), layout, None)
+                    return Chunk(start, stop, tuple(halves), layout, None, sparse)
         top = comm.level(levels[-1].name)
         assert top is not None  # noqa: S101 - the groups of the outermost level have several ranks
-        return Chunk(start, stop, tuple(halves), layout, self.across.prepare(layout, top))
+        return Chunk(start, stop, tuple(halves), layout, across.prepare(layout, top), sparse)
 
     def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
         return self._cost(self.way(numel, dtype, topology), numel, dtype, topology)
 
+    @functools.lru_cache(maxsize=512)  # noqa: B019 - about as many as a model has buckets; exchanges are values
     def way(self, numel: int, dtype: torch.dtype, topology: Topology) -> Way:
-        """Return the path of a bucket of this size."""
-        return _cheapest(self, numel, dtype, topology)
-
-    def _paths(self, nbytes: int, topology: Topology) -> list[Way]:
-        """Return the possible paths, simplest first."""
-        levels = _levels(topology)
+        """Return the path of a bucket: the one with the lowest predicted time or, without a prediction, the simplest
+        one that is not flat."""
+        levels, seconds = _levels(topology), topology.seconds
         if len(levels) < 2:
-            return [Way()]
+            return Way()
         usual = ["leader", "sharded"] if self.shape == "auto" else [self.shape]
         usual = usual if self.within.lossless else ["sharded"]
         choices = [usual if level.equal and not self.keeps else ["leader"] for level in levels[:-1]]
-        most = max(1, nbytes // _SMALLEST_CHUNK_BYTES)
+        most = max(1, numel * dtype.itemsize // _SMALLEST_CHUNK_BYTES)
         counts = [self.chunks] if self.chunks else [count for count in _CHUNKS if count <= most]
         paths = [Way(shapes, count) for count in counts for shapes in itertools.product(*choices)]
-        # A flat lossy exchange would also round or drop values between ranks of one host, which was not asked for.
-        return [Way(), *paths] if self.shape == "auto" and self.lossless else paths
+        if seconds is None:
+            return paths[0]
+        if self.shape == "auto" and self.lossless:
+            # A flat lossy exchange would also round or drop values between ranks of one host, which was not asked for.
+            paths.insert(0, Way())
+        return min(paths, key=lambda path: seconds(self._cost(path, numel, dtype, topology)))
 
     def _flat(self, topology: Topology) -> Exchange:
         """Return the exchange that all ranks run on the flat path: `across`, or `within` if all are on one host."""
@@ -242,7 +252,7 @@ class Hierarchical:
     def _cost(self, path: Way, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
         if not path.shapes:
             return self._flat(topology).cost(numel, dtype, topology)
-        bounds = _bounds(numel, path, _levels(topology))
+        bounds = _bounds(numel, path, topology)
         parts = [self._phases(path, stop - start, dtype, topology) for start, stop in bounds]
         return Cost(tuple(itertools.chain(*parts)), len(parts))
 
@@ -279,25 +289,25 @@ class Chunk:
 
     start: int
     stop: int
-    halves: tuple[Halves | None, ...]
-    """Reduce-scatter and all-gather of each level; None where the level has leaders."""
-    layout: Layout
-    """Layout of this rank's part at the outermost level."""
-    across: State | None
-    """State of the outermost exchange; None on ranks that take no part in it."""
+    halves: tuple[Halves | None, ...]  # reduce-scatter and all-gather of each level; None where it has leaders
+    layout: Layout  # of this rank's part at the outermost level
+    across: State | None  # state of the outermost exchange; None on ranks that take no part in it
+    sparse: bool  # True if the outermost exchange, of several levels, applies only some of the elements
 
 
 class HierarchicalState(State):
-    """The chunks of a bucket.
+    """The chunks of a bucket. An `across` with a residual has leaders at every level. They hold whole chunks, and which
+    ranks lead does not depend on the buckets, so a residual stays on its rank when DDP changes its buckets.
 
-    An `across` with a residual has leaders at every level. They hold whole chunks, and which ranks lead does not depend
-    on the buckets, so a residual stays on its rank when DDP changes its buckets.
-    """
+    `applied_here` returns, on every rank, the elements whose result is not zero: which ranks of a host an entry came
+    from is not known. A bucket that runs flat returns what its exchange does."""
 
-    def __init__(self, path: Way, chunks: tuple[Chunk, ...]) -> None:
+    def __init__(self, path: Way, chunks: Sequence[Chunk], layout: Layout) -> None:
         self.path, self.chunks = path, chunks
+        self._numel, self._device = layout.numel, layout.device
+        self._flags: Tensor | None = None
+        # Chunks for which this rank runs `across`, with its states.
         self.crossing = [(chunk, chunk.across) for chunk in chunks if chunk.across is not None]
-        """Chunks for which this rank runs `across`, with its states."""
 
     def describe(self) -> str:
         return str(self.path)
@@ -307,10 +317,25 @@ class HierarchicalState(State):
             state.begin(step, scale)
 
     def finite(self, flat: Tensor) -> Tensor:
-        if not self.crossing:
-            return super().finite(flat)
         flags = [state.finite(flat[chunk.start : chunk.stop]) for chunk, state in self.crossing]
-        return flags[0] if len(flags) == 1 else torch.stack(flags).all()
+        return torch.stack(flags).all() if len(flags) > 1 else flags[0] if flags else super().finite(flat)
+
+    def track_applied(self) -> None:
+        if not self.path.shapes:
+            self.crossing[0][1].track_applied()
+        elif any(chunk.sparse for chunk in self.chunks):
+            self._flags = torch.ones(self._numel, dtype=torch.bool, device=self._device)
+
+    def applied_here(self) -> Tensor | None:
+        return self._flags if self.path.shapes else self.crossing[0][1].applied_here()
+
+    def flag(self, flat: Tensor) -> None:
+        """Store which elements of a result were applied, if someone asks for it."""
+        if self._flags is not None:
+            for chunk in self.chunks:
+                if chunk.sparse:
+                    here = slice(chunk.start, chunk.stop)
+                    torch.ne(flat[here], 0, out=self._flags[here])
 
     @property
     def settles(self) -> bool:
@@ -335,19 +360,14 @@ class HierarchicalState(State):
         return {slot.name: {kind: slot.view(flat) for kind, flat in flats.items()} for slot in layout.slots if flats}
 
     def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
-        flats: dict[str, dict[str, Tensor]] = {}
-        for slot in layout.slots:  # in memory order, as chunks are
+        flats: dict[str, Tensor] = {}
+        for slot in layout.slots:
             for kind, tensor in tensors.get(slot.name, {}).items():
-                flat = flats.setdefault(slot.name, {})[kind] = tensor.new_empty(slot.numel)
-                flat.as_strided(slot.shape, slot.stride).copy_(tensor)
-        offsets = {slot.name: slot.offset for slot in layout.slots}
+                slot.view(flats.setdefault(kind, tensor.new_zeros(layout.numel))).copy_(tensor)
         for chunk, state in self.crossing:
-            pieces: dict[str, dict[str, Tensor]] = {}
-            for piece in chunk.layout.slots:
-                if piece.name in flats:
-                    start = chunk.start + piece.offset - offsets[piece.name]
-                    kinds = flats[piece.name].items()
-                    pieces[piece.name] = {kind: flat[start : start + piece.numel] for kind, flat in kinds}
+            here = {kind: flat[chunk.start : chunk.stop] for kind, flat in flats.items()}
+            slots = (slot for slot in chunk.layout.slots if slot.name in tensors)
+            pieces = {slot.name: {kind: slot.view(flat) for kind, flat in here.items()} for slot in slots}
             state.load(chunk.layout, pieces)
 
     def settle(self, applied: Tensor) -> None:
@@ -355,40 +375,14 @@ class HierarchicalState(State):
             state.settle(applied if applied.dim() == 0 else applied[chunk.start : chunk.stop])
 
 
-def _run_in_pipeline(chunks: Sequence[Iterator[Work | None]]) -> None:
-    """Run chunks in a pipeline: in each turn one chunk starts, and all started ones take their next step, the latest
-    first, so that a level has its next collective before anything waits for its current one."""
-    started: list[tuple[Iterator[Work | None], Work | None]] = []
-    for chunk in itertools.chain(chunks, itertools.repeat(None)):
-        if chunk is not None:
-            started.insert(0, (chunk, None))
-        if not started:
-            return
-        unfinished = []
-        for steps, work in started:
-            if work is not None:
-                work.wait()
-            unfinished += [(steps, next_work) for next_work in itertools.islice(steps, 1)]
-        started = unfinished
-
-
 def _levels(topology: Topology) -> list[Level]:
     """Return the levels that have a group of several ranks."""
     return [level for level in topology.levels if level.ranks > 1]
 
 
-@functools.lru_cache(maxsize=512)  # about as many as a model has buckets; each entry keeps a network in memory
-def _cheapest(exchange: Hierarchical, numel: int, dtype: torch.dtype, topology: Topology) -> Way:
-    """Return the path with the lowest predicted time; without a prediction, the simplest one that is not flat."""
-    paths = exchange._paths(numel * dtype.itemsize, topology)
-    seconds = topology.seconds
-    if seconds is None or len(paths) == 1:
-        return next((path for path in paths if path.shapes), paths[0])
-    return min(paths, key=lambda path: seconds(exchange._cost(path, numel, dtype, topology)))
-
-
-def _bounds(numel: int, path: Way, levels: Sequence[Level]) -> list[tuple[int, int]]:
+def _bounds(numel: int, path: Way, topology: Topology) -> list[tuple[int, int]]:
     """Return the bounds of each chunk. All but the last divide evenly among the ranks that share them."""
-    shared = math.prod(level.ranks for shape, level in zip(path.shapes, levels, strict=False) if shape == "sharded")
+    levels = zip(path.shapes, _levels(topology), strict=False)
+    shared = math.prod(level.ranks for shape, level in levels if shape == "sharded")
     size = max(1, -(-numel // (path.chunks * shared)) * shared)
     return [(start, min(start + size, numel)) for start in range(0, max(1, numel), size)]

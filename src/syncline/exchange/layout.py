@@ -23,9 +23,7 @@ class Slot:
 
     def view(self, flat: Tensor) -> Tensor:
         """Return a view of this parameter's part of a flat bucket, in its logical shape."""
-        return flat[self.offset : self.offset + self.numel].as_strided(
-            self.shape, self.stride, flat.storage_offset() + self.offset
-        )
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.offset)
 
 
 def stride_in_bucket(parameter: Tensor) -> tuple[int, ...]:

@@ -9,6 +9,10 @@ On the wire, for P ranks and a bucket of n elements, of which k = density · n a
 4. A rank's residual keeps entries that it did not send, entries that the owner did not select, and rounding errors of
    the values that it sent. So what was applied plus the residuals equals what came in.
 
+With mean="contributors", the owner of a region counts how many of the P ranks sent each entry, and multiplies the sum
+by P/count before it selects. Gradients are divided by the number of ranks, so the result is the mean over the ranks
+that sent the entry. Then what was applied times count/P, plus the residuals, equals what came in.
+
 Cost: an entry takes 4 bytes, or 6 with fp32 values. A rank sends 2(P−1) slots of about 4k/P bytes per step, which is
 2k(P−1)/P words of 4 bytes and never more than 2.5k (the paper's bound is 6k). The residual takes two fp32 copies of the
 gradients.
@@ -27,87 +31,47 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from syncline.errors import UsageError
-from syncline.exchange.base import Comm, Rounding, State, Work
+from syncline.exchange.base import Comm, State, Work
 from syncline.exchange.layout import Layout
 from syncline.exchange.residual import Residual
-from syncline.exchange.topology import Cost, Phase, Topology
+from syncline.exchange.sparse import Sparse, SparseState
 from syncline.kernels import VALUES, Slots, kernels_for
 
 _MOST_WORDS = {"bf16": 2.5, "fp16": 2.5, "fp32": 4.6}
 """Most 4-byte words that a rank may send per selected entry, in both collectives together. If headers and rounding up
 make a bucket exceed it, the bucket is sent dense."""
-_LOWEST_DENSITY = 1e-4
 
 
 @dataclass(frozen=True)
-class Sparse:
-    """The parts that `OkTopk` and `AllgatherTopk` have in common."""
+class Slotted(Sparse):
+    """The parts that `OkTopk` and `AllgatherTopk` have in common: entries are sent in slots."""
 
-    density: float = 0.01
-    values: str = "bf16"
-    lossless = False
-    keeps = True
-    waits = True
     momentum = 0.0
-    collectives: ClassVar[tuple[str, ...]] = ("all_gather",)
-
-    def __post_init__(self) -> None:
-        name = type(self).__name__
-        density: Any = self.density
-        is_number = isinstance(density, Real) and not isinstance(density, bool)
-        if not (is_number and _LOWEST_DENSITY <= density <= 1):
-            raise UsageError(
-                f"{name}(density={density!r}): density must be a fraction of the gradients from {_LOWEST_DENSITY:g} "
-                "to 1, such as 0.01 for 1 %"
-            )
-        if not isinstance(self.values, str) or self.values not in VALUES:
-            raise UsageError(f"{name}(values={self.values!r}): values must be one of {', '.join(VALUES)}")
-        object.__setattr__(self, "density", float(density))  # a NumPy number cannot be written as JSON
+    formats = VALUES
 
     def slots(self, numel: int, dtype: torch.dtype, ranks: int) -> Slots | None:
-        """Return the slots for a bucket of this size.
-
-        Returns:
-            None for a bucket that is sent dense: on one rank, if it is too small, or if sparse slots would be larger.
-        """
+        """Return the slots for a bucket; None if it is sent dense: on one rank, or if it is too small, or slots would
+        be larger."""
         raise NotImplementedError
 
     def prepare(self, layout: Layout, comm: Comm) -> State:
         slots = self.slots(layout.numel, layout.dtype, comm.size)
-        return (
-            Residual(layout, self.momentum) if slots is None else SparseState(layout, self.momentum, slots, comm.size)
-        )
-
-    def run_dense(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
-        """Sum a bucket that is sent dense."""
-        assert isinstance(state, Residual)  # noqa: S101 - as prepared
-        state.take(flat)
-        state.give_up(flat)
-        return comm.all_reduce(flat) if comm.size > 1 else None
-
-    def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
-        if topology.ranks == 1:
-            return Cost(())
-        slots = self.slots(numel, dtype, topology.ranks)
         if slots is None:
-            return Cost((Phase.of("all_reduce", numel, dtype.itemsize, topology),))
-        nbytes = topology.ranks * slots.bytes
-        return Cost(tuple(Phase.of(kind, nbytes, 1, topology) for kind in self.collectives))
+            return Residual(layout, self.momentum, self.kept_share)
+        return SlotState(layout, self, slots, comm.size)
 
-    def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
-        # fp32 additions: to the rank's residual, over the ranks at the owner, and the subtraction of what was applied.
-        unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-        return Rounding(4 * ranks * unit, of_largest=4 * ranks * unit)
+    def part_bytes(self, numel: int, dtype: torch.dtype, ranks: int) -> int | None:
+        slots = self.slots(numel, dtype, ranks)
+        return None if slots is None else slots.bytes
 
 
 @dataclass(frozen=True)
-class OkTopk(Sparse):
+class OkTopk(Slotted):
     """Send the largest sums of all gradients; the others are added to later gradients.
 
     To clip gradients, call `torch.nn.utils.clip_grad_norm_` after the backward pass, as without Syncline. It clips the
@@ -121,6 +85,10 @@ class OkTopk(Sparse):
         momentum: Each rank accumulates its gradients with this momentum before it selects entries, and resets the
             entries that were applied. It replaces the optimizer's own momentum: use `SGD(momentum=0)` with
             `OkTopk(momentum=0.9)`.
+        mean: `ranks` divides each sum by the number of ranks, and `contributors` by the number of ranks that sent the
+            entry. `auto` divides updates by contributors, and gradients by ranks.
+        decay: The factor for the residual before each step's gradients are added. By default 1, and 0.95 for updates
+            that are exchanged less often than in every step.
 
     Raises:
         UsageError: A setting is out of range.
@@ -131,12 +99,10 @@ class OkTopk(Sparse):
 
     warmup: int = 0
     momentum: float = 0.0
-    collectives = ("all_to_all", "all_gather")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        warmup: Any = self.warmup
-        momentum: Any = self.momentum
+        warmup, momentum = (getattr(self, name) for name in ("warmup", "momentum"))
         if isinstance(warmup, bool) or not isinstance(warmup, Integral) or int(warmup) < 0:
             raise UsageError(f"OkTopk(warmup={warmup!r}): warmup must be a number of steps, at least 0")
         is_number = isinstance(momentum, Real)
@@ -146,9 +112,9 @@ class OkTopk(Sparse):
         object.__setattr__(self, "momentum", float(momentum))
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
-        if not isinstance(state, SparseState):
+        if not isinstance(state, SlotState):
             return self.run_dense(flat, state, comm)
-        warming_up = state.step < self.warmup
+        state.sent_dense = warming_up = state.step < self.warmup
         if self.momentum or warming_up:
             state.take(flat)
         if warming_up:
@@ -162,7 +128,7 @@ class OkTopk(Sparse):
         kernels.select(comm.rank, kept, turn, flat.dtype, state.picked)
         comm.all_gather(state.theirs, state.picked).wait()
         state.result_is_finite = kernels.spread(state.theirs, flat)
-        kernels.release(flat, kept, turn, state.velocity)
+        kernels.release(flat, kept, turn, state.velocity, state.flags)
         return None
 
     def slots(self, numel: int, dtype: torch.dtype, ranks: int) -> Slots | None:
@@ -173,25 +139,15 @@ class OkTopk(Sparse):
         return slots if 2 * (ranks - 1) * slots.bytes <= 4 * most else None
 
 
-class SparseState(Residual):
+class SlotState(SparseState):
     """A bucket that is sent in slots."""
 
-    sparse = True
-
-    def __init__(self, layout: Layout, momentum: float, slots: Slots, ranks: int) -> None:
-        super().__init__(layout, momentum)
+    def __init__(self, layout: Layout, exchange: Slotted, slots: Slots, ranks: int) -> None:
+        super().__init__(layout, exchange.momentum, slots.regions, slots.bytes, ranks, exchange.kept_share)
         self._slots = slots
-        self.kernels = kernels_for(slots, layout.device, layout.buffer)
-        self.mine = layout.buffer("mine", slots.regions, slots.bytes, dtype=torch.uint8)
-        self.theirs = layout.buffer("theirs", ranks, slots.bytes, dtype=torch.uint8)
-        self.picked = layout.buffer("picked", slots.bytes, dtype=torch.uint8)
-        self.result_is_finite: Tensor | None = None
+        self.kernels = kernels_for(slots, layout.device, layout.buffer, exchange.mean == "contributors")
         self.reserve()
 
     def describe(self) -> str:
         regions = self._slots.regions
         return f"sparse, {regions} slot{'' if regions == 1 else 's'} of {self._slots.entries} entries"
-
-    def finite(self, flat: Tensor) -> Tensor:
-        known, self.result_is_finite = self.result_is_finite, None
-        return super().finite(flat) if known is None else known

@@ -1,4 +1,4 @@
-"""The residual of a sparse exchange: the part of the gradients that was not applied yet.
+"""The residual of a lossy exchange: the part of the gradients that was not applied yet.
 
 There are two copies. A step reads the current one and writes the other. At the end of the step they are swapped if the
 step was finite; otherwise the step is undone by not swapping them, so no backup copy is needed. The index of the
@@ -22,18 +22,21 @@ from syncline.exchange.layout import Layout
 class Residual(State):
     """A residual in fp32, whatever the bucket's type; with momentum, also this rank's velocity."""
 
-    sparse = False
-    """True if `run` sends only a part of the bucket, so that every step leaves a residual."""
+    partial = False
+    """True if `run` applies only a part of the bucket, so that every step leaves a residual."""
 
-    def __init__(self, layout: Layout, momentum: float = 0.0) -> None:
+    def __init__(self, layout: Layout, momentum: float = 0.0, decay: float = 1.0) -> None:
         self._numel, self._device, self._dtype = layout.numel, layout.device, layout.dtype
-        self._momentum = momentum
+        self._momentum, self._decay = momentum, decay
         self._workspace = layout.workspace
         self._pairs: dict[str, Tensor] = {}
         """Both copies of `residual` and `velocity`, by kind; with a workspace, the one copy stored between steps."""
         self.turn = torch.zeros((), dtype=torch.int32, device=layout.device)
         """Index of the current copy; 0 with a workspace. Like `ratio`, it stays the same tensor, for CUDA graphs."""
-        self.ratio: Tensor | None = None
+        self.ratio = None if decay == 1.0 else torch.full((), decay, device=layout.device)
+        """Factor for the residual before this step's input is added: its decay, and the conversion to this step's loss
+        scale; None if it is 1."""
+        self._rescaling: Tensor | None = None
         """Factor that converts the residual to this step's loss scale; None without a loss scale."""
         self.share = 1.0
         """Factor for the bucket, which `run` applies: 1/world_size."""
@@ -83,13 +86,15 @@ class Residual(State):
         if self._workspace is not None:
             for kind, stored in self._pairs.items():
                 self._pair(kind)[0].copy_(stored, non_blocking=True)
-        if scale is None and self.ratio is None:
+        if scale is None and self._rescaling is None:
             return
         if scale is None:  # an earlier step had a loss scale, this one has none
             scale = torch.ones_like(self._scale)
         self._step_scale = scale.to(device=self._device, dtype=torch.float32, copy=True)
-        self.ratio = torch.empty_like(self._scale) if self.ratio is None else self.ratio
-        torch.div(self._step_scale, self._scale, out=self.ratio)
+        self._rescaling = torch.empty_like(self._scale) if self._rescaling is None else self._rescaling
+        torch.div(self._step_scale, self._scale, out=self._rescaling)
+        decayed = self._decay != 1.0
+        self.ratio = torch.mul(self._rescaling, self._decay, out=self.ratio) if decayed else self._rescaling
 
     def take(self, flat: Tensor) -> None:
         """Multiply the bucket by `share` here, not in a kernel, and with momentum replace it by the velocity."""
@@ -108,7 +113,7 @@ class Residual(State):
     def give_up(self, flat: Tensor) -> None:
         """Add the whole residual to a bucket that is sent dense. It may come from other buckets or a checkpoint."""
         if "residual" in self._pairs:
-            flat.add_(self._before_step("residual"))
+            flat.add_(self._before_step("residual").mul_(self._decay))
             self.put("residual", torch.zeros(self._numel, device=self._device))
 
     def put(self, kind: str, value: Tensor | None = None) -> None:
@@ -131,13 +136,13 @@ class Residual(State):
             for kind, stored in self._pairs.items():
                 before, after = self._pair(kind)
                 stored.copy_(torch.where(applied, after, before, out=before), non_blocking=True)
-        if self.ratio is not None:
+        if self._rescaling is not None:
             self._scale = torch.where(applied, self._step_scale, self._scale)
         self._changed = False
 
     @property
     def rests_bytes(self) -> int:
-        kinds = (1 if self.sparse or "residual" in self._pairs else 0) + (1 if self._momentum else 0)
+        kinds = (1 if self.partial or "residual" in self._pairs else 0) + (1 if self._momentum else 0)
         return kinds * self._numel * torch.float32.itemsize
 
     def kept(self) -> Tensor | None:
@@ -149,7 +154,8 @@ class Residual(State):
 
     def load(self, layout: Layout, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.turn.zero_()
-        self._scale, self.ratio = torch.ones_like(self._scale), None
+        self._scale, self._rescaling = torch.ones_like(self._scale), None
+        self.ratio = None if self.ratio is None or self._decay == 1.0 else self.ratio.fill_(self._decay)
         for pair in self._pairs.values():
             pair.zero_()
         for slot in layout.slots:
@@ -166,4 +172,4 @@ class Residual(State):
     def _before_step(self, kind: str) -> Tensor:
         """Return a copy of the values before this step, in this step's loss scale."""
         value = self._pair(kind).index_select(0, self.turn.view(1))[0]
-        return value if self.ratio is None else value.mul_(self.ratio)
+        return value if self._rescaling is None else value.mul_(self._rescaling)

@@ -25,9 +25,7 @@ from syncline.exchange import wire
 
 WORLD = "world"
 """Name of the level that consists of one group with all ranks."""
-Unit = int | tuple["Unit", ...]
-"""A rank, or a group of units."""
-
+Unit = int | tuple["Unit", ...]  # a rank, or a group of units
 _DEEPEST = 16
 _MOST_SHOWN = 12
 
@@ -76,6 +74,8 @@ class Topology:
     backend: str = "gloo"
     seconds: Callable[[Cost], float] | None = None
     """Predicts the time of a cost on these links, for exchanges that choose a path; None if the links are unknown."""
+    paced_bytes: int | None = None
+    """Smallest buffer whose all-to-all runs in paced rounds; None if it was not measured."""
 
     @property
     def ranks(self) -> int:
@@ -158,95 +158,84 @@ class Tree:
     """A tree in which all ranks have the same depth."""
 
     root: tuple[Unit, ...]
-    names: tuple[str, ...]
-    """Names of the levels, from the inside out."""
-    units: tuple[str, ...]
-    """Names for one group at each level below the outermost: `host`, `rack`."""
+    names: tuple[str, ...]  # of the levels, from the inside out
+    units: tuple[str, ...]  # names for one group at each level below the outermost: `host`, `rack`
 
     @classmethod
     def of_hosts(cls, host_of_rank: Sequence[int], rack_of_host: Sequence[int] = ()) -> Tree:
         """Return the tree of ranks in hosts and, if there are several racks, hosts in racks."""
-        hosts: dict[int, tuple[int, ...]] = {}
+        hosts: dict[int, list[Unit]] = {}
         for rank, host in enumerate(host_of_rank):
-            hosts[host] = (*hosts.get(host, ()), rank)
+            hosts.setdefault(host, []).append(rank)
         if len(set(rack_of_host)) < 2:
-            return cls(tuple(hosts.values()), ("local", "hosts"), ("host",))
-        racks: dict[int, tuple[Unit, ...]] = {}
+            return cls(tuple(map(tuple, hosts.values())), ("local", "hosts"), ("host",))
+        racks: dict[int, list[Unit]] = {}
         for host, ranks in hosts.items():
-            racks[rack_of_host[host]] = (*racks.get(rack_of_host[host], ()), ranks)
-        return cls(tuple(racks.values()), ("local", "hosts", "racks"), ("host", "rack"))
+            racks.setdefault(rack_of_host[host], []).append(tuple(ranks))
+        return cls(tuple(map(tuple, racks.values())), ("local", "hosts", "racks"), ("host", "rack"))
 
     @classmethod
     def given(cls, levels: Any, ranks: int) -> Tree:
-        """Return the tree that a user described, by sizes like (4, 2) or nested lists of ranks like [[0, 1], [2, 3]].
-
-        Raises:
-            UsageError: The levels do not contain each rank once, or not at the same depth.
-        """
-        units = frozen(levels)
-        sizes = tuple(unit for unit in units if isinstance(unit, int))
-        root = _from_sizes(sizes, ranks) if len(sizes) == len(units) else units
-        if sorted(_ranks(root)) != list(range(ranks)):
+        """Return the tree that a user described, by sizes like (4, 2) or nested lists of ranks, like [[0], [1, 2]]."""
+        root = frozen(levels)
+        sizes = [unit for unit in root if isinstance(unit, int)]
+        if len(sizes) == len(root):
+            if min(sizes) < 1:
+                raise _wrong(levels, "sizes must be at least 1; to list ranks, nest the lists: [[0, 1], [2, 3]]")
+            if len(sizes) > _DEEPEST:
+                raise _wrong(levels, f"there may be up to {_DEEPEST} levels")
+            if math.prod(sizes) != ranks:
+                raise _wrong(levels, f"its sizes multiply to {math.prod(sizes)} ranks, and there are {ranks}")
+            root = tuple(range(ranks))
+            for size in sizes[:-1]:
+                root = tuple(root[start : start + size] for start in range(0, len(root), size))
+        depth_of = sorted(_leaves(root))
+        if [rank for rank, _ in depth_of] != list(range(ranks)):
             raise _wrong(levels, f"it must name each of the ranks 0 to {ranks - 1} once")
-        if len(depths := _depths(root)) > 1:
+        if len({depth for _, depth in depth_of}) > 1:
             raise _wrong(levels, "every rank must be nested equally deep")
-        (depth,) = depths
-        names = tuple(f"level{number + 1}" for number in range(depth))
-        return cls(root, names, ("group",) * (depth - 1))
+        depth = depth_of[0][1]
+        return cls(root, tuple(f"level{number + 1}" for number in range(depth)), ("group",) * (depth - 1))
 
     @functools.cached_property
     def levels(self) -> tuple[Level, ...]:
-        """Levels from the inside out."""
-        units = [_at(self.root, depth) for depth in reversed(range(len(self.names)))]
-        equal = [len({len(unit) for unit in level}) == 1 for level in units]
-        return tuple(
-            Level(name, tuple(group for unit in units[height] for group in _groups(unit, height, equal)))
-            for height, name in enumerate(self.names)
-        )
+        """Levels from the inside out. A unit is represented at the level above it by one rank for each part that the
+        levels up to it can divide a bucket into. A level of unequal groups divides nothing, so only its leaders are
+        representatives. Groups are sorted as in process groups: the first rank leads, and the i-th holds the i-th
+        part."""
+        levels = []
+        representatives: dict[Unit, list[int]] = {rank: [rank] for rank, _ in _leaves(self.root)}
+        for height, name in enumerate(self.names):
+            units = _at(self.root, len(self.names) - 1 - height)
+            parts = len(units[0]) if len({len(unit) for unit in units}) == 1 else 1
+            of_level: list[tuple[int, ...]] = []
+            for unit in units:
+                members = zip(*(representatives[child] for child in unit), strict=True)
+                groups = [tuple(sorted(group)) for group in members]
+                representatives[unit] = [group[part] for part in range(parts) for group in groups]
+                of_level += groups
+            levels.append(Level(name, tuple(of_level)))
+        return tuple(levels)
 
     def describe(self) -> str:
         """Return a line that counts the ranks and units, and a drawing of the tree."""
-        parts = [f"{len(_ranks(self.root))} ranks"]
+        parts = [f"{sum(1 for _ in _leaves(self.root))} ranks"]
         for height, unit in enumerate(self.units):
             count = len(_at(self.root, len(self.units) - height))
             parts.append(f"{count} {unit}{'' if count == 1 else 's'}")
         return "\n".join([" in ".join(parts), *self._branches(self.root, len(self.units), "")])
 
     def _branches(self, unit: tuple[Unit, ...], height: int, indent: str) -> Iterator[str]:
-        if height == 0:
-            return
-        for index, child in enumerate(unit):
-            assert isinstance(child, tuple)  # noqa: S101 - all ranks are equally deep
-            last = index == len(unit) - 1
+        numbers = {child: number for number, child in enumerate(_at(self.root, len(self.names) - height))}
+        children = [child for child in unit if isinstance(child, tuple)]
+        for index, child in enumerate(children):
+            last = index == len(children) - 1
             if index == _MOST_SHOWN - 1 and not last:
-                yield f"{indent}└─ and {len(unit) - index} more"
+                yield f"{indent}└─ and {len(children) - index} more"
                 return
-            text = f"{self.units[height - 1]} {self._numbers[child]}"
-            if height == 1:
-                text += f": {'rank' if len(child) == 1 else 'ranks'} {_spans(child)}"
-            yield f"{indent}{'└─' if last else '├─'} {text}"
+            ranks = f": {'rank' if len(child) == 1 else 'ranks'} {_spans(child)}" if height == 1 else ""
+            yield f"{indent}{'└─' if last else '├─'} {self.units[height - 1]} {numbers[child]}{ranks}"
             yield from self._branches(child, height - 1, indent + ("   " if last else "│  "))
-
-    @functools.cached_property
-    def _numbers(self) -> dict[tuple[Unit, ...], int]:
-        """Number of each unit among those of its level."""
-        return {unit: number for depth in range(len(self.names)) for number, unit in enumerate(_at(self.root, depth))}
-
-
-def _groups(unit: tuple[Unit, ...], height: int, equal: Sequence[bool]) -> list[tuple[int, ...]]:
-    """Return the groups of a unit: for each part of a bucket, the ranks of its children that hold this part, sorted as
-    in process groups: the first rank leads, and the i-th holds the i-th part."""
-    members = [_representatives(child, height - 1, equal) for child in unit]
-    return [tuple(sorted(group)) for group in zip(*members, strict=True)]
-
-
-def _representatives(unit: Unit, height: int, equal: Sequence[bool]) -> list[int]:
-    """Return the ranks that represent a unit at the level above it: one for each part that the levels up to it can
-    divide a bucket into. A level of unequal groups divides nothing, so only its leaders are representatives."""
-    if isinstance(unit, int):
-        return [unit]
-    groups = _groups(unit, height, equal)
-    return [group[part] for part in range(len(unit) if equal[height] else 1) for group in groups]
 
 
 def _at(root: tuple[Unit, ...], depth: int) -> list[tuple[Unit, ...]]:
@@ -274,32 +263,18 @@ def frozen(levels: Any) -> tuple[Unit, ...]:
     return tuple(freeze(level, 2) for level in levels)
 
 
-def _from_sizes(sizes: Sequence[int], ranks: int) -> tuple[Unit, ...]:
-    if min(sizes) < 1:
-        raise _wrong(sizes, "sizes must be at least 1; to list ranks, nest the lists: [[0, 1], [2, 3]]")
-    if len(sizes) > _DEEPEST:
-        raise _wrong(sizes, f"there may be up to {_DEEPEST} levels")
-    if math.prod(sizes) != ranks:
-        raise _wrong(sizes, f"its sizes multiply to {math.prod(sizes)} ranks, and there are {ranks}")
-    units: tuple[Unit, ...] = tuple(range(ranks))
-    for size in sizes[:-1]:
-        units = tuple(units[start : start + size] for start in range(0, len(units), size))
-    return units
+def _leaves(unit: Unit, depth: int = 0) -> Iterator[tuple[int, int]]:
+    """Yield each rank, and how deep it is nested."""
+    if isinstance(unit, int):
+        yield unit, depth
+    else:
+        for child in unit:
+            yield from _leaves(child, depth + 1)
 
 
-def _ranks(unit: Unit) -> list[int]:
-    return [unit] if isinstance(unit, int) else [rank for child in unit for rank in _ranks(child)]
-
-
-def _depths(unit: Unit) -> set[int]:
-    """Return the depths at which ranks are nested."""
-    return {0} if isinstance(unit, int) else {1 + depth for child in unit for depth in _depths(child)}
-
-
-def _spans(ranks: Sequence[Unit]) -> str:
-    """Format ranks as spans, such as `0–3, 7`."""
-    numbers = [rank for rank in ranks if isinstance(rank, int)]
-    runs = itertools.groupby(enumerate(numbers), lambda item: item[1] - item[0])
+def _spans(unit: Unit) -> str:
+    """Format the ranks of a unit as spans, such as `0–3, 7`."""
+    runs = itertools.groupby(enumerate(rank for rank, _ in _leaves(unit)), lambda item: item[1] - item[0])
     spans = [[rank for _, rank in run] for _, run in runs]
     return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]}–{span[-1]}" for span in spans)
 

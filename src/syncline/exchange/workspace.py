@@ -9,12 +9,10 @@ from torch import Tensor
 
 
 class Workspace:
-    """Buffers shared by buckets that run one after the other on a lane, as large as the largest bucket needs.
-
-    With DDP, every bucket has its own buffers and two copies of its residual. `Layerwise` has many small buckets and
-    little memory: they share a workspace, and each stores one copy of its residual between steps. A bucket may leave
-    anything in a buffer, unless the buffer must hold zeros at the start: then it must leave zeros.
-    """
+    """Buffers shared by buckets that run one after the other on a lane, as large as the largest bucket needs. With DDP,
+    every bucket has its own buffers and two copies of its residual. `Layerwise` has many small buckets and little
+    memory: they share a workspace, and each stores one copy of its residual between steps. A bucket may leave anything
+    in a buffer, unless the buffer must hold zeros at the start: then it must leave zeros."""
 
     def __init__(self, device: torch.device, *, rest_on_host: bool = False) -> None:
         self.device = device

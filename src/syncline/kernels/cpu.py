@@ -33,7 +33,7 @@ _EXPONENT_LIMIT = 120
 class CpuKernels:
     """`Kernels` for the CPU, in NumPy."""
 
-    def __init__(self, slots: Slots, buffers: Buffers | None = None) -> None:
+    def __init__(self, slots: Slots, buffers: Buffers | None = None, contributors: bool = False) -> None:
         make = buffers or own_buffers(torch.device("cpu"))
         self._slots = slots
         self._shift = slots.cell.bit_length() - 1
@@ -42,6 +42,10 @@ class CpuKernels:
         self._passed = np.empty(_CHUNK, np.bool_)
         self._sum = make("sum", slots.cells * slots.cell, dtype=torch.float32)
         self._touched = make("touched", self._sum.numel(), dtype=torch.bool).numpy()
+        self._counts: npt.NDArray[np.int16] | None = None
+        if contributors:
+            self._counts = make("counts", self._sum.numel(), dtype=torch.int16).numpy()
+        self._sources = 0
         self._sent: tuple[Ints, Floats] = (np.empty(0, np.int64), np.empty(0, np.float32))
 
     def pack(self, flat: Tensor, share: float, kept: Tensor, turn: Tensor, ratio: Tensor | None, slots: Tensor) -> None:
@@ -116,7 +120,9 @@ class CpuKernels:
         layout, words = self._slots, _words(received, self._slots)
         self._sum.zero_()
         self._touched.fill(False)
-        total = self._sum.numpy()
+        if self._counts is not None:
+            self._counts.fill(0)
+        total, self._sources = self._sum.numpy(), len(words)
         for source in range(len(words)):
             where, _, values = _entries(words[source : source + 1], layout, f"rank {source}")
             if layout.regions == 1 and where.max(initial=0) >= layout.numel:
@@ -124,6 +130,12 @@ class CpuKernels:
             with np.errstate(over="ignore", invalid="ignore"):  # a step with infinities is not applied
                 total[where] += values
             self._touched[where] = True
+            if self._counts is not None:
+                self._counts[where] += 1
+        if self._counts is not None:
+            places = np.flatnonzero(self._touched)
+            with np.errstate(over="ignore", invalid="ignore"):
+                total[places] *= np.float32(self._sources) / self._counts[places].astype(np.float32)
         return self._sum
 
     def select(self, rank: int, kept: Tensor, turn: Tensor, dtype: torch.dtype, slot: Tensor) -> None:
@@ -143,7 +155,10 @@ class CpuKernels:
         sent = self._write(places, np.zeros(len(places), np.int64), values, counts, _words(slot, layout))
         applied = sent if dtype == torch.float32 else torch.from_numpy(sent).to(dtype).to(torch.float32).numpy()
         with np.errstate(invalid="ignore"):  # a step with infinities is not applied
-            after[where] += np.where(applied != 0, values - applied, np.float32(0))
+            lost = np.where(applied != 0, values - applied, np.float32(0))
+            if self._counts is not None:
+                lost *= self._counts[places].astype(np.float32) / np.float32(self._sources)
+            after[where] += lost
 
     def _where(self, places: Ints, region: Ints | int) -> Ints:
         """Convert positions in a region to positions in the bucket."""
@@ -161,7 +176,9 @@ class CpuKernels:
         flat[torch.from_numpy(where)] = applied
         return torch.isfinite(applied).all()
 
-    def release(self, flat: Tensor, kept: Tensor, turn: Tensor, velocity: Tensor | None = None) -> None:
+    def release(
+        self, flat: Tensor, kept: Tensor, turn: Tensor, velocity: Tensor | None = None, flags: Tensor | None = None
+    ) -> None:
         where, values = self._sent
         accepted = (flat[torch.from_numpy(where)] != 0).numpy()
         where = where[accepted]
@@ -169,15 +186,17 @@ class CpuKernels:
             kept[1 - int(turn)].numpy()[where] -= values[accepted]
         if velocity is not None:
             velocity[1 - int(turn)].numpy()[where] = 0
+        if flags is not None:
+            flags.zero_()
+            flags.numpy()[where] = 1
 
     def _write(self, places: Ints, region: Ints, values: Floats, counts: Ints, words: npt.NDArray[np.int16]) -> Floats:
         """Write entries to slots, and return their values as a receiver will read them, after rounding. `places` are
         positions in the bucket or in the only region, and `counts` each region's candidates by key."""
         layout, regions = self._slots, len(words)
         cell = (places >> self._shift) // regions
-        words[:, 1 : 1 + layout.cells] = np.bincount(
-            region * layout.cells + cell, minlength=regions * layout.cells
-        ).reshape(regions, layout.cells)
+        per_cell = np.bincount(region * layout.cells + cell, minlength=regions * layout.cells)
+        words[:, 1 : 1 + layout.cells] = per_cell.reshape(regions, layout.cells)
         # NumPy sorts int16 with a radix sort.
         order = slice(None) if regions == 1 else np.argsort(region.astype(np.int16), kind="stable")
         row = region[order]

@@ -220,8 +220,8 @@ def _deal(above, ties, room, top, starts, words, row, cells, HALF: tl.constexpr,
 
 @triton.jit
 def _write(
-    place, value, next, left, words, after, limit, exponent, places_at, values_at, home, numel,
-    OWNED: tl.constexpr, VALUES: tl.constexpr, RESULT: tl.constexpr,
+    place, value, next, left, words, after, counts, limit, exponent, places_at, values_at, home, numel, sources,
+    OWNED: tl.constexpr, COUNTED: tl.constexpr, VALUES: tl.constexpr, RESULT: tl.constexpr,
 ):  # fmt: skip
     """Write the selected ones of some elements to the slot, from entry `next` on. If OWNED, add rounding errors to the
     residual. Return the number of entries written and the number of elements at the boundary key."""
@@ -246,6 +246,9 @@ def _write(
     if OWNED:
         applied = _rounded(sent, RESULT)
         lost = tl.where(applied != 0, value - applied, 0.0)
+        if COUNTED:
+            count = tl.load(counts + place, mask=chosen, other=0).to(tl.float32)
+            lost *= tl.div_rn(count, tl.zeros_like(count) + sources)
         inside = chosen & (home + place < numel)  # `_spread` detects the others on every rank
         held = tl.load(after + home + place, mask=inside, other=0.0)
         tl.store(after + home + place, held + lost, mask=inside)
@@ -254,9 +257,9 @@ def _write(
 
 @triton.jit
 def _compact(
-    source, turn, kept, words, short, candidates, places, boundary, ties, starts,
-    numel, source_numel, regions, cells, row, places_at, values_at, owner, owners,
-    KEPT: tl.constexpr, VALUES: tl.constexpr, RESULT: tl.constexpr,
+    source, turn, kept, counts, words, short, candidates, places, boundary, ties, starts,
+    numel, source_numel, regions, cells, row, places_at, values_at, owner, owners, sources,
+    KEPT: tl.constexpr, COUNTED: tl.constexpr, VALUES: tl.constexpr, RESULT: tl.constexpr,
     CELL: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """Write one cell's entries to the slot."""
@@ -270,6 +273,7 @@ def _compact(
     exponent = tl.load(words).to(tl.int32)
     start = (cell.to(tl.int64) * regions + region) * CELL
     home = (cell.to(tl.int64) * owners + owner) * CELL
+    counts += start
     if KEPT:
         source = after
     if (tl.load(candidates + number) <= ROOM) & (tl.load(short + region) == 0):
@@ -278,16 +282,16 @@ def _compact(
         place = tl.load(places + number.to(tl.int64) * ROOM + index, mask=present, other=0).to(tl.int32)
         value = tl.load(source + start + place, mask=present, other=0.0)
         _write(
-            place, value, next, left, words, after, limit, exponent, places_at, values_at, home, numel,
-            not KEPT, VALUES, RESULT,
+            place, value, next, left, words, after, counts, limit, exponent, places_at, values_at, home, numel, sources,
+            not KEPT, COUNTED, VALUES, RESULT,
         )  # fmt: skip
     else:
         for offset in range(0, CELL, BLOCK):
             place = offset + tl.arange(0, BLOCK)
             value = tl.load(source + start + place, mask=start + place < source_numel, other=0.0)
             written, same = _write(
-                place, value, next, left, words, after, limit, exponent, places_at, values_at, home, numel,
-                not KEPT, VALUES, RESULT,
+                place, value, next, left, words, after, counts, limit, exponent, places_at, values_at, home, numel,
+                sources, not KEPT, COUNTED, VALUES, RESULT,
             )  # fmt: skip
             next += written
             left -= same
@@ -328,15 +332,19 @@ def _read(words, first, index, count, entries, places_at, values_at, VALUES: tl.
 
 @triton.jit
 def _total(
-    words, starts, total, histogram, candidates, places, sources, cells, row, entries, places_at, values_at,
-    VALUES: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
+    words, starts, total, counts, histogram, candidates, places, sources, cells, row, entries, places_at, values_at,
+    COUNTED: tl.constexpr, VALUES: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
     ROOM: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """For one cell of a region: sum over the ranks, in rank order, count the sums by key, and store their places."""
+    """For one cell of a region: sum over the ranks, in rank order, count the sums by key, and store their places. If
+    COUNTED, also count the ranks that sent each entry, and multiply its sum by the number of ranks per count."""
     cell = tl.program_id(0)
     mine = total + cell.to(tl.int64) * CELL
+    counts += cell.to(tl.int64) * CELL
     for offset in range(0, CELL, BLOCK):
         tl.store(mine + offset + tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.float32))
+        if COUNTED:
+            tl.store(counts + offset + tl.arange(0, BLOCK), tl.zeros([BLOCK], tl.int16))
     tl.debug_barrier()
     slot = words
     for source in range(sources):
@@ -349,6 +357,8 @@ def _total(
             )
             held = tl.load(mine + place, mask=present, other=0.0)
             tl.store(mine + place, held + value, mask=present)
+            if COUNTED:
+                tl.store(counts + place, tl.load(counts + place, mask=present, other=0) + 1, mask=present)
             if tl.sum(invalid.to(tl.int32), 0) > 0:  # another entry may have overwritten the NaN at place 0
                 tl.debug_barrier()
                 tl.store(mine, float("nan"))
@@ -359,7 +369,12 @@ def _total(
     passed = 0
     for offset in range(0, CELL, BLOCK):
         place = offset + tl.arange(0, BLOCK)
-        key = _key(tl.load(mine + place))
+        value = tl.load(mine + place)
+        if COUNTED:
+            count = tl.load(counts + place).to(tl.float32)
+            value *= tl.div_rn(tl.zeros_like(value) + sources, tl.maximum(count, 1.0))
+            tl.store(mine + place, value)
+        key = _key(value)
         flag = (key > 0).to(tl.int32)
         note = passed + tl.cumsum(flag, 0) - flag
         tl.store(places + note, place.to(tl.int16), mask=(key > 0) & (note < ROOM))
@@ -401,8 +416,8 @@ def _spoil(flat, broken):
 
 @triton.jit
 def _release(
-    words, starts, flat, kept, velocity, turn, numel, regions, cells, row, entries, places_at, values_at,
-    VALUES: tl.constexpr, VELOCITY: tl.constexpr, CELL: tl.constexpr, FEW: tl.constexpr,
+    words, starts, flat, kept, velocity, flags, turn, numel, regions, cells, row, entries, places_at, values_at,
+    VALUES: tl.constexpr, VELOCITY: tl.constexpr, FLAGS: tl.constexpr, CELL: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
     """For one cell: subtract the entries that this rank sent and that were applied from the residual."""
     cell, region = tl.program_id(0), tl.program_id(1)
@@ -420,6 +435,8 @@ def _release(
         tl.store(kept + new + where, held - value, mask=accepted)
         if VELOCITY:
             tl.store(velocity + new + where, tl.zeros_like(held), mask=accepted)
+        if FLAGS:
+            tl.store(flags + where, tl.full([FEW], 1, tl.int8), mask=accepted)
 
 
 class _Selection:
@@ -443,8 +460,12 @@ class _Selection:
             AGAIN=again, TRACKED=tracked, SLACK=SLACK, COPIES=_COPIES, num_warps=8,
         )  # fmt: skip
 
-    def fill(self, source: Tensor, kept: Tensor, turn: Tensor, owner: int, result: int, words: Tensor) -> None:
-        """Write the largest entries of each region to its slot: from the residual, or from a sum over the ranks."""
+    def fill(
+        self, source: Tensor, kept: Tensor, turn: Tensor, owner: int, result: int, words: Tensor,
+        counts: Tensor | None = None, sources: int = 0,
+    ) -> None:  # fmt: skip
+        """Write the largest entries of each region to its slot: from the residual, or from a sum over the ranks, of
+        which `counts` sent each entry."""
         layout, from_kept = self._slots, source is kept
         numel = layout.numel if from_kept else source.numel()
         grid = (layout.cells, self._regions)
@@ -460,23 +481,28 @@ class _Selection:
             HALF=layout.values == torch.float16, BLOCK=1024,
         )  # fmt: skip
         _compact[grid](
-            source, turn, kept, words, self.short, self.candidates, self.places, self._boundary, self._ties,
-            self.starts, layout.numel, numel, self._regions, layout.cells,
-            layout.words, layout.places_at, layout.values_at, owner, layout.regions,
-            VALUES=_TYPES[layout.values], RESULT=result, **sizes,
+            source, turn, kept, source if counts is None else counts, words, self.short, self.candidates, self.places,
+            self._boundary, self._ties, self.starts, layout.numel, numel, self._regions, layout.cells,
+            layout.words, layout.places_at, layout.values_at, owner, layout.regions, sources,
+            COUNTED=counts is not None, VALUES=_TYPES[layout.values], RESULT=result, **sizes,
+            enable_fp_fusion=counts is None,
         )  # fmt: skip
 
 
 class CudaKernels:
     """`Kernels` for CUDA."""
 
-    def __init__(self, slots: Slots, device: torch.device, buffers: Buffers | None = None) -> None:
+    def __init__(
+        self, slots: Slots, device: torch.device, buffers: Buffers | None = None, contributors: bool = False
+    ) -> None:
         make = buffers or own_buffers(device)
         self._slots = slots
         per_cell = -(-slots.entries // slots.cells)
         self._mine = _Selection(slots, slots.regions, 2 * per_cell, device, make)
         self._summed = _Selection(slots, 1, min(slots.regions, 64) * per_cell, device, make)
         self._sum = make("sum", slots.cells * slots.cell, dtype=torch.float32)
+        self._counts = make("counts", self._sum.numel(), dtype=torch.int16) if contributors else None
+        self._sources = 0
         self._starts = torch.zeros(0, device=device, dtype=torch.int32)
         self._broken = torch.zeros((), device=device, dtype=torch.int32)
         self._packed = torch.zeros(0, device=device, dtype=torch.int16)
@@ -507,17 +533,19 @@ class CudaKernels:
         self._to_pack(launch, flat, share, kept, turn, ratio, slots)
 
     def total(self, received: Tensor) -> Tensor:
-        layout, summed, sources = self._slots, self._summed, received.numel() // self._slots.bytes
+        layout, summed, sources, counts = self._slots, self._summed, received.numel() // self._slots.bytes, self._counts
+        self._sources = sources
         self._make_room(sources)
 
         def launch() -> None:
             words = received.view(torch.int16)
             self._find_starts(words, sources)
             _total[(layout.cells,)](
-                words, self._starts, self._sum, summed.histogram, summed.candidates, summed.places,
+                words, self._starts, self._sum, self._sum if counts is None else counts, summed.histogram,
+                summed.candidates, summed.places,
                 sources, layout.cells, layout.words, layout.entries, layout.places_at, layout.values_at,
-                VALUES=_TYPES[layout.values], CELL=layout.cell, BLOCK=_block(layout), FEW=_FEW,
-                ROOM=summed.room, COPIES=_COPIES,
+                COUNTED=counts is not None, VALUES=_TYPES[layout.values], CELL=layout.cell, BLOCK=_block(layout),
+                FEW=_FEW, ROOM=summed.room, COPIES=_COPIES,
             )  # fmt: skip
 
         self._to_total(launch, received, sources)
@@ -526,9 +554,10 @@ class CudaKernels:
     def select(self, rank: int, kept: Tensor, turn: Tensor, dtype: torch.dtype, slot: Tensor) -> None:
         def launch() -> None:
             self._summed.bound()
-            self._summed.fill(self._sum, kept, turn, rank, _TYPES[dtype], slot.view(torch.int16))
+            words = slot.view(torch.int16)
+            self._summed.fill(self._sum, kept, turn, rank, _TYPES[dtype], words, self._counts, self._sources)
 
-        self._to_select(launch, rank, kept, turn, _TYPES[dtype], slot)
+        self._to_select(launch, rank, kept, turn, _TYPES[dtype], slot, self._sources)
 
     def spread(self, gathered: Tensor, flat: Tensor) -> Tensor:
         layout = self._slots
@@ -547,18 +576,23 @@ class CudaKernels:
         self._to_spread(launch, gathered, flat)
         return self._broken == 0
 
-    def release(self, flat: Tensor, kept: Tensor, turn: Tensor, velocity: Tensor | None = None) -> None:
+    def release(
+        self, flat: Tensor, kept: Tensor, turn: Tensor, velocity: Tensor | None = None, flags: Tensor | None = None
+    ) -> None:
         layout = self._slots
+        if flags is not None:
+            flags.zero_()
 
         def launch() -> None:
             _release[(layout.cells, layout.regions)](
-                self._packed, self._mine.starts, flat, kept, kept if velocity is None else velocity, turn,
-                layout.numel, layout.regions, layout.cells,
+                self._packed, self._mine.starts, flat, kept, kept if velocity is None else velocity,
+                kept if flags is None else flags, turn, layout.numel, layout.regions, layout.cells,
                 layout.words, layout.entries, layout.places_at, layout.values_at,
-                VALUES=_TYPES[layout.values], VELOCITY=velocity is not None, CELL=layout.cell, FEW=_FEW, num_warps=2,
+                VALUES=_TYPES[layout.values], VELOCITY=velocity is not None, FLAGS=flags is not None,
+                CELL=layout.cell, FEW=_FEW, num_warps=2,
             )  # fmt: skip
 
-        self._to_release(launch, self._packed, flat, kept, turn, velocity)
+        self._to_release(launch, self._packed, flat, kept, turn, velocity, flags)
 
     def _make_room(self, rows: int) -> None:
         """Allocate memory for the starts of each cell's entries in `rows` received slots."""

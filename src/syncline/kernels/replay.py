@@ -25,10 +25,8 @@ _THREAD_LOCAL = 1
 
 
 class Replay:
-    """Records and replays one sequence, if that is possible.
-
-    The sequence must not allocate memory, and must depend on nothing on the host but the arguments of the call.
-    """
+    """Records and replays one sequence, if that is possible. The sequence must not allocate memory, and must depend on
+    nothing on the host but the arguments of the call."""
 
     def __init__(self, possible: bool) -> None:
         self._recorded_for: tuple[object, ...] = ()

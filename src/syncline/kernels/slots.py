@@ -64,11 +64,9 @@ class Slots:
     def of(
         cls, numel: int, regions: int, density: float, values: torch.dtype, ranks: int | None = None
     ) -> Slots | None:
-        """Return the slots for a bucket; None if it is so small that it should be sent dense.
-
-        The result depends only on sizes, so all ranks get the same one. `ranks` is the number of ranks; by default,
-        there is one region per rank.
-        """
+        """Return the slots for a bucket; None if it is so small that it should be sent dense. The result depends only
+        on sizes, so all ranks get the same one. `ranks` is the number of ranks; by default, there is one region per
+        rank."""
         selected = int(density * numel)
         if selected < _FEWEST_PER_SLOT * (ranks or regions):
             return None
