@@ -12,6 +12,7 @@ import math
 import os
 import re
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,13 +22,11 @@ from syncline.errors import UsageError
 
 T = TypeVar("T", bound=msgspec.Struct)
 
-_MOST_BYTES = 256 << 20
-"""Largest file that is read, because reading a device such as /dev/zero would never end. Records have a few MiB."""
+_MOST_BYTES = 256 << 20  # reading a device such as /dev/zero would never end; records have a few MiB
 _TOO_LARGE = 1 << 63
-_LONGEST = 300
-"""Largest number of characters that an error quotes from a file."""
-_MODE = 0o644
-"""Permissions of a new file, before the umask."""
+_LONGEST = 300  # largest number of characters that an error quotes from a file
+_OPEN_FILES = Path("/proc/self/fd")
+_MODE = 0o644  # permissions of a new file, before the umask
 
 
 class FileError(UsageError):
@@ -41,14 +40,19 @@ class _FieldError(ValueError):
         super().__init__(f"{field}: {problem}" if field else problem)
 
 
-def read_json(path: str | os.PathLike[str], type: type[T]) -> T:
-    """Read `path` as a `type`, or raise a `FileError` that names the file and the field."""
+def read_json(path: str | os.PathLike[str], struct: type[T] | Callable[[Any], type[T]]) -> T:
+    """Read `path` as a `struct`, or as what that function chooses by the content.
+
+    Raises:
+        FileError: The file is not valid; the message names the file and the field.
+    """
     try:
         tree = json.loads(_text_of(path), object_pairs_hook=_without_repeats)
         _check_values(tree)
-        _check_kind(tree, type)
-        _check_schema(tree, type)
-        return msgspec.convert(tree, type)
+        chosen = struct if isinstance(struct, type) else struct(tree)
+        _check_kind(tree, chosen)
+        _check_schema(tree, chosen)
+        return msgspec.convert(tree, chosen)
     except OSError as error:
         raise FileError(f"{path}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -77,12 +81,10 @@ class JsonFile(msgspec.Struct, frozen=True):
 
 
 def _text_of(path: str | os.PathLike[str]) -> str:
-    data = bytearray()
     with Path(path).open("rb") as file:
-        while part := file.read(1 << 16):
-            data += part
-            if len(data) > _MOST_BYTES:
-                raise _FieldError("", f"has more than {_MOST_BYTES >> 20} MiB: was another file meant?")
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise _FieldError("", f"has more than {_MOST_BYTES >> 20} MiB: was another file meant?")
     return data.decode("utf-8")
 
 
@@ -124,21 +126,44 @@ def write_bytes(path: str | os.PathLike[str], data: bytes, *, through_links: boo
             Path(path).write_bytes(data)
             return
         target = Path(path).resolve() if through_links else Path(path)
-        draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-        try:
-            with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, _mode_for(target)), "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(target)
-        finally:
-            draft.unlink(missing_ok=True)
+        mode = _MODE & target.stat().st_mode if target.is_file() and not target.is_symlink() else _MODE
+        _replace(target, data, mode)
     except OSError as error:
         raise FileError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
-def _mode_for(target: Path) -> int:
-    return _MODE & target.stat().st_mode if target.is_file() and not target.is_symlink() else _MODE
+def _replace(target: Path, data: bytes, mode: int) -> None:
+    """Write a new file and give it the name `target`, in one step if no file has that name yet.
+
+    Where the file system permits it, the new file has no name before it is complete. So a process that is killed while
+    it writes leaves nothing behind.
+    """
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    unnamed = hasattr(os, "O_TMPFILE") and _OPEN_FILES.exists()
+    try:
+        file = os.open(target.parent, os.O_WRONLY | (os.O_TMPFILE if unnamed else os.O_CREAT), mode)
+    except OSError:  # a folder cannot be opened as a file; and not every file system has files without a name
+        file, unnamed = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), False
+    try:
+        with os.fdopen(file, "wb") as written:
+            written.write(data)
+            written.flush()
+            os.fsync(file)
+            if unnamed and not _named(file, target):
+                _named(file, draft)
+        if draft.exists():
+            draft.replace(target)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _named(file: int, path: Path) -> bool:
+    """Give an open file without a name this one, and return whether the name was free."""
+    try:
+        os.link(_OPEN_FILES / str(file), path, src_dir_fd=file, follow_symlinks=True)  # `src_dir_fd` selects linkat
+    except FileExistsError:
+        return False
+    return True
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -181,17 +206,17 @@ _MARKS = {
 """A key that identifies each kind of file."""
 
 
-def _check_kind(tree: object, type: type[T]) -> None:
+def _check_kind(tree: object, struct: type[T]) -> None:
     """Raise if this is another kind of file, which explains more than a list of wrong keys."""
     if isinstance(tree, dict):
         for mark, kind in _MARKS.items():
-            if mark in tree and mark not in type.__struct_fields__:
+            if mark in tree and mark not in struct.__struct_fields__:
                 raise _FieldError("", f"is {kind}, but another kind of file is needed here; were two files swapped?")
 
 
-def _check_schema(tree: object, type: type[T]) -> None:
+def _check_schema(tree: object, struct: type[T]) -> None:
     """Check the version before other fields, because a newer file may differ in all of them."""
-    known = next((field.default for field in msgspec.structs.fields(type) if field.name == "schema"), None)
+    known = next((field.default for field in msgspec.structs.fields(struct) if field.name == "schema"), None)
     if known is None or not isinstance(tree, dict):
         return
     if "schema" not in tree:

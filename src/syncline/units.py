@@ -33,6 +33,11 @@ def milliseconds_text(seconds: float, unit: str = " ms") -> str:
     return f"{seconds * 1e3:.{0 if seconds >= 0.1 else 1}f}{unit}"
 
 
+def milliseconds_range(low_s: float, high_s: float, unit: str = " ms") -> str:
+    """Format a range of step times: `61.4–135 ms`."""
+    return f"{milliseconds_text(low_s, unit='')}–{milliseconds_text(high_s, unit)}"
+
+
 def speedup_text(ratio: float, same: float = 0.0) -> str:
     """Format a ratio of times: `1.50× faster`. A difference of up to `same` counts as none."""
     if same and abs(ratio - 1) <= same:

@@ -18,24 +18,21 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from syncline.cluster import linux, mps
+from syncline.cluster import links, mps, processes
 from syncline.cluster.environment import LOOPBACK
-from syncline.cluster.processes import fork, reap, report_to_stderr
+from syncline.cluster.processes import ended_children, fork
 from syncline.cluster.spec import ClusterSpec
 from syncline.errors import ClusterError
 
-START_S = 60.0
-END_S = 10.0
-
+START_S, END_S = 60.0, 10.0
 HostMain = Callable[[int], int]
-"""Function that a host runs: takes the host's index and returns an exit status."""
-
+"""Function that a host runs: takes the host's index and returns an exit status. Others than 0 end all hosts."""
 _KEEPER_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 _DID_NOT_START = "the emulated cluster did not start: "
 
@@ -44,82 +41,62 @@ class Hosts:
     """A running set of hosts. The kernel ends them when the thread that started them ends."""
 
     def __init__(self, keeper_pid: int, control: int) -> None:
-        self._keeper_pid, self._control = keeper_pid, control
+        self._keeper_pid = keeper_pid
         self._status: int | None = None
+        self.control = control
+        """Pipe that ends when all hosts have ended."""
 
     def wait_until_ready(self) -> None:
         """Wait until every host has its link and is about to run; raise `ClusterError` if that fails."""
         message, end = b"", time.monotonic() + START_S
-        problem = f"it was not up after {START_S:g} s"
-        while _readable(self._control, end - time.monotonic()):
-            chunk = os.read(self._control, 65536)
-            message += chunk
-            if message == b"ready\n":
-                return
+        while message != b"ready\n":
+            in_time = _readable(self.control, end - time.monotonic())
+            chunk = os.read(self.control, 65536) if in_time else b""
             if not chunk:
-                problem = message.decode(errors="replace").strip() or "its processes were killed"
-                break
-        self.kill()
-        raise ClusterError(f"{_DID_NOT_START}{problem}")
+                self.kill()
+                said = message.decode(errors="replace").strip() or "its processes were killed"
+                raise ClusterError(f"{_DID_NOT_START}{said if in_time else f'it was not up after {START_S:g} s'}")
+            message += chunk
 
     def wait(self, timeout_s: float) -> int | None:
         """Return 0 or the exit status of the first host that failed; None if hosts still run at the timeout."""
         end = time.monotonic() + timeout_s
         while self._status is None:
-            if not _readable(self._control, end - time.monotonic()):
+            if not _readable(self.control, end - time.monotonic()):
                 return None
-            if not os.read(self._control, 65536):  # the keeper has the other end open until all have ended
-                self._reap()
+            if not os.read(self.control, 65536):  # the keeper has the other end open until all have ended
+                self._status = 0
+                with contextlib.suppress(ChildProcessError):  # the caller reaps its children, or ignores SIGCHLD
+                    self._status = os.waitstatus_to_exitcode(os.waitpid(self._keeper_pid, 0)[1])
+                os.close(self.control)
         return self._status
 
     def kill(self) -> None:
         """End every process of every host, and wait until they are gone."""
-        if self._status is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._keeper_pid, signal.SIGTERM)
-        if self.wait(END_S) is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self._keeper_pid, signal.SIGKILL)
-            self._reap()
-
-    def _reap(self) -> None:
-        try:
-            self._status = os.waitstatus_to_exitcode(os.waitpid(self._keeper_pid, 0)[1])
-        except ChildProcessError:  # the caller reaps its children itself, or ignores SIGCHLD
-            self._status = 0
-        os.close(self._control)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self._status is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._keeper_pid, number)
+                self.wait(END_S)
 
 
 @contextlib.contextmanager
-def running_hosts(
-    spec: ClusterSpec, host_main: HostMain, *, shaped: bool, pipes: Sequence[tuple[int, int]] = ()
-) -> Iterator[Hosts]:
-    """Run `host_main` on every host, and end all hosts at the end of the context.
-
-    Args:
-        shaped: Give each host its own namespace and link.
-        pipes: Pipes from the hosts to the caller. The context closes both ends here. The processes between the caller
-            and the hosts close them too, so that a pipe from a host ends when the host does.
-    """
+def running_hosts(spec: ClusterSpec, host_main: HostMain, *, shaped: bool) -> Iterator[Hosts]:
+    """Run `host_main` on every host, with its own namespace and link if `shaped`, and end all with the context."""
     with contextlib.ExitStack() as cleanup:
         scratch = None
         if spec.device == "cuda":
             folder = tempfile.TemporaryDirectory(prefix="syncline-", ignore_cleanup_errors=True)
             scratch = Path(cleanup.enter_context(folder))
-        for read_end, _ in pipes:
-            cleanup.callback(os.close, read_end)
         control_read, control_write = os.pipe()
-        caller = os.getpid()
-        tree = _ProcessTree(spec, host_main, shaped, [end for pipe in pipes for end in pipe], scratch, control_write)
+        tree = _ProcessTree(spec, host_main, shaped, scratch, control_write)
         # The keeper inherits the blocked signals, so the caller's handlers cannot take them before it waits for them.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _KEEPER_SIGNALS)
         try:
-            hosts = Hosts(fork(lambda: tree.keeper(caller), tree.report), control_read)
+            hosts = Hosts(fork(functools.partial(tree.keeper, os.getpid()), tree.report), control_read)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-            for end in (control_write, *(write_end for _, write_end in pipes)):
-                os.close(end)
+            os.close(control_write)
         cleanup.callback(hosts.kill)
         hosts.wait_until_ready()
         yield hosts
@@ -132,51 +109,38 @@ class _ProcessTree:
     spec: ClusterSpec
     host_main: HostMain
     shaped: bool
-    hosts_only: Sequence[int]
-    """File descriptors that only the caller and the hosts use."""
     scratch: Path | None
-    control: int | None
-    """Pipe on which the caller learns that the hosts are ready, or why not; None after that."""
+    control: int
+    """Pipe on which the caller learns that the hosts are ready, or why not. After that, it is standard error."""
 
     def report(self, text: str) -> None:
-        """Report why a process failed: to the caller until the hosts are ready, then on standard error."""
-        if self.control is None:
-            report_to_stderr(text)
-        else:
-            os.write(self.control, text.encode())
-
-    def _close_control(self) -> None:
-        if self.control is not None:
-            os.close(self.control)
-            self.control = None
+        os.write(self.control, f"{text}\n".encode())
 
     def keeper(self, caller: int) -> int:
         for number in (signal.SIGINT, *_KEEPER_SIGNALS):
             signal.signal(number, signal.SIG_DFL)
         os.setsid()  # so that Ctrl-C reaches only the caller, which then ends the keeper
         if self.shaped:
-            linux.unshare_as_user(linux.CLONE_NEWNET | linux.CLONE_NEWPID | linux.CLONE_NEWNS | linux.CLONE_NEWUTS)
-            linux.die_with_parent(caller)
+            processes.unshare(processes.CLUSTER_NAMESPACES)
+            processes.die_with_parent(caller)
         else:
-            linux.adopt_orphans()
-            linux.die_with_parent(caller, signal.SIGTERM)
+            processes.adopt_orphans()
+            processes.die_with_parent(caller, signal.SIGTERM)
         alive_read, alive_write = os.pipe()
         keeper = os.getpid()
 
         def switch() -> int:
             os.close(alive_write)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _KEEPER_SIGNALS)
-            linux.die_with_parent(keeper)
+            processes.die_with_parent(keeper)
             if _readable(alive_read, 0):
                 return 1  # the keeper ended before die_with_parent was in effect
             if self.shaped:
                 _private_files(self.spec)
-            with mps.shared_gpu(self.scratch) if self.scratch is not None else contextlib.nullcontext():
+            with contextlib.nullcontext() if self.scratch is None else mps.shared_gpu(self.scratch):
                 return self._switch()
 
         switch_pid = fork(switch, self.report)
-        for end in self.hosts_only:
-            os.close(end)
         ended = 0
         while not ended:
             if signal.sigwait(_KEEPER_SIGNALS) == signal.SIGTERM:
@@ -188,65 +152,39 @@ class _ProcessTree:
 
     def _switch(self) -> int:
         """Start the hosts in lockstep: all enter their namespaces, all get links, all configure them, all run."""
-        switch = os.getpid()
-        pids: list[int] = []
-        lines: list[socket.socket] = []
+        hosts: dict[int, socket.socket] = {}
         for host in range(self.spec.hosts):
             ours, theirs = socket.socketpair()
-            lines.append(ours)
-            pids.append(fork(functools.partial(self._host, host, switch, theirs, [*lines]), self.report))
+            hosts[fork(functools.partial(self._host, host, os.getpid(), theirs), self.report)] = ours
             theirs.close()
-        for end in self.hosts_only:
-            os.close(end)
-        if not _all_say_yes(lines):
-            return 1  # the host has reported why
+            if not ours.recv(1):
+                return 1  # the host has reported why
         if self.shaped:
-            from syncline.cluster import links
-
-            links.build_switches(self.spec, pids)
-        if not _meet(lines):
-            return 1
-        self.report("ready\n")
-        self._close_control()
-        _say_yes(lines)
-        for line in lines:
-            line.close()
-        return reap(dict.fromkeys(pids))
-
-    def _host(self, host: int, switch: int, line: socket.socket, other_lines: list[socket.socket]) -> int:
-        linux.die_with_parent(switch)
-        for other in other_lines:
-            other.close()
-        if self.shaped:
-            linux.unshare(linux.CLONE_NEWNET | linux.CLONE_NEWUTS)
-            socket.sethostname(f"host{host}")
-        if not _meet([line]):
-            return 1
-        if self.shaped:
-            from syncline.cluster import links
-
-            links.configure_host(self.spec, host)
-        if not _meet([line]):
-            return 1
-        line.close()
-        self._close_control()
-        return self.host_main(host)
-
-
-def _meet(lines: list[socket.socket]) -> bool:
-    """Tell the other ends that this one is ready, and wait for them; return False if one has ended."""
-    _say_yes(lines)
-    return _all_say_yes(lines)
-
-
-def _say_yes(lines: list[socket.socket]) -> None:
-    for line in lines:
-        with contextlib.suppress(BrokenPipeError):  # the other end has ended, which the next answer shows
+            links.build_switches(self.spec, list(hosts))
+            for line in hosts.values():
+                line.sendall(b"y")
+            if not all(line.recv(1) for line in hosts.values()):
+                return 1
+        self.report("ready")
+        os.dup2(2, self.control, inheritable=False)
+        for line in hosts.values():
             line.sendall(b"y")
+            line.close()
+        return next((code for _, code in ended_children(hosts) if code), 0)
 
-
-def _all_say_yes(lines: list[socket.socket]) -> bool:
-    return all(line.recv(1) == b"y" for line in lines)
+    def _host(self, host: int, switch: int, line: socket.socket) -> int:
+        processes.die_with_parent(switch)
+        if self.shaped:
+            processes.unshare(processes.HOST_NAMESPACES)
+            socket.sethostname(f"host{host}")
+            line.sendall(b"y")
+            line.recv(1)
+            links.configure_host(self.spec, host)
+        line.sendall(b"y")
+        line.recv(1)
+        line.close()
+        os.dup2(2, self.control, inheritable=False)
+        return self.host_main(host)
 
 
 def _end_descendants() -> None:
@@ -262,11 +200,9 @@ def _end_descendants() -> None:
 
 def _private_files(spec: ClusterSpec) -> None:
     """Mount a /proc with the cluster's processes, and an /etc/hosts with its hosts, in this namespace only."""
-    from syncline.cluster import links
-
-    linux.mount("none", "/", flags=linux.MS_REC | linux.MS_PRIVATE)
+    processes.mount("none", "/", flags=processes.MS_REC | processes.MS_PRIVATE)
     with contextlib.suppress(OSError):  # refused in some containers, which then use the outer /proc
-        linux.mount("proc", "/proc", "proc")
+        processes.mount("proc", "/proc", "proc")
     # Each address twice: dual-stack servers see IPv4 clients as mapped IPv6 addresses.
     names = "".join(
         f"{prefix}{links.host_address(host)} host{host}\n" for host in range(spec.hosts) for prefix in ("", "::ffff:")
@@ -276,7 +212,7 @@ def _private_files(spec: ClusterSpec) -> None:
         table.flush()
         Path(table.name).chmod(0o644)
         with contextlib.suppress(OSError):
-            linux.mount(table.name, "/etc/hosts", flags=linux.MS_BIND)
+            processes.mount(table.name, "/etc/hosts", flags=processes.MS_BIND)
 
 
 def why_not_shaped() -> str | None:

@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 PROGRAM = "nvidia-cuda-mps-control"
-START_S = 30.0
-QUIT_S = 10.0
+START_S, QUIT_S = 30.0, 10.0
 
 
 @contextlib.contextmanager
@@ -26,23 +25,22 @@ def shared_gpu(directory: Path) -> Iterator[None]:
 
     If the user has started a daemon, that one is used. If none can be started, a line on standard error says so.
     """
-    if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
-        yield
-        return
     variables = {"CUDA_MPS_PIPE_DIRECTORY": str(directory / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(directory / "log")}
-    problem = _start(directory, variables)
-    if problem is not None:
-        sys.stderr.write(f"syncline: no CUDA MPS ({problem}): ranks time-slice the GPU, which slows small messages\n")
-        sys.stderr.flush()
-        yield
-        return
+    if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:
+        variables = {}
+    elif (problem := _start(directory, variables)) is not None:
+        slow = f"syncline: no CUDA MPS ({problem}): ranks time-slice the GPU, which slows small messages"
+        print(slow, file=sys.stderr, flush=True)
+        variables = {}
     os.environ.update(variables)
     try:
         yield
     finally:
+        if variables:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # the daemon then ends with the cluster
+                subprocess.run([PROGRAM], input=b"quit\n", capture_output=True, timeout=QUIT_S, check=False)
         for name in variables:
             os.environ.pop(name, None)
-        _quit(variables)
 
 
 def _start(directory: Path, variables: dict[str, str]) -> str | None:
@@ -51,23 +49,12 @@ def _start(directory: Path, variables: dict[str, str]) -> str | None:
         return f"{PROGRAM} is not installed"
     for path in variables.values():
         Path(path).mkdir(parents=True, exist_ok=True)
-    log = directory / "start.txt"
+    environment, log = {**os.environ, **variables}, directory / "start.txt"
     try:
         with log.open("w") as output:  # not a pipe, which the daemon would keep open
-            _control("-d", variables=variables, timeout=START_S, check=True, stdin=subprocess.DEVNULL, stdout=output)
-    except subprocess.CalledProcessError as error:
-        lines = log.read_text(errors="replace").strip().splitlines()
-        return f"{PROGRAM} -d exited with {error.returncode}" + (f": {lines[-1]}" if lines else "")
+            files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            status = subprocess.run([PROGRAM, "-d"], env=environment, timeout=START_S, check=False, **files).returncode
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{PROGRAM} -d: {error}"
-    return None
-
-
-def _quit(variables: dict[str, str]) -> None:
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # the daemon then ends with the cluster
-        _control(variables=variables, timeout=QUIT_S, check=False, input=b"quit\n", stdout=subprocess.DEVNULL)
-
-
-def _control(*arguments: str, variables: dict[str, str], check: bool, **options: Any) -> None:
-    environment = {**os.environ, **variables}
-    subprocess.run([PROGRAM, *arguments], env=environment, check=check, stderr=subprocess.STDOUT, **options)
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return f"{PROGRAM} -d exited with {status}" + (f": {lines[-1]}" if lines else "") if status else None

@@ -16,12 +16,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
 
 def parse_rate(text: str, *, fastest_bps: int = MAX_RATE_BPS) -> int:
-    """Parse a rate such as `"200mbit"`; return bits per second. Units are decimal; a number without a unit is bits per
-    second.
-
-    Args:
-        fastest_bps: Largest rate that is accepted. Default: the fastest link that can be emulated.
-    """
+    """Parse a rate such as `"200mbit"`, with a decimal unit or none; return bits per second, up to `fastest_bps`."""
     match = _RATE.fullmatch(text.strip())
     if match is None:
         raise UsageError(f"rate {text!r} is not a rate: write 200mbit, 1gbit or 2.5gbit")
@@ -70,26 +65,24 @@ class ClusterSpec:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.hosts <= MAX_HOSTS:
-            raise UsageError(f"hosts is {self.hosts}: an emulated cluster has 1 to {MAX_HOSTS}")
         if not self.per_host:
             object.__setattr__(self, "per_host", (1,) * self.hosts)
-        if len(self.per_host) != self.hosts:
-            raise UsageError(f"per-host lists {len(self.per_host)} hosts, but there are {self.hosts}")
-        if min(self.per_host) < 1:
-            raise UsageError("per-host has a host without ranks: each needs at least one")
-        if self.world_size > MAX_RANKS:
-            raise UsageError(f"there would be {self.world_size} ranks: one machine emulates up to {MAX_RANKS}")
-        if not 1 <= self.racks <= self.hosts:
-            raise UsageError(f"racks is {self.racks}: must be 1 to {self.hosts}, the number of hosts")
-        if self.racks > 1 and self.trunk_rate_bps is None:
-            raise UsageError("racks need a trunk rate: add --trunk-rate, for example --trunk-rate 100mbit")
-        if self.racks == 1 and self.trunk_rate_bps is not None:
-            raise UsageError("a trunk rate needs racks: add --racks 2 or more")
-        if self.rank_order not in ("host", "scrambled"):
-            raise UsageError(f"rank order {self.rank_order!r} is unknown: use host or scrambled")
-        if self.device not in ("cpu", "cuda"):
-            raise UsageError(f"device {self.device!r} is unknown: use cpu or cuda")
+        hosts, racks, trunk, counts = self.hosts, self.racks, self.trunk_rate_bps, self.per_host
+        problems = {
+            f"hosts is {hosts}: an emulated cluster has 1 to {MAX_HOSTS}": not 1 <= hosts <= MAX_HOSTS,
+            f"per-host lists {len(counts)} hosts, but there are {hosts}": len(counts) != hosts,
+            "per-host has a host without ranks: each needs at least one": any(count < 1 for count in counts),
+            f"there would be {sum(counts)} ranks: one machine emulates up to {MAX_RANKS}": sum(counts) > MAX_RANKS,
+            f"racks is {racks}: must be 1 to {hosts}, the number of hosts": not 1 <= racks <= hosts,
+            "racks need a trunk rate: add --trunk-rate, for example --trunk-rate 100mbit": racks > 1 and trunk is None,
+            "a trunk rate needs racks: add --racks 2 or more": racks == 1 and trunk is not None,
+        }
+        for name, known in (("rank_order", ("host", "scrambled")), ("device", ("cpu", "cuda"))):
+            value = getattr(self, name)
+            problems[f"{name.replace('_', ' ')} {value!r} is unknown: use {' or '.join(known)}"] = value not in known
+        for problem, is_there in problems.items():
+            if is_there:
+                raise UsageError(problem)
 
     @property
     def world_size(self) -> int:
@@ -99,11 +92,14 @@ class ClusterSpec:
         """Return the rack of a host. Hosts fill the racks in order, as evenly as possible."""
         return host * self.racks // self.hosts
 
+    @property
+    def slots(self) -> list[tuple[int, int]]:
+        """The host and the local rank of each rank."""
+        slots = [(host, local_rank) for host, count in enumerate(self.per_host) for local_rank in range(count)]
+        return slots if self.rank_order == "host" else sorted(slots, key=lambda slot: slot[1])
+
     def ranks_of(self, host: int) -> tuple[int, ...]:
-        slots = [(owner, turn) for owner, count in enumerate(self.per_host) for turn in range(count)]
-        if self.rank_order == "scrambled":
-            slots.sort(key=lambda slot: slot[1])
-        return tuple(rank for rank, (owner, _) in enumerate(slots) if owner == host)
+        return tuple(rank for rank, (owner, _) in enumerate(self.slots) if owner == host)
 
     def describe(self) -> str:
         ranks = ",".join(map(str, self.per_host if len(set(self.per_host)) > 1 else self.per_host[:1]))

@@ -18,9 +18,9 @@ import torch
 from syncline._version import __version__
 from syncline.dist import torchrun
 from syncline.errors import first_line
-from syncline.files import read_json, write_json
+from syncline.files import JsonFile, write_json
 from syncline.health.heartbeat import shared_heartbeat
-from syncline.health.suspects import Absence, Suspect, suspects_text
+from syncline.health.suspects import Awaited, Suspect
 
 FOLDER_VARIABLE = "SYNCLINE_FAILURES"
 FOLDER = "syncline-failure"
@@ -30,8 +30,7 @@ _MOST_RANKS = 1_000_000
 class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Something that happened in an exchange before the failure."""
 
-    before_s: float
-    """Time between the event and the failure."""
+    before_s: float  # time between the event and the failure
     what: str
     """`ready`, `start`, `end`, `failed`, or the name of a collective that was started, such as `all_reduce`."""
     lane: int
@@ -49,11 +48,10 @@ class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bucket: int
     bytes: int
     exchange: str
-    age_s: float
-    """Time since the bucket was ready."""
+    age_s: float  # time since the bucket was ready
 
 
-class FailureReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class FailureReport(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What one rank knew about a failure."""
 
     schema: int = 2
@@ -61,7 +59,9 @@ class FailureReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     world_size: int
     host: str = msgspec.field(default_factory=socket.gethostname)
     process: int = msgspec.field(default_factory=os.getpid)
-    date: str = msgspec.field(default_factory=lambda: _now())
+    date: str = msgspec.field(
+        default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
+    )
     syncline: str = __version__
     torch: str = str(torch.__version__)
     backend: str
@@ -69,17 +69,14 @@ class FailureReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     run: str = msgspec.field(default_factory=torchrun.run_id)
     attempt: str = msgspec.field(default_factory=torchrun.attempt)
     """torchrun's ids of the job (`run`) and of this start of it (`attempt`)."""
-    job: str = ""
-    """A name that all ranks of one start share; empty if they could not agree on one."""
+    job: str = ""  # a name that all ranks of one start share; empty if they could not agree on one
     where: str
     """`step 6`, or a call that all ranks make, such as `save`."""
-    step: int | None
-    """None for a call outside training steps."""
+    step: int | None = None  # None for a call outside training steps
     error: str
-    suspects: tuple[Suspect, ...]
-    pending: tuple[Pending, ...]
-    events: tuple[Event, ...]
-    """The last events, oldest first."""
+    suspects: tuple[Suspect, ...] = ()
+    pending: tuple[Pending, ...] = ()
+    events: tuple[Event, ...] = ()  # the last events, oldest first
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size <= _MOST_RANKS:
@@ -95,10 +92,6 @@ class FailureReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
             raise ValueError("date: is not a date in ISO 8601") from None
         return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.timezone.utc)
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> FailureReport:
-        return read_json(path, cls)
-
     def write(self) -> str:
         """Write the report. Return a text that says where it is, or why it could not be written; never raise."""
         if (folder := chosen_folder()) is None:
@@ -113,38 +106,29 @@ class FailureReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
 
 def explain_failure(
-    report: FailureReport,
-    ranks: Sequence[int],
-    absence: Absence,
-    *,
-    own: bool = False,
-    outside: bool = False,
-    announce: bool = True,
-) -> tuple[str, str]:
-    """Announce a failure to the other ranks, write the report, and look for suspects.
+    report: FailureReport, ranks: Sequence[int], awaited: Awaited, *, own: bool = False, announce: bool = True
+) -> str:
+    """Announce a failure to the other ranks, write the report, and look for suspects. Takes seconds.
 
-    With `own`, the cause is on this rank, and there are no suspects. Takes seconds. Returns two texts to append to the
-    error: the suspects, and where the report is.
+    With `own`, the cause is on this rank, and there are no suspects. Returns a text to append to the error: the
+    suspects, and where the report is.
     """
-    suspects: list[Suspect] = []
-    with shared_heartbeat() as heartbeat:
-        if heartbeat is not None:
-            if announce:
-                heartbeat.announce_failure(report.error, own=own)
-            report = msgspec.structs.replace(report, job=heartbeat.job)
-        written = report.write()  # now, because a launcher may end this process before suspects are known
-        if heartbeat is not None and not own:
-            suspects = heartbeat.find_suspects(ranks, absence, outside=outside)
-    if suspects:
-        written = msgspec.structs.replace(report, suspects=tuple(suspects)).write()
-    return suspects_text(suspects), written
+    heartbeat = shared_heartbeat()
+    if heartbeat is None:
+        return report.write()
+    if announce:
+        heartbeat.announce_failure(report.error, own=own)
+    report = msgspec.structs.replace(report, job=heartbeat.store.job)
+    written = report.write()  # now, because a launcher may end this process before suspects are known
+    suspects = [] if own else heartbeat.find_suspects(ranks, awaited)
+    if not suspects:
+        return written
+    written = msgspec.structs.replace(report, suspects=tuple(suspects)).write()
+    more = f" and {len(suspects) - 3} more" if len(suspects) > 3 else ""
+    return f"; suspect: {', '.join(map(str, suspects[:3]))}{more}{written}"
 
 
 def chosen_folder() -> Path | None:
     """Return the folder of failure reports; None if none are to be written."""
     folder = os.environ.get(FOLDER_VARIABLE, FOLDER)
     return Path(folder) if folder else None
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,11 +14,11 @@ from syncline.dist.comm import backend_of, group_timeout
 from syncline.errors import MismatchError, SynclineError, first_line
 from syncline.health.failure import FailureReport, explain_failure
 from syncline.health.heartbeat import shared_heartbeat
-from syncline.health.suspects import absent_from_call, is_collective
+from syncline.health.suspects import Awaited, is_collective
 
 
 def meet(
-    group: dist.ProcessGroup, fingerprint: Mapping[str, Any], what: str = "what is attached", call: str = "attach"
+    group: dist.ProcessGroup, fingerprint: dict[str, Any], what: str = "what is attached", call: str = "attach"
 ) -> None:
     """Compare a fingerprint on all ranks, as part of a call that all ranks make."""
     with meeting(group, call):
@@ -31,37 +31,33 @@ def meeting(group: dist.ProcessGroup, call: str, *, users: bool = False) -> Iter
 
     With `users`, the block runs users' code too, whose errors are raised as they are.
     """
-    with shared_heartbeat() as heartbeat:
-        calls = 0 if heartbeat is None else heartbeat.count_call(group.group_name)
-        try:
-            yield
-        except SynclineError:
+    heartbeat = shared_heartbeat()
+    calls = 0 if heartbeat is None else heartbeat.count_call(group.group_name)
+    try:
+        yield
+    except SynclineError:
+        raise
+    except RuntimeError as error:
+        if users and "ExchangeError:" in str(error):
             raise
-        except RuntimeError as error:
-            if users and "ExchangeError:" in str(error):
-                raise
-            if not is_collective(error):
-                if heartbeat is not None:
-                    heartbeat.announce_failure(f"{type(error).__name__}: {first_line(error)}", own=True)
-                raise
-            report = FailureReport(
-                rank=dist.get_rank(),
-                world_size=dist.get_world_size(),
-                backend=backend_of(group),
-                timeout_s=group_timeout(group).total_seconds(),
-                where=call,
-                step=None,
-                error=f"not all ranks called {call}: {first_line(error)}",
-                suspects=(),
-                pending=(),
-                events=(),
-            )
-            ranks = dist.get_process_group_ranks(group)
-            suspects, written = explain_failure(report, ranks, absent_from_call(group.group_name, calls))
-            raise MismatchError(
-                f"{report.error}{suspects}. All ranks of the model's process group must call {call}, in the same "
-                f"order as their other collectives{written}"
-            ) from error
+        if not is_collective(error):
+            if heartbeat is not None:
+                heartbeat.announce_failure(f"{type(error).__name__}: {first_line(error)}", own=True)
+            raise
+        report = FailureReport(
+            rank=dist.get_rank(),
+            world_size=dist.get_world_size(),
+            backend=backend_of(group),
+            timeout_s=group_timeout(group).total_seconds(),
+            where=call,
+            error=f"not all ranks called {call}: {first_line(error)}",
+        )
+        awaited = Awaited("call", group.group_name, calls)
+        explanation = explain_failure(report, dist.get_process_group_ranks(group), awaited)
+        raise MismatchError(
+            f"{report.error}. All ranks of the model's process group must call {call}, in the same order as their "
+            f"other collectives{explanation}"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -72,8 +68,7 @@ def same_on_all_ranks(group: dist.ProcessGroup, device: torch.device, what: str,
         try:
             yield fields
         except Exception as error:
-            text = first_line(error)
             with contextlib.suppress(MismatchError):  # this rank's own error says more than that ranks differ
-                meet(group, {"error": text}, what, call)
+                meet(group, {"error": first_line(error)}, what, call)
             raise
         meet(group, {"error": None, **fields}, what, call)

@@ -3,13 +3,12 @@
 `torch.utils.checkpoint` recomputes, with the same random state and autocast. Saved-tensor hooks copy the tensors that
 autograd saves to pinned host memory and back, on separate streams. While one block runs backward, the tensors of the
 block before it are already being fetched.
-
-A recomputed BatchNorm does not count its batch twice: its running statistics stay as its first forward left them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from syncline.errors import UsageError
 from syncline.records.activations import KEEP, OFFLOAD, PARK, WAYS
 
-_SMALLEST_BYTES = 1 << 16
-"""Smaller tensors stay on the device."""
+_SMALLEST_BYTES = 1 << 16  # smaller tensors stay on the device
 
 
 def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
@@ -35,13 +33,13 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
     A block is an outermost module that is listed in a Sequential or a ModuleList, and has submodules and parameters.
     """
     blocks: dict[str, nn.Module] = {}
+    lists = nn.Sequential | nn.ModuleList
     names = {id(part): name for name, part in module.named_modules()}  # one name for a module that is used repeatedly
 
     def search(parent: nn.Module) -> None:
-        listed = isinstance(parent, nn.Sequential | nn.ModuleList)
         for child in parent.children():
-            has_parts = any(True for _ in child.children()) and not isinstance(child, nn.Sequential | nn.ModuleList)
-            if listed and has_parts and any(True for _ in child.parameters()):
+            listed = isinstance(parent, lists) and not isinstance(child, lists)
+            if listed and any(True for _ in child.children()) and any(True for _ in child.parameters()):
                 blocks.setdefault(names[id(child)], child)
             else:
                 search(child)
@@ -51,36 +49,28 @@ def find_blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 
 class Managed:
-    """Replaces the forward of a module's blocks by one that keeps, recomputes or offloads their activations.
-
-    `activations` is one of `WAYS` for all blocks, or a mapping from block names to these.
-    """
+    """Replaces the forward of blocks: one of `WAYS` to handle the activations of all of them, or by block name."""
 
     def __init__(self, module: nn.Module, activations: str | Mapping[str, str] | None) -> None:
-        if activations is not None and not isinstance(activations, Mapping):
-            if activations not in WAYS:
-                raise UsageError(
-                    f"activations is {activations!r}: pass one of {', '.join(WAYS)}, or a mapping from block names"
-                )
-            blocks = find_blocks(module)
-            if not blocks and activations != KEEP:
-                raise UsageError(
-                    "no blocks were found: the model has no Sequential or ModuleList of modules with submodules. Name "
-                    f"the modules instead, like activations={{'layer': {activations!r}}}"
-                )
-            activations = dict.fromkeys(blocks, activations)
-        self.ways = ways = dict(activations or {})
+        known = ", ".join(WAYS)
+        if activations is None or isinstance(activations, Mapping):
+            self.ways = dict(activations or {})
+        elif activations not in WAYS:
+            raise UsageError(f"activations is {activations!r}: pass one of {known}, or a mapping from block names")
+        else:
+            self.ways = dict.fromkeys(find_blocks(module), activations)
+            if not self.ways and activations != KEEP:
+                text = "no blocks were found: the model has no Sequential or ModuleList of modules with submodules"
+                raise UsageError(f"{text}. Name the modules instead, like activations={{'layer': {activations!r}}}")
         blocks = dict(module.named_modules())
-        for name, way in ways.items():
+        for name, way in self.ways.items():
             if name not in blocks:
                 raise UsageError(f"activations: the model has no module named {name!r}")
             if way not in WAYS:
-                raise UsageError(f"activations: {name} is {way!r}: pass one of {', '.join(WAYS)}")
-        device = next((p.device for p in module.parameters()), torch.device("cpu"))
-        mover = _Mover(device, module) if {OFFLOAD, PARK} & set(ways.values()) else None
-        self._before: list[tuple[nn.Module, Any]] = []
-        """The changed blocks, each with its own `forward` attribute, if it had one."""
-        for name, way in ways.items():
+                raise UsageError(f"activations: {name} is {way!r}: pass one of {known}")
+        mover = _Mover(module) if {OFFLOAD, PARK} & set(self.ways.values()) else None
+        self._before: list[tuple[nn.Module, Any]] = []  # changed blocks, with their own `forward` if they had one
+        for name, way in self.ways.items():
             if way != KEEP:
                 block = blocks[name]
                 self._before.append((block, block.__dict__.get("forward")))
@@ -104,7 +94,7 @@ class _Forward:
     def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self._forward, types.MethodType) and self._forward.__self__ is self._block:
             return types.MethodType, (self._forward.__func__, self._block)
-        return _identity, (self._forward,)
+        return functools.partial, (self._forward,)
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -116,38 +106,28 @@ class _Forward:
     def _run(self, *inputs: Any, **options: Any) -> Any:
         """Run forward without autocast's cache, which would keep a cast copy of all weights until it ends."""
         kind = next((leaf.device.type for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)), "cpu")
-        if not torch.is_autocast_enabled(kind):
-            return self._forward(*inputs, **options)
-        with torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False):
+        enabled = torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=False, enabled=enabled):
             return self._forward(*inputs, **options)
 
     def _recompute(self, *inputs: Any, **options: Any) -> Any:
         """Run forward without saving its activations: the backward pass runs it again."""
         for value in (*inputs, *options.values()):
             if hasattr(value, "get_seq_length"):  # a Hugging Face cache would store everything twice
-                raise UsageError(
-                    f"a block with a {type(value).__name__} cannot be recomputed, because the cache stores its "
-                    "results: build the model with use_cache=False"
-                )
+                text = f"a block with a {type(value).__name__} cannot be recomputed, because it stores the results"
+                raise UsageError(f"{text}: build the model with use_cache=False")
         norms = [part for part in self._block.modules() if isinstance(part, _NormBase) and part.track_running_stats]
         contexts = (contextlib.nullcontext(), _keep_statistics(norms))
         return checkpoint(self._run, *inputs, use_reentrant=False, context_fn=lambda: contexts, **options)
 
 
-def _identity(forward: Callable[..., Any]) -> Callable[..., Any]:
-    return forward
-
-
 @contextlib.contextmanager
 def _keep_statistics(norms: Sequence[_NormBase]) -> Iterator[None]:
-    """Replace running statistics by scratch buffers, because the first forward has counted this batch already.
-
-    In training mode, the result of BatchNorm does not depend on its running statistics.
-    """
+    """Replace running statistics by scratch buffers, because the first forward has counted this batch already."""
+    # In training mode, the result of BatchNorm does not depend on its running statistics.
     original = [(norm, dict(norm._buffers)) for norm in norms if norm.training]
     for norm, buffers in original:
-        scratch = {name: None if buffer is None else torch.zeros_like(buffer) for name, buffer in buffers.items()}
-        norm._buffers.update(scratch)
+        norm._buffers.update({name: None if old is None else torch.zeros_like(old) for name, old in buffers.items()})
     try:
         yield
     finally:
@@ -158,20 +138,20 @@ def _keep_statistics(norms: Sequence[_NormBase]) -> Iterator[None]:
 class _Mover:
     """Copies tensors between a device and host memory. On the CPU they are copied too, so that tests need no GPU."""
 
-    def __init__(self, device: torch.device, module: nn.Module) -> None:
-        self.device = device
+    def __init__(self, module: nn.Module) -> None:
+        self.device = next((p.device for p in module.parameters()), torch.device("cpu"))
         self._weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        self._out = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._back = torch.cuda.Stream(device) if device.type == "cuda" else None
+        on_gpu = self.device.type == "cuda"
+        self.out: Any = torch.cuda.Stream(self.device) if on_gpu else None
+        self.back: Any = torch.cuda.Stream(self.device) if on_gpu else None
         self._latest: weakref.ref[_Moved] | None = None
         """The previous block. A weak reference, so that it is freed together with autograd's graph."""
-        self._leaving: list[tuple[Tensor, Any]] = []
-        """Tensors that are being copied to the host, with the event that ends the copy."""
+        self.leaving: list[tuple[Tensor, Any]] = []  # on their way to the host, with the event that ends the copy
 
     @contextlib.contextmanager
     def block(self) -> Iterator[None]:
         """Move the tensors that autograd saves inside this context to the host."""
-        self._release()
+        self.release()
         moved = _Moved(self, None if self._latest is None else self._latest())
         self._latest = weakref.ref(moved)
         try:
@@ -180,50 +160,30 @@ class _Mover:
         finally:
             moved.packed.clear()
 
-    def _release(self) -> None:
+    def release(self) -> None:
         """Free the device memory of tensors that were copied. The current stream waits for the copies first."""
-        for _, copied in self._leaving:
-            torch.cuda.current_stream(self.device).wait_event(copied)
-        self._leaving.clear()
+        for _, copied in self.leaving:
+            self.wait_for(copied)
+        self.leaving.clear()
+
+    def wait_for(self, event: Any) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
 
     def moves(self, tensor: Tensor) -> bool:
-        return (
-            tensor.device == self.device
-            and tensor.layout == torch.strided
-            and tensor.numel() * tensor.element_size() >= _SMALLEST_BYTES
-            and tensor.untyped_storage().data_ptr() not in self._weights
-            and tensor.untyped_storage().nbytes() <= 2 * tensor.numel() * tensor.element_size()
-        )
+        if tensor.device != self.device or tensor.layout != torch.strided or tensor.nbytes < _SMALLEST_BYTES:
+            return False
+        storage = tensor.untyped_storage()
+        return storage.data_ptr() not in self._weights and storage.nbytes() <= 2 * tensor.nbytes
 
-    def to_host(self, tensor: Tensor) -> Tensor:
-        copy = torch.empty_strided(
-            tensor.shape, tensor.stride(), dtype=tensor.dtype, pin_memory=self.device.type == "cuda"
-        )
-        if self._out is None:
-            return copy.copy_(tensor)
-        self._out.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._out):
-            copy.copy_(tensor, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-        self._leaving.append((tensor, copied))
-        return copy
-
-    def fetch(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Any]:
-        """Copy tensors back to the device. They are complete once the returned event has passed."""
-        if self._back is None:
-            return [tensor.clone() for tensor in tensors], None
-        self._release()
-        current = torch.cuda.current_stream(self.device)
-        fetched = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=self.device) for t in tensors]
-        self._back.wait_stream(current)
-        with torch.cuda.stream(self._back):
-            for target, tensor in zip(fetched, tensors, strict=True):
+    def copy(self, targets: Sequence[Tensor], tensors: Sequence[Tensor], stream: Any) -> Any:
+        """Copy tensors on a stream, after what is enqueued now. Return the event that ends it, or None on the CPU."""
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            for target, tensor in zip(targets, tensors, strict=True):
                 target.copy_(tensor, non_blocking=True)
-                target.record_stream(self._back)  # it may be freed before the copy has ended
-            arrived = torch.cuda.Event()
-            arrived.record()
-        return fetched, arrived
+            return None if stream is None else stream.record_event()
 
 
 class _Moved:
@@ -235,34 +195,42 @@ class _Moved:
         self.packed: dict[tuple[Any, ...], tuple[int, Tensor]] = {}
         """Tensors with their indices, kept during the forward so that no other tensor gets the same address."""
         self._on_device: list[Tensor] | None = None
-        self._arrived: Any = None
-        self._entered = False
+        self._arrived: Any = None  # the event that ends the copy to the device, until backward has waited for it
 
     def pack(self, tensor: Tensor) -> Tensor | int:
-        if not self._mover.moves(tensor):
+        mover, own = self._mover, tensor.detach()
+        if not mover.moves(tensor):
             return tensor
         # Each operation that needs a tensor saves it. It is moved only once.
         key = (tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
         if key not in self.packed:
-            self.packed[key] = len(self._on_host), tensor.detach()
-            self._on_host.append(self._mover.to_host(tensor.detach()))
+            self.packed[key] = len(self._on_host), own
+            pinned = mover.out is not None
+            copy = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, pin_memory=pinned)
+            if (copied := mover.copy([copy], [own], mover.out)) is not None:
+                mover.leaving.append((own, copied))
+            self._on_host.append(copy)
         return self.packed[key][0]
 
     def unpack(self, packed: Tensor | int) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         tensors = self.fetch()
-        if not self._entered:
-            self._entered = True
-            if self._arrived is not None:
-                torch.cuda.current_stream(self._mover.device).wait_event(self._arrived)
-            if self._before is not None:
-                self._before.fetch()
-                self._before = None
+        self._mover.wait_for(self._arrived)
+        self._arrived = None
+        if self._before is not None:
+            self._before.fetch()
+            self._before = None
         return tensors[packed]
 
     def fetch(self) -> list[Tensor]:
+        """Start to copy the tensors back to the device, unless that was done, and return them."""
         if self._on_device is None:
-            self._on_device, self._arrived = self._mover.fetch(self._on_host)
-            self._on_host = []
+            self._mover.release()
+            device, back = self._mover.device, self._mover.back
+            fetched = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in self._on_host]
+            self._arrived = self._mover.copy(fetched, self._on_host, back)
+            for tensor in fetched if back is not None else ():
+                tensor.record_stream(back)  # it may be freed before the copy has ended
+            self._on_device, self._on_host = fetched, []
         return self._on_device

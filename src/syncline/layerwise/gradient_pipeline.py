@@ -24,9 +24,10 @@ from syncline.errors import ExchangeError, UsageError, warn
 from syncline.exchange import Exchange
 from syncline.exchange.workspace import Workspace
 from syncline.health.meeting import meeting
-from syncline.layerwise.bucketing import BucketPieces, Piece, divide, join_residuals, layout_of, split_residuals
 from syncline.layerwise.layer_optimizer import LayerOptimizer
+from syncline.records.pieces import BucketPieces, Piece, divide
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals, Step
+from syncline.runtime.bucketing import join_residuals, layout_of, split_residuals
 from syncline.runtime.topology import RankTopology
 from syncline.runtime.validation import with_layout_of
 
@@ -38,14 +39,11 @@ class LayerBucket(Bucket):
     """Pieces of gradients that are exchanged together."""
 
     pieces: tuple[Piece, ...] = ()
-    completes: tuple[str, ...] = ()
-    """Parameters whose last piece is in this bucket."""
-    earlier: tuple[int, ...] = ()
-    """If this bucket has the last piece of a split parameter: indices of the buckets with the other pieces."""
+    completes: tuple[str, ...] = ()  # parameters whose last piece is in this bucket
 
     @property
     def label(self) -> str:
-        return self.pieces[0].name if len(self.pieces) == 1 else f"{self.pieces[0].name} to {self.pieces[-1].name}"
+        return " to ".join(dict.fromkeys((self.pieces[0].name, self.pieces[-1].name)))
 
     @property
     def bytes(self) -> int:
@@ -56,61 +54,48 @@ class LayerBucket(Bucket):
 class Pass(Step):
     """One backward pass."""
 
-    gradients: dict[str, Tensor] = field(default_factory=dict)
-    """Gradients that have arrived, by name. The results overwrite them."""
-    arrived: dict[str, None] = field(default_factory=dict)
-    """Names of the parameters whose gradients have arrived, in that order."""
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # those that have arrived. The results overwrite them
+    arrived: dict[str, None] = field(default_factory=dict)  # parameters whose gradients have arrived, in order
     submitted: int = 0
     in_flight: list[tuple[LayerBucket, Any]] = field(default_factory=list)
     """Buckets that were submitted, with their futures. Their gradients stay in memory until they have finished."""
-    finite: dict[int, Tensor] = field(default_factory=dict)
-    """Whether each bucket was finite, by index."""
-    unused: frozenset[str] = frozenset()
-    """Parameters that no rank has used."""
+    finite: dict[int, Tensor] = field(default_factory=dict)  # whether each bucket was finite, by index
+    stepping: dict[str, Tensor] = field(default_factory=dict)
+    """Whether any piece of a parameter was finite, by name. Then it takes a step, with zeros for its other pieces."""
+    unused: frozenset[str] = frozenset()  # parameters that no rank has used
 
 
+@dataclass(eq=False)
 class GradientPipeline:
-    """Exchanges the gradients of each backward pass, and steps the optimizer. All ranks create it together.
+    """Exchanges the gradients of each backward pass, and steps the optimizer. All ranks create it together."""
 
-    Gradients are divided into buckets twice: now, and after the first backward pass, in the order in which they became
-    ready.
-    """
+    group: dist.ProcessGroup
+    parameters: Mapping[str, nn.Parameter]
+    exchange: Exchange
+    optimizer: LayerOptimizer
+    timeout: timedelta
+    topology: RankTopology | None
+    find_unused: bool
+    lanes: int
+    cap_bytes: int
+    backlog_bytes: int
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        parameters: Mapping[str, nn.Parameter],
-        exchange: Exchange,
-        optimizer: LayerOptimizer,
-        timeout: timedelta,
-        *,
-        lanes: int,
-        topology: RankTopology | None,
-        cap_bytes: int,
-        backlog_bytes: int,
-        find_unused: bool,
-        residuals_on_host: bool,
-    ) -> None:
-        self.group, self.parameters, self.exchange, self.optimizer = group, parameters, exchange, optimizer
-        self.lanes, self.topology, self.cap_bytes, self.backlog_bytes = lanes, topology, cap_bytes, backlog_bytes
-        self._find_unused = find_unused
-        self.device = next(iter(parameters.values())).device
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._incomplete: ExchangeError | None = None
-        """Set if the last backward pass ended after only some layers had stepped."""
-        self.syncing = True
-        """False inside `no_sync`."""
-        self._settled = False
-        """Whether the buckets are final: in the order in which gradients become ready."""
+    def __post_init__(self) -> None:
+        self.device = next(iter(self.parameters.values())).device
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self._incomplete: ExchangeError | None = None  # if only some layers stepped in the last backward pass
+        self.syncing = True  # false inside `no_sync`
+        self._settled = False  # whether the buckets are final, in the order in which gradients became ready
         self._pass = Pass()
-        self._dropped = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(lanes)]
+        self._dropped = [torch.zeros((), dtype=torch.int64, device=self.device) for _ in range(self.lanes)]
         """Number of buckets that were not finite, by lane, because lanes run concurrently."""
-        self.workspaces = [Workspace(self.device, rest_on_host=residuals_on_host) for _ in range(lanes)]
+        self.workspaces = [Workspace(self.device) for _ in range(self.lanes)]
         self.buckets: list[LayerBucket] = []
         self._hooks: list[Any] = []
-        self.runner = BucketRunner(group, self.device, lanes, timeout, topology, _AFTER_FAILURE)
+        self.runner = BucketRunner(self.group, self.device, self.lanes, self.timeout, self.topology)
+        self.runner.after_failure = _AFTER_FAILURE
         try:
-            self.buckets = self._prepare(divide(list(parameters)[::-1], parameters, cap_bytes), {})
+            self._divide(list(self.parameters)[::-1])
         except BaseException:
             self.close()
             raise
@@ -128,21 +113,19 @@ class GradientPipeline:
         self._check_error()
         name, now = self._names[id(parameter)], self._pass
         if name in now.arrived:
-            raise UsageError(
-                f"the gradient of {name} arrived twice in one backward pass: if several checkpointed layers share this "
-                "weight, pass use_reentrant=False to torch.utils.checkpoint"
-            )
-        gradient = parameter.grad
-        assert gradient is not None  # noqa: S101 - it has just been accumulated
-        parameter.grad = None
-        first = not now.arrived
-        now.arrived[name] = None
-        now.gradients[name] = with_layout_of(gradient, parameter)
-        del gradient
-        if not self._find_unused:
-            self._submit_ready()
-        elif first:
+            remedy = "if checkpointed layers share this weight, pass use_reentrant=False to torch.utils.checkpoint"
+            raise UsageError(f"the gradient of {name} arrived twice in one backward pass: {remedy}")
+        if self.find_unused and not now.arrived:
             _at_end_of_backward(self._fill_unused)
+        self._take(name)
+        now.arrived[name] = None
+        if not self.find_unused:
+            self._submit_ready()
+
+    def _take(self, name: str) -> None:
+        parameter = self.parameters[name]
+        assert parameter.grad is not None  # noqa: S101 - it was accumulated
+        self._pass.gradients[name], parameter.grad = with_layout_of(parameter.grad, parameter), None
 
     def _submit_ready(self) -> None:
         """Submit the complete buckets in their fixed order, which is the same on all ranks."""
@@ -161,28 +144,20 @@ class GradientPipeline:
         while now.in_flight and sum(other.bytes for other, _ in now.in_flight) + bucket.bytes > self.backlog_bytes:
             self._land(*now.in_flight.pop(0))
         flat = self.workspaces[bucket.lane].take("flat", (bucket.layout.numel,), bucket.layout.dtype)
-        future = self._or_error(
-            lambda: self.runner.submit(now, bucket, flat, lambda: self._run(bucket, flat, gradients, now))
-        )
+        future = self.runner.submit(now, bucket, flat, lambda: self._run(bucket, flat, gradients, now))
         now.in_flight.append((bucket, future))
 
     def _land(self, bucket: LayerBucket, future: Any) -> None:
         """Wait for a bucket and free its gradients. On CUDA only the stream of the backward pass waits."""
-        self._or_error(future.wait)
+        try:
+            future.wait()
+        except BaseException as error:
+            raise (self.runner.error or error) from error  # the future has a copy of the runner's error
         if self.device.type != "cuda":
             self._apply(bucket, self._pass)
         if not self.optimizer.at_end:
             for name in bucket.completes:
                 self._pass.gradients.pop(name, None)
-
-    def _or_error(self, call: Callable[[], Any]) -> Any:
-        """Return the result of `call`. If the runner has failed, raise its error instead of the future's copy."""
-        try:
-            return call()
-        except BaseException as error:
-            if self.runner.error is not None:
-                raise self.runner.error from error
-            raise
 
     def _finish(self) -> None:
         """Finish the step at the end of the backward pass, when all buckets are submitted."""
@@ -190,18 +165,21 @@ class GradientPipeline:
         while now.in_flight:
             self._land(*now.in_flight.pop(0))
         if self.optimizer.at_end:
-            flags = torch.stack([_steps(bucket, now) for bucket in self.buckets]).tolist()
-            stepping = [bucket for bucket, steps in zip(self.buckets, flags, strict=True) if steps]
-            names = [name for bucket in stepping for name in _names_to_step(bucket, now)]
-            if names:
-                self._step(names, now, torch.ones((), dtype=torch.bool))
+            stepping = dict(zip(now.stepping, torch.stack(list(now.stepping.values())).tolist(), strict=True))
+            names = [name for bucket in self.buckets for name in self._to_step(bucket, now) if stepping[name]]
+            self._step(names, now, torch.ones((), dtype=torch.bool))
         self._pass = Pass()
         now.gradients.clear()
         self.runner.end(now)
-        if self.device.type != "cuda":
-            self._warn_of_dropped(now)
+        if self.device.type != "cuda" and self.group.rank() == 0:  # on CUDA, reading the flags would wait
+            labels = [bucket.label for bucket in self.buckets if not bool(now.finite[bucket.index])]
+            skip = f"so these layers skip the step on all ranks ({self.dropped} buckets dropped so far)"
+            if labels:
+                warn(f"step {self.runner.steps - 1}: the gradients of {', '.join(labels[:3])} are not finite, {skip}")
         if not self._settled:
-            self._divide_again(list(now.arrived))
+            self._settled = True
+            of_first_rank = gather_bytes(self.group, "\n".join(now.arrived).encode())[0].decode()
+            self._divide(of_first_rank.split("\n"))
 
     def _fill_unused(self) -> None:
         """Submit all buckets at the end of the backward pass, with zeros for parameters that this rank did not use.
@@ -211,114 +189,90 @@ class GradientPipeline:
         """
         now, names = self._pass, list(self.parameters)[::-1]
         for name in names:
-            parameter = self.parameters[name]
-            if name not in now.arrived and parameter.grad is not None:  # accumulated under no_sync
-                now.arrived[name] = None
-                now.gradients[name], parameter.grad = with_layout_of(parameter.grad, parameter), None
-        used = torch.tensor([name in now.arrived for name in names], dtype=torch.int32, device=self.device)
+            if name not in now.arrived and self.parameters[name].grad is not None:  # accumulated under no_sync
+                self._take(name)
+        used = torch.tensor([name in now.gradients for name in names], dtype=torch.int32, device=self.device)
         dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.group)
         now.unused = frozenset(name for name, any_rank in zip(names, used.tolist(), strict=True) if not any_rank)
         for name in names:
-            if name not in now.arrived:
-                now.arrived[name] = None
+            if name not in now.gradients:
                 now.gradients[name] = torch.zeros_like(self.parameters[name])
+        now.arrived |= dict.fromkeys(names)
         self._submit_ready()
 
     # --- on a lane ----------------------------------------------------------------------------------------------
 
     def _run(self, bucket: LayerBucket, flat: Tensor, gradients: Sequence[Tensor], now: Pass) -> None:
         with torch.no_grad():
-            parts = [
-                (piece.of(gradient), slot.offset)
-                for piece, gradient, slot in zip(bucket.pieces, gradients, bucket.layout.slots, strict=True)
-            ]
-            for part, offset in parts:
-                flat[offset : offset + part.numel()].copy_(part)
-            work = self.runner.exchange(bucket, flat)
-            if work is not None:
-                work.wait()
-            assert bucket.state is not None  # noqa: S101 - it ran
-            finite = bucket.state.finite(flat)
+            parts = [piece.of(gradient) for piece, gradient in zip(bucket.pieces, gradients, strict=True)]
+            torch.cat(parts, out=flat)
+            finite = self.runner.exchange_and_wait(bucket, flat)
             self.runner.settle([bucket], finite)
             flat.masked_fill_(~finite, 0)
-            for part, offset in parts:
-                part.copy_(flat[offset : offset + part.numel()])
+            for part, result in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+                part.copy_(result)
         now.finite[bucket.index] = finite
+        for piece in bucket.pieces:
+            now.stepping[piece.name] = finite | now.stepping[piece.name] if piece.name in now.stepping else finite
         if self.device.type == "cuda":
             self._apply(bucket, now)
 
     def _apply(self, bucket: LayerBucket, now: Pass) -> None:
         """Step the parameters that this bucket completes."""
         self._dropped[bucket.lane] += ~now.finite[bucket.index]
-        names = _names_to_step(bucket, now)
-        if names and not self.optimizer.at_end:
-            self._step(names, now, _steps(bucket, now))
+        if bucket.completes and not self.optimizer.at_end:
+            # A split parameter is alone in its buckets.
+            self._step(self._to_step(bucket, now), now, now.stepping[bucket.completes[0]])
+
+    def _to_step(self, bucket: LayerBucket, now: Pass) -> list[str]:
+        """Return the parameters that a bucket completes, without those that no rank used."""
+        # With residuals, unused parameters step too, because part of a residual may have been applied.
+        return [name for name in bucket.completes if self.exchange.keeps or name not in now.unused]
 
     def _step(self, names: Sequence[str], now: Pass, finite: Tensor) -> None:
-        self.optimizer.step([(self.parameters[name], now.gradients[name]) for name in names], finite)
+        if names:
+            self.optimizer.step([(self.parameters[name], now.gradients[name]) for name in names], finite)
 
     # --- buckets ------------------------------------------------------------------------------------------------
 
-    def _prepare(self, divided: BucketPieces, residuals: Residuals) -> list[LayerBucket]:
-        """Collective: return buckets with their states. The largest comes first, so that the others fit its buffers."""
+    def _divide(self, order: Sequence[str]) -> None:
+        """Collective: divide the gradients into buckets, in the order in which they become ready."""
+        divided = divide(order, self.parameters, self.cap_bytes)
+        if divided != tuple(bucket.pieces for bucket in self.buckets):
+            self._prepare(divided, self.residuals())
+
+    def _prepare(self, divided: BucketPieces, residuals: Residuals) -> None:
+        """Collective: replace the buckets. The largest is prepared first, so that the others fit its buffers."""
+        self.buckets = []  # frees the old states first
         parts: dict[str, list[int]] = {}
         for index, pieces in enumerate(divided):
             for piece in pieces:
                 parts.setdefault(piece.name, []).append(index)
-        by_size = sorted(range(len(divided)), key=lambda index: -sum(piece.numel for piece in divided[index]))
         buckets = []
         with meeting(self.group, "Layerwise"):
             agree(self.group, {"buckets": len(divided)}, "the division into buckets")
-            for index in by_size:
+            for index in sorted(range(len(divided)), key=lambda index: -sum(piece.numel for piece in divided[index])):
                 pieces = divided[index]
-                first, *others = parts[pieces[0].name]
-                lane = first % self.lanes  # one for all pieces of a parameter, so that the last bucket can step it
+                lane = parts[pieces[0].name][0] % self.lanes  # that of its other pieces, so that the last can step it
                 layout = layout_of(pieces, self.parameters, self.workspaces[lane])
                 self.workspaces[lane].take("flat", (layout.numel,), layout.dtype)
                 completes = tuple(piece.name for piece in pieces if parts[piece.name][-1] == index)
-                earlier = (first, *others[:-1]) if completes and others else ()
-                bucket = LayerBucket(
-                    index, lane, self.exchange, layout, pieces=pieces, completes=completes, earlier=earlier
-                )
+                bucket = LayerBucket(index, lane, self.exchange, layout, pieces=pieces, completes=completes)
                 self.runner.prepare(bucket, split_residuals(pieces, residuals, self.parameters))
                 buckets.append(bucket)
-        return sorted(buckets, key=lambda bucket: bucket.index)
+        self.buckets = sorted(buckets, key=lambda bucket: bucket.index)
 
-    def _divide_again(self, order: Sequence[str]) -> None:
-        """Collective: make new buckets, in the order in which the gradients of rank 0 became ready."""
-        self._settled = True
-        first = gather_bytes(self.group, "\n".join(order).encode())[0].decode().split("\n")
-        divided = divide(first, self.parameters, self.cap_bytes)
-        if divided != tuple(bucket.pieces for bucket in self.buckets):
-            residuals = self.residuals()
-            self.buckets = []  # frees the old states first
-            self.buckets = self._prepare(divided, residuals)
-
-    def residuals(self) -> dict[str, dict[str, Tensor]]:
+    def residuals(self) -> Residuals:
         """Return a copy of all residuals in host memory, by parameter name and kind."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return join_residuals(
-            [(bucket.pieces, bucket.state.tensors(bucket.layout)) for bucket in self.buckets if bucket.state],
-            self.parameters,
-        )
-
-    # --- buckets that are not finite ----------------------------------------------------------------------------
+        states = [(bucket.pieces, bucket.state.tensors(bucket.layout)) for bucket in self.buckets if bucket.state]
+        return join_residuals(states, self.parameters)
 
     @property
     def dropped(self) -> int:
         """How many buckets were dropped because they were not finite. Reading it waits for the device."""
         return sum(int(dropped) for dropped in self._dropped)
-
-    def _warn_of_dropped(self, now: Pass) -> None:
-        labels = [bucket.label for bucket in self.buckets if not bool(now.finite[bucket.index])]
-        if labels and self.group.rank() == 0:
-            warn(
-                f"step {self.runner.steps - 1}: the gradients of {', '.join(labels[:3])} are not finite, so these "
-                f"layers skip the step on all ranks ({self.dropped} buckets dropped so far)"
-            )
-
-    # --- between steps ------------------------------------------------------------------------------------------
 
     @property
     def error(self) -> BaseException | None:
@@ -335,14 +289,12 @@ class GradientPipeline:
         now = self._pass
         if not now.arrived:
             return
-        missing = [name for name in self.parameters if name not in now.arrived]
-        state = "No layer has taken that step"
-        if now.submitted:
-            state = "Some layers have taken that step and others have not: resume from a checkpoint"
+        without = next((f", without the one of {name}" for name in self.parameters if name not in now.arrived), "")
+        taken = "Some layers have taken that step and others have not: resume from a checkpoint"
         failed = ExchangeError(
-            f"the last backward pass ended with {len(now.arrived)} of {len(self.parameters)} gradients"
-            f"{f', without the one of {missing[0]}' if missing else ''}. {state}. If the backward pass raised no "
-            "error, the model did not use these parameters: pass find_unused_parameters=True"
+            f"the last backward pass ended with {len(now.arrived)} of {len(self.parameters)} gradients{without}. "
+            f"{taken if now.submitted else 'No layer has taken that step'}. If the backward pass raised no error, the "
+            "model did not use these parameters: pass find_unused_parameters=True"
         )
         if now.submitted:
             self._incomplete = failed
@@ -356,32 +308,13 @@ class GradientPipeline:
             future.wait()
         self._pass, self._incomplete = Pass(), None
         self.runner.steps, self._settled = steps, self._settled or steps > 0
-        self.buckets = []  # frees the old states first
-        self.buckets = self._prepare(divided, residuals)
+        self._prepare(divided, residuals)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self.runner.close()
         self._hooks, self.buckets, self._pass = [], [], Pass()
-
-
-def _names_to_step(bucket: LayerBucket, now: Pass) -> list[str]:
-    """Return the parameters that a bucket completes, without those that no rank used.
-
-    If the exchange has residuals, unused parameters step too, because part of a residual may have been applied.
-    """
-    return [name for name in bucket.completes if bucket.exchange.keeps or name not in now.unused]
-
-
-def _steps(bucket: LayerBucket, now: Pass) -> Tensor:
-    """Return whether the parameters that a bucket completes take a step.
-
-    A parameter in several buckets takes a step if any of its pieces was finite. The result of the others is zero.
-    """
-    if not bucket.earlier:
-        return now.finite[bucket.index]
-    return torch.stack([now.finite[index] for index in (bucket.index, *bucket.earlier)]).any()
 
 
 def _at_end_of_backward(call: Callable[[], None]) -> None:

@@ -1,9 +1,7 @@
-"""Step the layers of a model one by one, through one ordinary optimizer.
+"""Step the layers of a model one by one, through one ordinary optimizer, unless their gradients are not finite.
 
-While a layer steps, the optimizer's parameter groups contain only the parameters of that layer. A result that is not
-finite is not applied. On the CPU this is checked before the step. On a GPU the host does not wait for the check: fused
-optimizers read a flag on the device, as for a GradScaler, and after the step of any other optimizer the layer is
-restored where the flag is false.
+On the CPU this is checked before the step. On a GPU the host does not wait for the check: fused optimizers read a flag
+on the device, as for a GradScaler, and after the step of any other optimizer the layer is restored if it is false.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from syncline.errors import UsageError
+from syncline.runtime.validation import optimizer_settings
 
 Gradients = Sequence[tuple[nn.Parameter, Tensor]]
 """Parameters with their averaged gradients."""
@@ -44,7 +43,12 @@ class LayerOptimizer:
             if not on_device:
                 self.optimizer.step()
             elif getattr(self.optimizer, "_step_supports_amp_scaling", False):
-                self._step_fused(finite)
+                fused: Any = self.optimizer
+                fused.grad_scale, fused.found_inf = None, (~finite).to(torch.float32)
+                try:
+                    fused.step()
+                finally:
+                    del fused.grad_scale, fused.found_inf
             else:
                 self._step_and_restore(parameters, finite)
 
@@ -66,14 +70,6 @@ class LayerOptimizer:
             for group, parameters in zip(groups, whole, strict=True):
                 group["params"] = parameters
 
-    def _step_fused(self, finite: Tensor) -> None:
-        fused: Any = self.optimizer
-        fused.grad_scale, fused.found_inf = None, (~finite).to(torch.float32)
-        try:
-            fused.step()
-        finally:
-            del fused.grad_scale, fused.found_inf
-
     def _step_and_restore(self, parameters: Sequence[nn.Parameter], finite: Tensor) -> None:
         new = any(not self.optimizer.state.get(parameter) for parameter in parameters)
         if new and not bool(finite):  # state that the optimizer creates in this step could not be restored
@@ -87,33 +83,22 @@ class LayerOptimizer:
 
     def _changed_by_step(self, parameters: Sequence[nn.Parameter]) -> dict[tuple[int, str], Tensor]:
         """Return the tensors on the device that a step changes, by index of the parameter and kind of state."""
-        return {
-            (index, kind): value
-            for index, parameter in enumerate(parameters)
-            for kind, value in {"": parameter.detach(), **self.optimizer.state.get(parameter, {})}.items()
-            if isinstance(value, Tensor) and value.device == parameter.device
-        }
+        changed = {}
+        for index, parameter in enumerate(parameters):
+            for kind, value in {"": parameter.detach(), **self.optimizer.state.get(parameter, {})}.items():
+                if isinstance(value, Tensor) and value.device == parameter.device:
+                    changed[index, kind] = value
+        return changed
 
     def describe(self) -> dict[str, Any]:
         """Return the settings that must be equal on all ranks."""
-        groups = {}
-        for index, group in enumerate(self.optimizer.param_groups):
-            plain = {key: _plain(value) for key, value in group.items() if key != "params"}
-            groups[f"group {index}"] = {"parameters": len(group["params"]), **plain}
-        return {"type": type(self.optimizer).__name__, **groups, "clip_norm": self._clip_norm}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return float(value)
-    return value if isinstance(value, bool | int | float | str | None) else repr(value)
+        return {**optimizer_settings(self.optimizer), "clip_norm": self._clip_norm}
 
 
 def state_bytes(optimizer: Optimizer) -> float:
     """Measure the bytes of optimizer state per element, with one step of a copy of the optimizer.
 
-    Raises:
-        UsageError: The optimizer cannot be constructed again from its defaults.
+    Raises a UsageError if the optimizer cannot be constructed again from its defaults.
     """
     probe = nn.Parameter(torch.zeros(64, 64))
     probe.grad = torch.zeros_like(probe)
@@ -124,8 +109,7 @@ def state_bytes(optimizer: Optimizer) -> float:
         copy = kind([probe], **options)
         copy.step()
     except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(
-            f"the state size of {kind.__name__} cannot be measured ({error}): leave out memory_budget"
-        ) from error
+        text = f"the state size of {kind.__name__} cannot be measured ({error})"
+        raise UsageError(f"{text}: leave out memory_budget") from error
     tensors = [value for value in copy.state[probe].values() if isinstance(value, Tensor) and value.numel() > 1]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors) / probe.numel()
+    return sum(tensor.nbytes for tensor in tensors) / probe.numel()

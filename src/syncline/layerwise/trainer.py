@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,34 +19,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from syncline.dist.agreement import current_device, flatten, versions_here
+from syncline.dist.agreement import current_device, first_difference, flatten, versions_here
 from syncline.dist.comm import backend_of, group_timeout
 from syncline.errors import ExchangeError, UsageError
 from syncline.exchange import Exchange, Tree, settings
 from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.layerwise.activations import Managed
-from syncline.layerwise.checkpoint import LayerwiseCheckpoint
 from syncline.layerwise.gradient_pipeline import GradientPipeline
 from syncline.layerwise.layer_optimizer import LayerOptimizer
-from syncline.layerwise.memory_budget import budget_of, choose_activations, training_of
+from syncline.layerwise.memory_budget import budget_of, choose_activations
 from syncline.predict.memory import BACKLOG_BUCKETS, Choice, bucket_bytes, layerwise_lanes
 from syncline.predict.schedule import MIB
 from syncline.records.activations import KEEP
-from syncline.records.network import Network
-from syncline.runtime.parameters import described_fully, only_device
+from syncline.runtime import validation
+from syncline.runtime.bucketing import parse_buckets
+from syncline.runtime.checkpoint import Checkpoints, digest_of_bits, misfit_of
 from syncline.runtime.stats import Stats
-from syncline.runtime.topology import find_topology, read_network
-from syncline.runtime.validation import (
-    OptimizerOf,
-    broadcast_from_first,
-    build_optimizer,
-    check_lanes,
-    check_numbers,
-    checked_exchange,
-    group_or_default,
-    refuse_double_momentum,
-    trained_parameters,
-)
+from syncline.runtime.topology import NetworkOrFile, find_topology, read_network
+from syncline.runtime.validation import described_fully, only_device
 from syncline.units import format_bytes
 
 
@@ -96,7 +86,7 @@ class Layerwise:
     def __init__(
         self,
         module: nn.Module,
-        optimizer: Optimizer | OptimizerOf,
+        optimizer: Optimizer | validation.OptimizerOf,
         exchange: Exchange | None = None,
         *,
         bucket_mb: float | None = None,
@@ -111,75 +101,63 @@ class Layerwise:
         broadcast_buffers: bool = True,
         process_group: dist.ProcessGroup | None = None,
         timeout_s: float | None = None,
-        network: Network | str | os.PathLike[str] | None = None,
+        network: NetworkOrFile = None,
     ) -> None:
         self.module = module
-        self._parameters = trained_parameters(module)
+        self._parameters = validation.trained_parameters(module)
         self._device = only_device(self._parameters)
-        self._group = group_or_default(process_group)
-        self.exchange = checked_exchange(exchange)
-        self.lanes = layerwise_lanes(backend_of(self._group)) if lanes is None else lanes
+        self._group = group = validation.group_or_default(process_group)
+        self.exchange = validation.checked_exchange(exchange)
+        self.lanes = layerwise_lanes(backend_of(group)) if lanes is None else lanes
         """Number of buckets that may be exchanged at the same time."""
-        check_lanes(self.lanes)
-        check_numbers(residual, bucket_mb=bucket_mb, backlog_mb=backlog_mb, clip_norm=clip_norm, timeout_s=timeout_s)
+        validation.check_lanes(self.lanes)
+        numbers = {"bucket_mb": bucket_mb, "backlog_mb": backlog_mb, "clip_norm": clip_norm, "timeout_s": timeout_s}
+        validation.check_positive(**numbers)
+        if residual not in (None, "device", "host"):
+            raise UsageError(f"residual is {residual!r}: pass 'device' or 'host'")
         self._budget_bytes = budget_of(memory_budget, step, activations)
-        self.optimizer = build_optimizer(optimizer, self._parameters)
+        self.optimizer = validation.build_optimizer(optimizer, self._parameters, self.exchange)
         """An ordinary optimizer, for example for a learning-rate scheduler."""
         stepper = LayerOptimizer(self.optimizer, clip_norm)
-        refuse_double_momentum(self.exchange, self.optimizer)
-        total = sum(p.numel() * p.element_size() for p in self._parameters.values())
+        total = sum(parameter.nbytes for parameter in self._parameters.values())
         self.bucket_bytes = bucket_bytes(total) if bucket_mb is None else int(bucket_mb * MIB)
         """The largest size of a bucket."""
+        backlog_bytes = BACKLOG_BUCKETS * self.bucket_bytes if backlog_mb is None else int(backlog_mb * MIB)
+        timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
         self._broadcasts, self._synced = broadcast_buffers, True
         """Whether the last forward was outside `no_sync`. As in DDP, only then the next one broadcasts buffers."""
         self.choice: Choice | None = None
         """How a step fits into `memory_budget`, if there is one."""
-        self._managed: Managed | None = None
+        self._managed = Managed(module, None)
+        tensors = dict([*module.named_parameters(), *module.named_buffers()])
         with current_device(self._device):
-            known = _agree(
-                self._group,
-                module,
-                network,
-                residual=residual,
-                memory_budget=self._budget_bytes,
-                find_unused_parameters=find_unused_parameters,
-                exchange=settings(self.exchange),
-                lanes=self.lanes,
-                bucket_bytes=self.bucket_bytes,
-                broadcast_buffers=broadcast_buffers,
-                optimizer=stepper.describe(),
-            )
-            with meeting(self._group, "Layerwise", users=True):
-                topology = find_topology(self._group, (self.exchange,), known)
-                broadcast_from_first(self._group, [*module.parameters(), *module.buffers()])
+            with same_on_all_ranks(group, self._device, "the configuration", "Layerwise") as fields:
+                known = read_network(network, fields)
+                fields |= {"residual": residual, "memory_budget": self._budget_bytes, "lanes": self.lanes}
+                fields |= {"find_unused_parameters": find_unused_parameters, "broadcast_buffers": broadcast_buffers}
+                fields |= flatten({"exchange": settings(self.exchange), "optimizer": stepper.describe()})
+                fields |= flatten({"bucket_bytes": self.bucket_bytes, "version": versions_here()})
+                fields |= flatten({"parameter": {name: described_fully(tensor) for name, tensor in tensors.items()}})
+            with meeting(group, "Layerwise", users=True):
+                topology = find_topology(group, (self.exchange,), known)
+                validation.broadcast_from_first(group, list(tensors.values()))
+                sizes = {"lanes": self.lanes, "cap_bytes": self.bucket_bytes, "backlog_bytes": backlog_bytes}
                 self._pipeline = GradientPipeline(
-                    self._group,
-                    self._parameters,
-                    self.exchange,
-                    stepper,
-                    group_timeout(self._group) if timeout_s is None else timedelta(seconds=timeout_s),
-                    lanes=self.lanes,
-                    topology=topology,
-                    cap_bytes=self.bucket_bytes,
-                    backlog_bytes=BACKLOG_BUCKETS * self.bucket_bytes if backlog_mb is None else int(backlog_mb * MIB),
-                    find_unused=find_unused_parameters,
-                    residuals_on_host=residual == "host",
+                    group, self._parameters, self.exchange, stepper, timeout, topology, find_unused_parameters, **sizes
                 )
             try:
                 if step is not None and self._budget_bytes is not None:
-                    with same_on_all_ranks(self._group, self._device, "the memory budget", "Layerwise"):
-                        sizes = training_of(module, self._pipeline)
-                        self.choice, activations = choose_activations(module, step, sizes, self._budget_bytes, residual)
-                    for workspace in self._pipeline.workspaces:
-                        workspace.rest_on(self.choice.residual)
+                    with same_on_all_ranks(group, self._device, "the memory budget", "Layerwise"):
+                        sized = self._pipeline, self._budget_bytes, residual
+                        self.choice, activations = choose_activations(module, step, *sized)
+                    residual = self.choice.residual
+                for workspace in self._pipeline.workspaces:
+                    workspace.rest_on(residual or "device")
                 self._managed = Managed(module, activations)
             except BaseException:
                 self.close()
                 raise
-        self._checkpoint = LayerwiseCheckpoint(module, self._pipeline)
         self._pipeline.start()
-
-    # --- training -----------------------------------------------------------------------------------------------
 
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         """Run the module's forward pass and return its result.
@@ -192,7 +170,7 @@ class Layerwise:
         if torch.is_grad_enabled():
             self._check_ready()
             if self._broadcasts and self._synced:
-                broadcast_from_first(self._group, list(self.module.buffers()))
+                validation.broadcast_from_first(self._group, list(self.module.buffers()))
             self._synced = self._pipeline.syncing
         return self.module(*inputs, **options)
 
@@ -217,8 +195,6 @@ class Layerwise:
         """Set the module to evaluation mode, and return the trainer."""
         return self.train(False)
 
-    # --- status -------------------------------------------------------------------------------------------------
-
     @property
     def steps(self) -> int:
         """Number of steps that were exchanged, including those before a checkpoint."""
@@ -242,7 +218,7 @@ class Layerwise:
     @property
     def ways(self) -> dict[str, str]:
         """What happens to the activations of each block that does not keep them, by its name."""
-        return {} if self._managed is None else {name: way for name, way in self._managed.ways.items() if way != KEEP}
+        return {name: way for name, way in self._managed.ways.items() if way != KEEP}
 
     def predicted_sent_bytes(self) -> dict[str, int]:
         """Return the bytes that a step should send, per level, by the cost that the exchange states."""
@@ -257,22 +233,17 @@ class Layerwise:
         ranks, count = self._group.size(), len(self._pipeline.buckets)
         lines = [f"{self.exchange!r} layer by layer on {ranks} ranks, {count} buckets"]
         if self.choice is not None and self._budget_bytes is not None:
-            lines.append(
-                f"memory: {format_bytes(self.choice.peak_bytes)} of {format_bytes(self._budget_bytes)} predicted, "
-                f"{format_bytes(self.choice.states_bytes)} of it between steps; blocks: {self.choice.describe()}"
-            )
+            peak, budget = format_bytes(self.choice.peak_bytes), format_bytes(self._budget_bytes)
+            between = f"{format_bytes(self.choice.states_bytes)} of it between steps"
+            lines.append(f"memory: {peak} of {budget} predicted, {between}; blocks: {self.choice.describe()}")
         elif self.ways:
             lines.append(f"blocks: {', '.join(f'{name} {way}' for name, way in list(self.ways.items())[:4])}, …")
-        if self.tree is not None:
-            lines.append(self.tree.describe())
-        return "\n".join(lines)
-
-    # --- checkpoints --------------------------------------------------------------------------------------------
+        return "\n".join([*lines, *([] if self.tree is None else [self.tree.describe()])])
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Collective: save this rank's residuals to a file in `folder`.
+        """Collective: save this rank's residuals to a file in `folder`, with a digest of the weights, between steps.
 
-        Weights and the optimizer's state are equal on all ranks. Save them once, as usual. Call this between steps.
+        Weights and the optimizer's state are equal on all ranks. Save them once, as usual.
 
         Args:
             folder: The folder, which is created if necessary.
@@ -287,7 +258,7 @@ class Layerwise:
             >>> trainer.save("run/exchange")
         """
         self._check_ready()
-        self._checkpoint.save(folder)
+        self._checkpoints.save(folder, {**self._residual_state(), "weights": digest_of_bits(self._parameters)})
 
     def load(self, folder: str | os.PathLike[str], *, on_world_size: str = "refuse") -> None:
         """Collective: continue from a checkpoint that `save` wrote. Load the weights and the optimizer's state first.
@@ -307,13 +278,14 @@ class Layerwise:
             >>> trainer.optimizer.load_state_dict(optimizer)
             >>> trainer.load("run/exchange")
         """
-        self._check_loads()
-        self._checkpoint.load(folder, on_world_size)
+        self._check_ready(to_load=True)
+        self._resume(self._checkpoints.load(folder, on_world_size, self._examine))
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state of this rank: weights, the optimizer's state, and a copy of the residuals in host memory."""
         self._check_ready()
-        return self._checkpoint.state_dict()
+        weights, optimizer = self.module.state_dict(), self.optimizer.state_dict()
+        return {**self._residual_state(), "model": weights, "optimizer": optimizer}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Collective: continue from what `state_dict` returned, on the same rank of as many ranks.
@@ -325,50 +297,79 @@ class Layerwise:
             UsageError: The state does not fit the model, the optimizer or the exchange.
             MismatchError: Another rank refuses its state, or the states are of different steps.
         """
-        self._check_loads()
-        self._checkpoint.load_state_dict(state)
+        self._check_ready(to_load=True)
+        with same_on_all_ranks(self._group, self._device, "the state", "load_state_dict") as fields:
+            self._checkpoints.check(state)
+            here = {"model": self.module.state_dict(), "optimizer": self.optimizer.state_dict()}
+            for part in here:
+                if not isinstance(state.get(part), Mapping):
+                    raise UsageError(f"the state has no {part!r}: pass what state_dict() returned")
+            if (difference := first_difference(_shapes(state), _shapes(here))) is not None:
+                text = "{} is {} in the state, but {} now".format(*difference)
+                raise UsageError(f"{text}: load it into the same model")
+            fields |= {"steps": state["steps"], "buckets": state["buckets"]}
+            fields["weights"] = {name: float(state["model"][name].double().sum()) for name in self._parameters}
+        self.module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self._resume(state)
+
+    @property
+    def _checkpoints(self) -> Checkpoints:  # not an attribute, which would refer back to this trainer
+        # Earlier releases could exchange updates instead of gradients ("mirror").
+        expected = {**settings(self.exchange), "mirror": False, "optimizer": type(self.optimizer).__name__}
+        levels = self.tree if self.exchange.keeps else None
+        return Checkpoints(self._group, self._device, expected, levels, self._misfit)
+
+    def _residual_state(self) -> dict[str, Any]:
+        buckets = [[str(piece) for piece in bucket.pieces] for bucket in self._pipeline.buckets]
+        tensors = self._pipeline.residuals()
+        return {**self._checkpoints.identity, "steps": self.steps, "buckets": buckets, "tensors": tensors}
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        buckets = parse_buckets(state["buckets"], self._parameters)
+        with current_device(self._device):
+            self._pipeline.resume(buckets, state["tensors"], state["steps"])
+
+    def _examine(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Raise if the model has other weights than the checkpoint. Return what must be equal on all ranks."""
+        if state.get("weights") != digest_of_bits(self._parameters):
+            text = f"the model's weights are not those of step {state['steps']}, at which the checkpoint was saved"
+            raise UsageError(f"{text}: load the module's and the optimizer's state of that step first, on every rank")
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            kinds = self.optimizer.state.get(parameter, {})
+            tensors |= {f"{name}.{kind}": value for kind, value in kinds.items() if isinstance(value, Tensor)}
+        return flatten({"optimizer": {**self._pipeline.optimizer.describe(), "state": digest_of_bits(tensors)}})
+
+    def _misfit(self, tensors: Mapping[str, Mapping[str, Tensor]], buckets: Sequence[Sequence[str]]) -> str | None:
+        try:
+            parse_buckets(buckets, self._parameters)
+        except UsageError as error:
+            return str(error)
+        return misfit_of({name: parameter.shape for name, parameter in self._parameters.items()}, tensors)
 
     def close(self) -> None:
         """Stop exchanging, and leave the module as an ordinary one. Residuals are lost."""
-        if self._managed is not None:
-            self._managed.close()
+        self._managed.close()
         self._pipeline.close()
 
-    # --- checks -------------------------------------------------------------------------------------------------
-
-    def _check_open(self) -> None:
+    def _check_ready(self, *, to_load: bool = False) -> None:
         if not self._pipeline.runner.lanes:
             raise UsageError("this trainer is closed: create a new one")
-
-    def _check_loads(self) -> None:
-        self._check_open()
-        if self._pipeline.runner.error is not None:
+        if to_load and self._pipeline.runner.error is not None:
             raise ExchangeError(f"an exchange of this trainer failed: create a new Layerwise to load: {self.error}")
-
-    def _check_ready(self) -> None:
-        self._check_open()
+        if to_load:
+            return
         device = self._device.type
         if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
-            raise UsageError(
-                "Layerwise does not support autocast to float16: a GradScaler would skip a step only after some layers "
-                "have taken it. Use torch.bfloat16, which needs no scaling"
-            )
-        trained = {id(parameter) for parameter in self.module.parameters() if parameter.requires_grad}
-        if trained != {id(parameter) for parameter in self._parameters.values()}:
-            raise UsageError(
-                "other parameters require gradients than when this trainer was created: close() it, and create a new "
-                "one after freezing or unfreezing"
-            )
+            why = "a GradScaler would skip a step only after some layers have taken it"
+            raise UsageError(f"Layerwise does not support autocast to float16, as {why}: use torch.bfloat16 instead")
+        if {p for p in self.module.parameters() if p.requires_grad} != set(self._parameters.values()):
+            text = "other parameters require gradients than when this trainer was created"
+            raise UsageError(f"{text}: close() it, and create a new one after freezing or unfreezing")
         self._pipeline.check_complete()
 
 
-def _agree(
-    group: dist.ProcessGroup, module: nn.Module, network: Network | str | os.PathLike[str] | None, **arguments: Any
-) -> Network | None:
-    """Collective: return the network, read from its file. Raise unless all arguments are equal on all ranks."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    with same_on_all_ranks(group, tensors[0][1].device, "the configuration", "Layerwise") as fields:
-        loaded = read_network(network, fields)
-        parameters = {name: described_fully(tensor) for name, tensor in tensors}
-        fields |= flatten({**arguments, "version": versions_here(), "parameter": parameters})
-    return loaded
+def _shapes(state: Mapping[str, Any]) -> dict[str, Any]:
+    shapes = {name: tuple(tensor.shape) for name, tensor in state["model"].items()}
+    return {**shapes, "parameters of optimizer groups": [len(g["params"]) for g in state["optimizer"]["param_groups"]]}

@@ -1,32 +1,21 @@
-"""Measure when each gradient of a model becomes ready, by running steps without communication for that purpose.
-
-All ranks compute at the same time, because ranks on one host share its cores and memory bandwidth in training, too.
-"""
+"""Measure when each gradient of a model becomes ready, by running steps without communication for that purpose. All
+ranks compute at the same time, because ranks on one host share its cores and memory bandwidth in training, too."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from syncline.dist.agreement import current_device
 from syncline.errors import UsageError
 from syncline.measure.preserve_state import Weights, restored_on_exit
-from syncline.measure.steps import (
-    Clock,
-    Measured,
-    StepMarks,
-    Subject,
-    checked_loss,
-    describe_method,
-    merge_over,
-    run_on_all_ranks,
-    summarise,
-)
+from syncline.measure.steps import Clock, StepMarks, Subject, checked_loss, merge_over, run_on_all_ranks, summarise
 from syncline.records.profile import Profile
 
 Step = Callable[[nn.Module], Tensor]
@@ -81,92 +70,59 @@ def measure_backward(
     """
     if steps < 1 or warmup < 0:
         raise UsageError(f"steps must be at least 1 and warmup at least 0, not {steps} and {warmup}")
-    subject = Subject.of(model)
-    if subject.compiled_with_ddp and getattr(subject.ddp, "static_graph", False):
-        raise UsageError(
-            "a compiled DDP model with static_graph=True cannot run without communication: pass its module instead"
-        )
+    subject = Subject.of(model, model_name, batch)
+    # From torch.compile(DDP(net)), DDP cannot be removed.
+    compiled_ddp = subject.ddp if subject.ddp is not None and subject.model is not subject.ddp.module else None
+    if getattr(compiled_ddp, "static_graph", False):
+        why = "a compiled DDP model with static_graph=True cannot run without communication"
+        raise UsageError(f"{why}: pass its module instead")
     if group is None and subject.ddp is not None:
         group = subject.ddp.process_group
     elif group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    how = describe_method(subject.device, f"medians of {steps} steps after {warmup} to warm up", optimizer)
-    clock = Clock(subject.device)
-    with contextlib.ExitStack() as around:
-        if subject.device.type == "cuda":
-            around.enter_context(torch.cuda.device(subject.device))
-        if optimizer is None or subject.ddp is not None:
-            around.enter_context(restored_on_exit(subject.model, subject.device))
-        if optimizer is not None and subject.ddp is not None:
-            around.callback(Weights(dict(subject.model.named_parameters())).restore)
-            around.callback(optimizer.load_state_dict, copy.deepcopy(optimizer.state_dict()))
-        if subject.compiled_with_ddp and subject.ddp is not None:
-            around.enter_context(subject.ddp.no_sync())
-        run = around.enter_context(_timed(clock, subject, step, optimizer))
-        done = 0
-
-        def take(count: int) -> list[StepMarks]:
-            nonlocal done
-            marks = []
-            for _ in range(count):
-                marks.append(run())
-                done += 1
-                if on_progress is not None:
-                    on_progress(done, warmup + steps)
-            clock.settle()
-            return marks
-
-        def warm_up() -> bytes:
-            take(warmup)
-            return b""
-
-        def measure() -> Measured:
-            return summarise(subject, clock, take(steps), model_name=model_name, how=how, batch=batch)
-
-        run_on_all_ranks(group, warm_up)
-        return merge_over(group, measure)
-
-
-@contextlib.contextmanager
-def _timed(
-    clock: Clock, subject: Subject, step: Step, optimizer: torch.optim.Optimizer | None
-) -> Iterator[Callable[[], StepMarks]]:
-    """Yield a function that runs one step and returns its marks."""
+    clock, marks = Clock(subject.device), list[StepMarks]()
     ready: dict[str, Any] = {}
 
     def mark(name: str) -> None:
         ready.pop(name, None)  # with activation checkpointing a gradient may be completed in parts: the last one counts
         ready[name] = clock.mark()
 
-    def run() -> StepMarks:
-        nonlocal ready
-        _clear_gradients(subject)
-        ready = {}
-        start = clock.mark()
-        loss = checked_loss(step(subject.model))
-        backward_start = clock.mark()
-        loss.backward()
-        marks = StepMarks(start, backward_start, clock.mark(), ready)
-        subject.refuse_silent(
-            [name for name, p in subject.parameters.items() if p.grad is not None and name not in ready]
-        )
-        if optimizer:
-            update_start = clock.mark()
-            optimizer.step()
-            marks.update = (update_start, clock.mark())
-        return marks
+    def take(count: int) -> bytes:
+        for _ in range(count):
+            subject.model.zero_grad()
+            ready.clear()
+            start = clock.mark()
+            loss = checked_loss(step(subject.model))
+            backward_start = clock.mark()
+            loss.backward()
+            marks.append(StepMarks(start, backward_start, clock.mark(), dict(ready)))
+            silent = [name for name, p in subject.parameters.items() if p.grad is not None and name not in ready]
+            if silent:
+                more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
+                why = "but its hook did not fire, so its ready time cannot be measured"
+                raise UsageError(f"{silent[0]}{more} got a gradient, {why}; turn compiled autograd off while measuring")
+            if optimizer is not None:
+                update_start = clock.mark()
+                optimizer.step()
+                marks[-1].update = (update_start, clock.mark())
+            if on_progress is not None:
+                on_progress(len(marks), warmup + steps)
+        clock.settle()
+        return b""
 
-    hooks = [
-        p.register_post_accumulate_grad_hook(lambda _, name=name: mark(name)) for name, p in subject.parameters.items()
-    ]
-    try:
-        yield run
-    finally:
-        for hook in hooks:
-            hook.remove()
-        _clear_gradients(subject)
-
-
-def _clear_gradients(subject: Subject) -> None:
-    for p in subject.parameters.values():
-        p.grad = None
+    with contextlib.ExitStack() as around:
+        around.enter_context(current_device(subject.device))
+        if optimizer is None or subject.ddp is not None:
+            around.enter_context(restored_on_exit(subject.model, subject.device))
+        if optimizer is not None and subject.ddp is not None:
+            around.callback(Weights(dict(subject.model.named_parameters())).restore)
+            around.callback(optimizer.load_state_dict, copy.deepcopy(optimizer.state_dict()))
+        if compiled_ddp is not None:
+            around.enter_context(compiled_ddp.no_sync())
+        around.callback(subject.model.zero_grad)
+        for hook in subject.on_gradients(mark):
+            around.callback(hook.remove)
+        run_on_all_ranks(group, lambda: take(warmup))
+        run_on_all_ranks(group, lambda: take(steps))
+    what = f"medians of {steps} steps after {warmup} to warm up"
+    return merge_over(group, lambda: summarise(subject, clock, marks[warmup:], optimizer, what))

@@ -1,8 +1,6 @@
-"""Profile a model's backward from the steps that a running job makes anyway. `watch_backward` lists the limits.
-
-Passes that only accumulate gradients count as forward of the step that uses them, because no communication runs behind
-them. Passes whose gradients were dropped, by a GradScaler for example, are left out.
-"""
+"""Profile a model's backward from the steps that a running job makes anyway. `watch_backward` lists the limits. Passes
+that only accumulate gradients count as forward of the step that uses them, because no communication runs behind them.
+Passes whose gradients were dropped, by a GradScaler for example, are left out."""
 
 from __future__ import annotations
 
@@ -10,19 +8,19 @@ import weakref
 from collections import deque
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from syncline.errors import UsageError
 from syncline.measure.step_watcher import Pass, StepWatcher
-from syncline.measure.steps import Measured, StepMarks, Subject, describe_method, merge_over, summarise
+from syncline.measure.steps import Measured, StepMarks, Subject, merge_over, summarise
 from syncline.records.profile import Profile
 
 
 def watch_backward(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer | None = None,
     *,
     steps: int = 20,
     skip: int = 2,
@@ -57,46 +55,33 @@ def watch_backward(
     """
     if steps < 1 or skip < 0:
         raise UsageError(f"steps must be at least 1 and skip at least 0, not {steps} and {skip}")
-    return BackwardWatch(Subject.of(model), optimizer, steps, skip, model_name, batch)
+    return BackwardWatch(Subject.of(model, model_name, batch), optimizer, steps, skip)
 
 
 class BackwardWatch(StepWatcher):
     """Watches passes, gradients and updates of a model while it is entered, and makes a profile of them."""
 
     def __init__(
-        self,
-        subject: Subject,
-        optimizer: torch.optim.Optimizer | None,
-        steps: int,
-        skip: int,
-        model_name: str | None = None,
-        batch: int | None = None,
-        *,
-        last_pass_only: bool = False,
+        self, subject: Subject, optimizer: Optimizer | None, steps: int, skip: int, last_pass_only: bool = False
     ) -> None:
         """Create a watch like `watch_backward`; `last_pass_only` leaves out passes that only accumulate gradients."""
         super().__init__(subject.device)
         self._last_pass_only = last_pass_only
         self._subject, self._optimizer, self._skip = subject, optimizer, skip
-        self._model_name, self._batch = model_name, batch
         self._steps: deque[StepMarks] = deque(maxlen=steps)
         self._seen = 0
         self._unused: list[Pass] = []  # passes whose gradients no update has used yet
         # A parameter with a gradient from the last of these passes, and the version of that gradient.
-        self._last_gradient: tuple[nn.Parameter, int] | None = None
+        self._last_gradient: tuple[nn.Parameter, int]
         self._update_start: Any = None
-        self._versions: dict[str, int | None] = {}  # of the gradients, before the first backward
-        self._silent: list[str] | None = None  # parameters that got a gradient in it, but whose hooks were not called
 
     def __enter__(self) -> BackwardWatch:
         if self._hooks:
             raise UsageError("this model is being watched already: enter the context once")
         model = self._subject.model
         if getattr(model, "_compiled_call_impl", None) is not None:
-            raise UsageError(
-                "model.compile() compiles a model's hooks with it, and a watch cannot be compiled: use "
-                "model = torch.compile(model), or measure_backward"
-            )
+            instead = "model = torch.compile(model), or measure_backward"
+            raise UsageError(f"model.compile() compiles a model's hooks with it, but a watch cannot be: use {instead}")
         self.watch(model, self._subject.ddp)
         # Python's garbage collector does not see what a parameter's hook refers to. A strong reference to a watch,
         # which knows its model, would keep the model alive for good.
@@ -106,8 +91,7 @@ class BackwardWatch(StepWatcher):
             if (gradient_ready := weak_ready()) is not None:
                 gradient_ready(name)
 
-        for name, p in self._subject.parameters.items():
-            self._hooks.append(p.register_post_accumulate_grad_hook(lambda _, name=name: ready(name)))
+        self._hooks += self._subject.on_gradients(ready)
         if self._optimizer is not None:
             self._hooks.append(self._optimizer.register_step_pre_hook(lambda *_: self._update_began()))
             self._hooks.append(self._optimizer.register_step_post_hook(lambda *_: self._update_ended()))
@@ -129,20 +113,16 @@ class BackwardWatch(StepWatcher):
             group: If given, all ranks of this group call `profile` together and get one profile of them all.
 
         Raises:
-            UsageError: No step was seen, or gradients without a working hook.
+            UsageError: No step was seen.
             MismatchError: The ranks have different models, or another rank could not make its profile.
         """
         return merge_over(group, self._measured)
 
     def _measured(self) -> Measured:
-        self._subject.refuse_silent(self._silent or [])
         if not self._steps:
             raise UsageError(self._why_nothing())
         what = f"medians of {len(self._steps)} steps of a running job"
-        how = describe_method(self._subject.device, what, self._optimizer)
-        return summarise(
-            self._subject, self.clock, self._steps, model_name=self._model_name, how=how, batch=self._batch
-        )
+        return summarise(self._subject, self.clock, self._steps, self._optimizer, what)
 
     def _why_nothing(self) -> str:
         if self._seen:
@@ -152,9 +132,8 @@ class BackwardWatch(StepWatcher):
         if self._unused:
             return "the optimizer made no step with the gradients that were seen: is it the one that trains the model?"
         return (
-            "no backward from the model's output was seen: a watched step must run forward and backward, as in "
-            "training; the model's output must contain tensors that backward starts from; and compiled autograd must "
-            "be off"
+            "no backward from the model's output was seen: a watched step must run forward and backward, the output "
+            "must contain tensors that backward starts from, and compiled autograd must be off"
         )
 
     def _forward_began(self) -> None:
@@ -162,21 +141,9 @@ class BackwardWatch(StepWatcher):
         super()._forward_began()
         if self._forward is before:
             return  # this forward is not watched
-        if self._unused and not self._has_last_gradient():
-            self._unused = []
+        if self._unused and not 0 <= self._last_gradient[1] == _version(self._last_gradient[0]):
+            self._unused = []  # the gradients were zeroed or unscaled since then, so they are not used
         self._update_start = None  # a closure computes gradients inside the optimizer's step: the two are inseparable
-
-    def _has_last_gradient(self) -> bool:
-        """Whether the last gradients are as backward left them: not zeroed, and not unscaled."""
-        if self._last_gradient is None:
-            return False
-        parameter, version = self._last_gradient
-        return parameter.grad is not None and parameter.grad._version == version
-
-    def _backward_began(self) -> Any:
-        if self._silent is None:
-            self._versions = self._gradient_versions()
-        return super()._backward_began()
 
     def _gradient_ready(self, name: str) -> None:
         if self._pass is not None:
@@ -184,17 +151,13 @@ class BackwardWatch(StepWatcher):
             self._pass.ready[name] = self.clock.mark()
 
     def _pass_ended(self, ended: Pass) -> None:
-        if self._silent is None:
-            after = self._gradient_versions()
-            self._silent = [name for name in after if after[name] != self._versions[name] and name not in ended.ready]
-        last = next(reversed(ended.ready), None)
-        if last is None:
+        if not ended.ready:
             return
         if self._unused and self._unused[-1].forward.sync:
             self._unused = []  # it was exchanged, but no update followed
         self._unused.append(ended)
-        parameter = self._subject.parameters[last]
-        self._last_gradient = None if parameter.grad is None else (parameter, parameter.grad._version)
+        parameter = self._subject.parameters[next(reversed(ended.ready))]
+        self._last_gradient = parameter, _version(parameter)
         if self._optimizer is None and (ended.forward.sync or self._subject.ddp is None):
             self._add_step(None)
 
@@ -213,9 +176,10 @@ class BackwardWatch(StepWatcher):
         if self._seen > self._skip:
             counted = [] if self._last_pass_only else earlier
             spans = [(each.forward.start, each.backward_end) for each in counted if each.forward is not last.forward]
-            self._steps.append(
-                StepMarks(last.forward.start, last.backward_start, last.backward_end, last.ready, update, spans)
-            )
+            marks = last.forward.start, last.backward_start, last.backward_end, last.ready
+            self._steps.append(StepMarks(*marks, update, spans))
 
-    def _gradient_versions(self) -> dict[str, int | None]:
-        return {name: None if p.grad is None else p.grad._version for name, p in self._subject.parameters.items()}
+
+def _version(parameter: nn.Parameter) -> int:
+    """Return a number that changes when the gradient is written to; -1 without a gradient."""
+    return -1 if parameter.grad is None else parameter.grad._version

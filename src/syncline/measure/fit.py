@@ -1,13 +1,10 @@
-"""Robust fits of a collective's time over its bytes: one line, or up to three lines that meet.
-
-Errors are relative, and sizes whose repetitions agree weigh more; otherwise the largest sizes alone would decide.
-Outliers lose weight with each pass (Huber's weights). Slopes and the first intercept are never negative.
-"""
+"""Robust fits of a collective's time over its bytes: one line, or up to three lines that meet. Errors are relative, and
+sizes whose repetitions agree weigh more; otherwise the largest sizes alone would decide. Outliers lose weight with each
+pass (Huber's weights). Slopes and the first intercept are never negative."""
 
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Samples = Mapping[int, Sequence[float]]
-"""Bytes → the seconds of each repetition."""
-
+Samples = Mapping[int, Sequence[float]]  # bytes → the seconds of each repetition
 CONFIDENCE = 0.9
 _PASSES = 6
 _HUBER = 1.345
@@ -25,8 +20,7 @@ _BETTER = 0.6  # another line is accepted only if the squared error falls below 
 _RESAMPLES = 200
 _PRECISION = 0.02  # lower limit for the relative error of a median, however well its repetitions agree
 _UNKNOWN_PRECISION = 0.05  # relative error of a size that was measured once
-# Protocols switch at small sizes only. If the slope falls beyond this size, smaller sizes were disturbed.
-_LAST_SWITCH_BYTES = 4e6
+_LAST_SWITCH_BYTES = 4e6  # protocols switch at small sizes; if the slope falls later, smaller sizes were disturbed
 
 
 @dataclass(frozen=True)
@@ -43,8 +37,7 @@ class Lines:
     """Time over bytes: one to three lines, each of which ends where the next begins."""
 
     pieces: tuple[Line, ...]
-    residual: float
-    """Root mean square of the relative errors."""
+    residual: float  # root mean square of the relative errors
 
     @property
     def first(self) -> Line:
@@ -79,48 +72,36 @@ class Fit:
 
 
 def fit(samples: Samples, *, bursts: bool = False, switches: bool = True) -> Fit:
-    """Fit lines to the medians, with confidence intervals from bootstrap resampling of the repetitions.
-
-    Args:
-        samples: Seconds of each repetition, by bytes.
-        bursts: Whether the links are known to have a burst, which makes two lines more likely than one.
-        switches: Whether the protocol may change with the size: a later line may then have a smaller slope, and there
-            may be three lines.
-    """
+    """Fit lines to the medians, with confidence intervals from bootstrap resampling of the repetitions. `bursts` says
+    that the links are known to have a burst, which makes two lines more likely than one. With `switches`, the protocol
+    may change with the size: a later line may have a smaller slope, and there may be three lines."""
     sizes = np.array(sorted(samples), dtype=float)
-    medians = np.array([statistics.median(samples[int(size)]) for size in sizes])
-    precision = np.array([_precision(samples[int(size)]) for size in sizes])
+    repeats = [np.asarray(samples[size], dtype=float) for size in sorted(samples)]
+    medians = np.array([np.median(times) for times in repeats])
+    precision = np.array([_precision(times) for times in repeats])
     lines = fit_lines(sizes, medians, precision, better=1.0 if bursts else _BETTER, switches=switches)
     breaks = tuple(piece.from_bytes for piece in lines.pieces[1:])
     rng = np.random.default_rng(0)
     intercepts, slopes = [], []
-    repeats = [np.asarray(samples[int(size)], dtype=float) for size in sizes]
     for _ in range(_RESAMPLES):
         resampled = np.array([np.median(rng.choice(times, len(times))) for times in repeats])
         refitted, _ = _fit_at(sizes, resampled, precision, breaks)
         intercepts.append(refitted.first.intercept_s)
         slopes.append(refitted.last.s_per_byte)
-    return Fit(
-        lines,
-        _interval(lines.first.intercept_s, intercepts, lines.residual),
-        _interval(lines.last.s_per_byte, slopes, lines.residual / len(sizes) ** 0.5),
-    )
+    startup_s = _interval(lines.first.intercept_s, intercepts, lines.residual)
+    return Fit(lines, startup_s, _interval(lines.last.s_per_byte, slopes, lines.residual / len(sizes) ** 0.5))
 
 
 def fit_lines(
-    sizes: Floats,
-    seconds: Floats,
-    precision: Floats | None = None,
-    better: float = _BETTER,
-    switches: bool = True,
+    sizes: Floats, seconds: Floats, precision: Floats | None = None, better: float = _BETTER, switches: bool = True
 ) -> Lines:
-    """Fit as few lines as possible.
-
-    A second line is accepted if it reduces the squared error below the share `better`, a third line below the share
-    `_BETTER` of that of two lines. Each line needs two sizes. `precision` is the relative error of each size.
-    """
+    """Fit as few lines as possible. A second line is accepted if it reduces the squared error below the share `better`,
+    a third line below the share `_BETTER` of that of two lines. Each line needs two sizes. `precision` is the relative
+    error of each size."""
     precision = np.full_like(sizes, _PRECISION) if precision is None else precision
-    positions = _possible_breaks(sizes)
+    # Lines may meet at the measured sizes, and at the geometric means of neighbours.
+    inner = [float(size) for size in sizes[1:-1]]
+    positions = sorted([*inner[:-1], *((left * right) ** 0.5 for left, right in itertools.pairwise(inner))])
     best, misfit = _fit_at(sizes, seconds, precision, ())
     good_enough = len(sizes) if better < 1 else 1e-6  # the fit is as precise as the measurements
     for pieces, enough, share in ((2, good_enough, better), (3, len(sizes), _BETTER)):
@@ -129,11 +110,10 @@ def fit_lines(
         coarse = [breaks for breaks in itertools.combinations(positions, pieces - 1) if _populated(sizes, breaks)]
         tried = [(*_fit_at(sizes, seconds, precision, breaks), breaks) for breaks in coarse]
         tried = [fitted for fitted in tried if _plausible(fitted[0], switches)]
-        if not tried:
-            continue
-        candidate, least = _refine(sizes, seconds, precision, min(tried, key=lambda fitted: fitted[1])[2])
-        if least < share * misfit and _plausible(candidate, switches):  # if not, three lines may still be better
-            best, misfit = candidate, least
+        if tried:
+            candidate, least = _refine(sizes, seconds, precision, min(tried, key=lambda fitted: fitted[1])[2])
+            if least < share * misfit and _plausible(candidate, switches):  # if not, three lines may still be better
+                best, misfit = candidate, least
     return best
 
 
@@ -158,13 +138,6 @@ def _plausible(lines: Lines, switches: bool) -> bool:
         after.s_per_byte >= before.s_per_byte or (switches and after.from_bytes <= _LAST_SWITCH_BYTES)
         for before, after in itertools.pairwise(lines.pieces)
     )
-
-
-def _possible_breaks(sizes: Floats) -> list[float]:
-    """Return the bytes at which lines may meet: the measured sizes, and the geometric means of neighbours."""
-    inner = sizes[1:-1]
-    halves = [float((left * right) ** 0.5) for left, right in itertools.pairwise(inner)]
-    return sorted([*map(float, inner[:-1]), *halves])
 
 
 def _populated(sizes: Floats, breaks: tuple[float, ...]) -> bool:
@@ -200,7 +173,7 @@ def _fit_at(sizes: Floats, seconds: Floats, precision: Floats, breaks: tuple[flo
     return Lines(tuple(pieces), float(np.sqrt(np.mean(np.minimum(errors**2, 1.0))))), misfit
 
 
-def _precision(times: Sequence[float]) -> float:
+def _precision(times: Floats) -> float:
     """Estimate the relative error of the median of these repetitions."""
     if len(times) < 2:
         return _UNKNOWN_PRECISION

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from syncline.exchange import WORLD, wire
 from syncline.measure.fit import Fit, Lines, fit
@@ -32,6 +33,13 @@ Key = tuple[Any, ...]
 def even_elements(size: float, ranks: int) -> int:
     """Return the number of elements of a buffer of about `size` bytes that splits evenly over the ranks."""
     return max(1, round(size / ITEM_BYTES / ranks)) * ranks
+
+
+def measured_kinds(kinds: Sequence[str], ranks: int, backend: str) -> tuple[str, ...]:
+    """Return the collectives to measure at a level: `kinds`, and where all-to-alls may run in rounds, those too. NCCL's
+    rounds win only over links that have not rested, but links rest before every sample: a constant decides there."""
+    paced = wire.protocol("all_to_all", wire.NEVER_BYTES, ranks, WORLD, backend, None) == wire.PACED
+    return (*kinds, wire.PACED) if paced and backend == "gloo" and "all_to_all" in kinds else tuple(kinds)
 
 
 @dataclass(frozen=True)
@@ -73,10 +81,8 @@ class Readings:
         return wire.sent_bytes(kind, numel, ITEM_BYTES, ranks, self.backend)
 
     def fitted(self, cluster: Network, levels: Mapping[str, int], kinds: Sequence[str], burst_bytes: float) -> Network:
-        """Return `cluster`, which holds the topology, with fitted links and collectives.
-
-        `levels` has the number of ranks at each level, and `burst_bytes` is the burst of the hosts' links.
-        """
+        """Return `cluster`, which holds the topology, with fitted links and collectives. `levels` has the number of
+        ranks at each level, and `burst_bytes` is the burst of the hosts' links."""
         fits = {
             (level, kind): fit(
                 {self._sent(kind, numel, ranks): times for numel, times in self.sweep(level, kind).items()},
@@ -84,23 +90,32 @@ class Readings:
                 switches=self.backend == "nccl",  # gloo uses one protocol for all sizes
             )
             for level, ranks in levels.items()
-            for kind in kinds
+            for kind in measured_kinds(kinds, ranks, self.backend)
         }
-        linked = msgspec.structs.replace(
+        startups = [(key[1], statistics.median(times)) for key, times in self.seconds.items() if key[0] == "startup"]
+        linked = replace(
             cluster,
             links=_links(cluster, fits, burst_bytes),
             in_flight=_IN_FLIGHT[self.backend],
-            overlap=self._overlap(fits[WORLD, "all_reduce"]),
-            startups=tuple(
-                Startup(ranks=key[1], seconds=statistics.median(times))
-                for key, times in self.seconds.items()
-                if key[0] == "startup"
-            ),
+            paced_bytes=self._paced_bytes(),
+            overlap=tuple(self._overlap(streams, fits[WORLD, "all_reduce"]) for streams in STREAMS),
+            startups=tuple(Startup(ranks=ranks, seconds=seconds) for ranks, seconds in startups),
         )
-        collectives = tuple(
-            self._collective(linked, level, levels[level], kind, fitted) for (level, kind), fitted in fits.items()
-        )
-        return msgspec.structs.replace(linked, collectives=collectives)
+        collectives = [self._collective(linked, level, levels[level], kind, own) for (level, kind), own in fits.items()]
+        return replace(linked, collectives=tuple(collectives))
+
+    def _paced_bytes(self) -> int | None:
+        """Return the smallest buffer whose all-to-all should run in rounds: the threshold with the shortest times, on
+        average over all sizes. None if rounds were not measured."""
+        native, paced = self.sweep(WORLD, "all_to_all"), self.sweep(WORLD, wire.PACED)
+        sizes = sorted(native.keys() & paced.keys())
+        gains = [math.log(statistics.median(native[size]) / statistics.median(paced[size])) for size in sizes]
+        if not sizes:
+            return None
+        first = max(range(len(sizes) + 1), key=lambda index: sum(gains[index:]))
+        if first == len(sizes):
+            return wire.NEVER_BYTES
+        return round(ITEM_BYTES * math.sqrt(sizes[max(0, first - 1)] * sizes[first]))
 
     def _collective(self, network: Network, level: str, ranks: int, kind: str, fitted: Fit) -> Collective:
         lines = fitted.lines
@@ -114,6 +129,7 @@ class Readings:
         capped = lines.breakpoint is None and late < 0.9 * lines.last.s_per_byte
         own, serial_s = lines.last.s_per_byte if capped else 0.0, lines.first.intercept_s
         switches: tuple[Switch, ...] = ()
+        sweep = sorted(self.sweep(level, kind).items())
         if lines.breakpoint is not None:
             own = lines.first.s_per_byte
             serial_s = max(0.0, lines.last.intercept_s + link.burst_bytes / link.bytes_per_s)
@@ -131,10 +147,7 @@ class Readings:
             residual=lines.residual,
             breakpoint_bytes=None if lines.breakpoint is None else round(lines.breakpoint),
             switches=switches,
-            points=tuple(
-                self._point(kind, ranks, numel, times, lines)
-                for numel, times in sorted(self.sweep(level, kind).items())
-            ),
+            points=tuple(self._point(kind, ranks, numel, times, lines) for numel, times in sweep),
         )
 
     def _point(self, kind: str, ranks: int, numel: int, times: Sequence[float], lines: Lines) -> Point:
@@ -155,39 +168,27 @@ class Readings:
         numel = even_elements(self.large(), self.ranks)
         if ("streams", kind, numel, 2) not in self.seconds:
             return None
-        more_s = self.median("streams", kind, numel, 2) - self.median("streams", kind, numel, 1)
-        return max(0.0, more_s) / self._sent(kind, numel, self.ranks)
+        return max(0.0, self._added_s(kind, numel, 2)) / self._sent(kind, numel, self.ranks)
 
-    def _overlap(self, all_reduce: Fit) -> tuple[Overlap, ...]:
-        return tuple(
-            Overlap(streams=streams, slowdown=self._slowdown(streams), crowding=self._crowding(streams, all_reduce))
-            for streams in STREAMS
-        )
+    def _added_s(self, kind: str, numel: int, streams: int) -> float:
+        """Return how much longer several collectives at once take than a single one."""
+        return self.median("streams", kind, numel, streams) - self.median("streams", kind, numel, 1)
 
-    def _slowdown(self, streams: int) -> float:
-        """Return how many times longer several small all-reduces at once take than a single one."""
-        ratios = []
-        for size in SMALL:
-            numel = even_elements(size, self.ranks)
-            alone = self.median("streams", "all_reduce", numel, 1)
-            ratios.append(self.median("streams", "all_reduce", numel, streams) / alone)
-        return min(float(streams), max(1.0, float(np.exp(np.mean(np.log(ratios))))))
-
-    def _crowding(self, streams: int, all_reduce: Fit) -> float:
-        """Return the time that all-reduces beyond the first add, divided by the time of their bytes.
-
-        More streams cannot crowd a link less, so this is the minimum over this and larger numbers of streams.
-        """
+    def _overlap(self, streams: int, all_reduce: Fit) -> Overlap:
+        """Return how many times longer several small all-reduces at once take than a single one; and the time that
+        large ones beyond the first add, divided by the time of their bytes. More streams cannot crowd a link less, so
+        this is the minimum over this and larger numbers of streams."""
+        sizes = [("streams", "all_reduce", even_elements(size, self.ranks)) for size in SMALL]
+        ratios = [self.median(*size, streams) / self.median(*size, 1) for size in sizes]
         numel = even_elements(self.large(), self.ranks)
-        sent = self._sent("all_reduce", numel, self.ranks)
-        alone_s = self.median("streams", "all_reduce", numel, 1)
-        crowding = min(
-            (self.median("streams", "all_reduce", numel, count) - alone_s)
-            / max(1e-9, (count - 1) * all_reduce.lines.last.s_per_byte * sent)
-            for count in STREAMS
-            if count >= streams
+        sent, slope = self._sent("all_reduce", numel, self.ranks), all_reduce.lines.last.s_per_byte
+        more = [count for count in STREAMS if count >= streams]
+        crowding = min(self._added_s("all_reduce", numel, n) / max(1e-9, (n - 1) * slope * sent) for n in more)
+        return Overlap(
+            streams=streams,
+            slowdown=min(float(streams), max(1.0, float(np.exp(np.mean(np.log(ratios)))))),
+            crowding=crowding if crowding > _CROWDED else 1.0,
         )
-        return crowding if crowding > _CROWDED else 1.0
 
 
 def _links(network: Network, fits: dict[tuple[str, str], Fit], burst_bytes: float) -> tuple[Link, ...]:
@@ -195,41 +196,23 @@ def _links(network: Network, fits: dict[tuple[str, str], Fit], burst_bytes: floa
     rate of the hosts' links, rates come from the host-to-host matrix."""
     world = fits[WORLD, "all_reduce"]
     if network.hosts == 1:
-        return (_link("local", world, 1.0, 0.0),)
-    links = [_link("local", fits["local", "all_reduce"], 1.0, 0.0)] if ("local", "all_reduce") in fits else []
+        return (_fitted_link("local", world, 1.0, 0.0),)
+    links = [_fitted_link("local", fits["local", "all_reduce"], 1.0, 0.0)] if ("local", "all_reduce") in fits else []
     crossing = _crossing(network, network.host_of_rank)
     if network.racks == 1:
-        return (*links, _link("host", world, crossing, burst_bytes))
+        return (*links, _fitted_link("host", world, crossing, burst_bytes))
     matrix, rack, hosts = network.matrix_bytes_per_s, network.rack_of_host, range(network.hosts)
     inside = [matrix[a][b] for a in hosts for b in hosts if a != b and rack[a] == rack[b]]
-    shift_sums = [
-        sum(
-            matrix[a][(a + shift) % network.hosts]
-            for a in hosts
-            if rack[a] == sender and rack[(a + shift) % network.hosts] != sender
-        )
-        for shift in hosts[1:]
-        for sender in range(network.racks)
-    ]
+    shift_sums = []
+    for shift, sender in itertools.product(hosts[1:], range(network.racks)):
+        pairs = [(a, (a + shift) % network.hosts) for a in hosts if rack[a] == sender]
+        shift_sums.append(sum(matrix[a][b] for a, b in pairs if rack[b] != sender))
     trunk_crossing = _crossing(network, [rack[host] for host in network.host_of_rank])
     host_rate, trunk_rate = statistics.median(inside), max(shift_sums)
-    host = Link(
-        name="host",
-        bytes_per_s=host_rate,
-        low_bytes_per_s=min(inside),
-        high_bytes_per_s=max(inside),
-        burst_bytes=burst_bytes,
-    )
+    host = _link("host", min(inside), host_rate, max(inside), burst_bytes)
     if trunk_crossing / trunk_rate > crossing / host_rate:  # the trunk limits the all-reduce, which measures it best
-        return (*links, host, _link("rack", world, trunk_crossing, burst_bytes))
-    trunk = Link(
-        name="rack",
-        bytes_per_s=trunk_rate,
-        low_bytes_per_s=0.9 * trunk_rate,
-        high_bytes_per_s=1.1 * trunk_rate,
-        burst_bytes=burst_bytes,
-    )
-    return (*links, host, trunk)
+        return (*links, host, _fitted_link("rack", world, trunk_crossing, burst_bytes))
+    return (*links, host, _link("rack", 0.9 * trunk_rate, trunk_rate, 1.1 * trunk_rate, burst_bytes))
 
 
 def _crossing(network: Network, place_of_rank: Sequence[int]) -> float:
@@ -251,8 +234,12 @@ def _switches(lines: Lines, serial_s: float) -> tuple[Switch, ...]:
     return tuple(switches)
 
 
-def _link(name: str, fitted: Fit, crossing: float, burst_bytes: float) -> Link:
+def _fitted_link(name: str, fitted: Fit, crossing: float, burst_bytes: float) -> Link:
     """Return a link through which `crossing` bytes travel for each sent byte."""
     slope = fitted.late_s_per_byte
     slow, typical, fast = (crossing / max(each, _LEAST_S_PER_BYTE) for each in (slope.high, slope.value, slope.low))
-    return Link(name=name, bytes_per_s=typical, low_bytes_per_s=slow, high_bytes_per_s=fast, burst_bytes=burst_bytes)
+    return _link(name, slow, typical, fast, burst_bytes)
+
+
+def _link(name: str, low: float, typical: float, high: float, burst_bytes: float) -> Link:
+    return Link(name=name, bytes_per_s=typical, low_bytes_per_s=low, high_bytes_per_s=high, burst_bytes=burst_bytes)

@@ -1,19 +1,17 @@
 """Measure what DDP and the exchanges add to a step on this machine, without any network.
 
-DDP wraps a toy model in a process group of one rank, whose backward returns prepared gradients: the difference to a
+DDP wraps a toy model, whose backward returns prepared gradients, in a process group of one rank: the difference to a
 step without DDP is DDP's overhead. An exchange's own work is measured with collectives that do nothing. All variants
-take turns in the same rounds, so that a disturbance affects both sides of a difference. On CUDA, copies and work are
-times on the device's stream; `hook_s` is host time, which delays a step only if the host is the bottleneck.
+take turns, so that a disturbance affects both sides of a difference. On CUDA, only `hook_s` is host time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,21 +19,20 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch._C._distributed_c10d import HashStore
-from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from syncline.dist.agreement import current_device
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, Comm, Exchange, Layout, Topology
+from syncline.measure.step_watcher import queue_callback
 from syncline.measure.steps import Clock, run_on_all_ranks
 from syncline.records.profile import Overheads, Work
 
 _PARAMETERS = 16
 _TINY = 16
-# Large enough that a copy takes longer than starting it, which takes some microseconds on CUDA.
-_LARGE = {"cpu": 1 << 17, "cuda": 1 << 22}
+_LARGE = {"cpu": 1 << 17, "cuda": 1 << 22}  # a copy takes longer than starting it: some microseconds on CUDA
 _ROUNDS = 15
 _BUCKET_BYTES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 20, 1 << 23, 1 << 26)}
 _HEAD_START_CYCLES = 20_000_000  # 10 to 20 ms: longer than the host needs to start the measured work
@@ -49,14 +46,9 @@ def measure_overheads(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> Overheads:
-    """Measure DDP's copies and hooks, and the exchanges' own work. It takes about a second on a CPU.
-
-    Args:
-        device: `cpu` or `cuda`.
-        exchanges: The exchanges to measure, by name. The default is `EXCHANGES`.
-        topology: The topology, or number of ranks, in which exchanges act as the first rank.
-        group: If given, all its ranks measure at the same time and get the medians over the ranks.
-    """
+    """Measure DDP's copies and hooks, and the exchanges' own work. It takes about a second on a CPU. `exchanges` are
+    `EXCHANGES` by default. They act as the first rank of the topology, or number of ranks. With a `group`, all its
+    ranks measure at the same time and get the medians over the ranks."""
     if isinstance(topology, int) and topology < 1:
         raise UsageError(f"topology must have at least 1 rank, not {topology}")
     ranks = Topology.flat(topology) if isinstance(topology, int) else topology
@@ -70,7 +62,7 @@ def measure_overheads(
         work = {name: _measure_work(make(), ranks, device) for name, make in makers.items()}
         return msgspec.json.encode(Overheads(**copies, work=work))
 
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+    with current_device(device):
         run_on_all_ranks(group, lambda: b"")  # a barrier: otherwise the first rank would measure an idle machine
         answers = run_on_all_ranks(group, measure)
     return _medians([msgspec.json.decode(answer, type=Overheads) for answer in answers])
@@ -78,11 +70,9 @@ def measure_overheads(
 
 @dataclass(frozen=True)
 class SilentComm:
-    """Collectives that return at once and send nothing, for one rank of an imaginary topology.
-
-    With `echo`, they fill their outputs with this rank's input. One such run initializes an exchange's memory:
-    arbitrary memory may hold denormal numbers, which are slow to compute with.
-    """
+    """Collectives that return at once and send nothing, for one rank of an imaginary topology. With `echo`, they fill
+    their outputs with this rank's input. One such run initializes an exchange's memory: arbitrary memory may hold
+    denormal numbers, which are slow to compute with."""
 
     topology: Topology
     rank: int = 0
@@ -97,58 +87,45 @@ class SilentComm:
         level = next(level for level in (self.topology.whole, *self.topology.levels) if level.name == name)
         return dataclasses.replace(self, topology=self.topology.among(level)) if len(level.groups[0]) > 1 else None
 
-    def all_reduce(self, tensor: Tensor) -> SilentWork:
-        return SilentWork()
+    def all_reduce(self, tensor: Tensor, root: int = 0) -> SilentComm:
+        return self
 
-    def all_to_all(self, output: Tensor, input: Tensor) -> SilentWork:
-        if self.echo:
-            output.view(-1).copy_(input.view(-1))
-        return SilentWork()
+    reduce = broadcast = all_reduce
 
-    def all_gather(self, output: Tensor, input: Tensor) -> SilentWork:
-        if self.echo:
-            output.view(self.size, -1).copy_(input.reshape(1, -1))
-        return SilentWork()
+    def all_gather(self, output: Tensor, input: Tensor) -> SilentComm:
+        if self.echo and input.numel():
+            output.view(-1, input.numel()).copy_(input.reshape(1, -1))
+        return self
 
-    def reduce(self, tensor: Tensor, root: int) -> SilentWork:
-        return SilentWork()
+    all_to_all = all_gather
 
-    def broadcast(self, tensor: Tensor, root: int) -> SilentWork:
-        return SilentWork()
-
-
-class SilentWork:
     def wait(self) -> None:
-        pass
+        """Return at once: a collective is its own `Work`."""
 
 
 def _measure_work(exchange: Exchange, topology: Topology, device: torch.device) -> Work:
-    clock = Clock(device)
-    # Sizes that divide evenly by the ranks, so that all ranks would send equal parts.
-    ranks = topology.ranks
-    sizes = tuple(4 * ranks << max(0, round(math.log2(size / 4 / ranks))) for size in _BUCKET_BYTES[device.type])
-    return _line(sizes, [_work_s(clock, exchange, topology, size // 4, device) for size in sizes])
-
-
-def _work_s(clock: Clock, exchange: Exchange, topology: Topology, numel: int, device: torch.device) -> float:
-    layout = Layout.flat(numel, device=device)
-    # Random, because the entries that a sparse exchange selects must be spread over the bucket, as in gradients.
-    start = torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(device)
-    flat = start.clone()
+    clock, ranks, seconds = Clock(device), topology.ranks, []
     echoing, silent = SilentComm(topology, echo=True), SilentComm(topology)
-    state = exchange.prepare(layout, echoing)
-    exchange.run(flat, state, echoing)
-    marks = []
-    for _ in range(_ROUNDS):
-        flat.copy_(start)  # repeated sums would overflow
-        _let_host_run_ahead(device)
-        before = clock.mark()
-        work = exchange.run(flat, state, silent)
-        if work is not None:
-            work.wait()
-        marks.append((before, clock.mark()))
-    clock.settle()
-    return statistics.median(clock.seconds(*pair) for pair in marks)
+    # Sizes that divide evenly by the ranks, so that all ranks would send equal parts.
+    sizes = tuple(4 * ranks << max(0, round(math.log2(size / 4 / ranks))) for size in _BUCKET_BYTES[device.type])
+    for numel in (size // 4 for size in sizes):
+        # Random, because the entries that a sparse exchange selects must be spread over the bucket, as in gradients.
+        start = torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(device)
+        flat = start.clone()
+        state = exchange.prepare(Layout.flat(numel, device=device), echoing)
+        exchange.run(flat, state, echoing)
+        marks = []
+        for _ in range(_ROUNDS):
+            flat.copy_(start)  # repeated sums would overflow
+            _let_host_run_ahead(device)
+            before = clock.mark()
+            work = exchange.run(flat, state, silent)
+            if work is not None:
+                work.wait()
+            marks.append((before, clock.mark()))
+        clock.settle()
+        seconds.append(statistics.median(clock.seconds(*pair) for pair in marks))
+    return _line(sizes, seconds)
 
 
 def _line(sizes: tuple[int, ...], seconds: list[float]) -> Work:
@@ -165,44 +142,46 @@ def _line(sizes: tuple[int, ...], seconds: list[float]) -> Work:
 
 def _measure_ddp(device: torch.device) -> dict[str, float]:
     clock, large_numel = Clock(device), _LARGE[device.type]
-    with group_of_one(device) as group:
+    if dist.is_initialized():  # a group of this rank alone, which the other ranks need not create
+        group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    else:
+        backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        group = dist.group.WORLD
 
-        def wrapped(numel: int, bucket_cap_mb: float) -> nn.Module:
-            return DDP(_Toy(numel, device), process_group=group, bucket_cap_mb=bucket_cap_mb, init_sync=False)
+    def wrapped(numel: int, bucket_cap_mb: float) -> nn.Module:
+        return DDP(_Toy(numel, device), process_group=group, bucket_cap_mb=bucket_cap_mb, init_sync=False)
 
-        models = [
-            _Toy(_TINY, device),
-            wrapped(_TINY, _ONE_BUCKET_MB),
-            wrapped(_TINY, _MANY_BUCKETS_MB),
-            _Toy(large_numel, device),
-            wrapped(large_numel, _ONE_BUCKET_MB),
-        ]
+    try:
+        models = [_Toy(_TINY, device), wrapped(_TINY, _ONE_BUCKET_MB), wrapped(_TINY, _MANY_BUCKETS_MB)]
+        models += [_Toy(large_numel, device), wrapped(large_numel, _ONE_BUCKET_MB)]
         for _ in range(3):  # DDP rebuilds its buckets after the first step
             for model in models:
                 _backward(clock, model, device)
         rounds = [[_backward(clock, model, device) for model in models] for _ in range(_ROUNDS)]
         clock.settle()
         del models, model  # DDP objects must not outlive their group
+    finally:
+        dist.destroy_process_group(group)
     # Seconds, by model and round: before the last gradient is ready, after it, and before it by the host's clock.
-    tiny, tiny_in_one, tiny_in_many, large, large_in_one = np.array(
-        [
-            [(clock.seconds(start, ready), clock.seconds(ready, end), host_s) for start, ready, end, host_s in marks]
-            for marks in zip(*rounds, strict=True)
-        ]
-    )
+    times_s = [[(clock.seconds(a, b), clock.seconds(b, c), host_s) for a, b, c, host_s in marks] for marks in rounds]
+    tiny, tiny_in_one, tiny_in_many, large, large_in_one = np.array(times_s).swapaxes(0, 1)
     nbytes = 4 * _PARAMETERS * large_numel
-    return {
-        "copy_in_s_per_byte": _typical((large_in_one - large - (tiny_in_one - tiny))[:, 0] / nbytes),
-        "copy_out_s_per_byte": _typical((large_in_one - tiny_in_one)[:, 1] / nbytes),
-        "hook_s": _typical((tiny_in_many - tiny_in_one)[:, 2] / (_PARAMETERS - 1)),
+    differences = {
+        "copy_in_s_per_byte": (large_in_one - large - (tiny_in_one - tiny))[:, 0] / nbytes,
+        "copy_out_s_per_byte": (large_in_one - tiny_in_one)[:, 1] / nbytes,
+        "hook_s": (tiny_in_many - tiny_in_one)[:, 2] / (_PARAMETERS - 1),
     }
+    return {name: _rounded(max(0.0, float(np.median(values)))) for name, values in differences.items()}
 
 
 def _backward(clock: Clock, model: nn.Module, device: torch.device) -> tuple[Any, Any, Any, float]:
     """Return the marks of start, last gradient and end, and the host's seconds from start to the last gradient."""
     ready: list[Any] = []
     model.zero_grad()
-    loss = model(lambda: ready.extend((clock.mark(), time.perf_counter())))
+    loss = model()
+    # Called after the last gradient. DDP queues its callback later, and callbacks run in the order of queueing.
+    loss.register_hook(lambda _: queue_callback(lambda: ready.extend((clock.mark(), time.perf_counter()))))
     _let_host_run_ahead(device)
     start, start_s = clock.mark(), time.perf_counter()
     loss.backward()
@@ -211,9 +190,9 @@ def _backward(clock: Clock, model: nn.Module, device: torch.device) -> tuple[Any
 
 def _let_host_run_ahead(device: torch.device) -> None:
     """Make the device wait, because the host needs longer to start a copy than the device needs for most copies."""
-    wait = getattr(torch.cuda, "_sleep", None)  # private API; without it, kernel launches are measured, too
-    if device.type == "cuda" and wait is not None:
+    if device.type == "cuda":
         torch.cuda.synchronize()
+        wait = getattr(torch.cuda, "_sleep", lambda _: None)  # private; without it, kernel launches are measured, too
         wait(_HEAD_START_CYCLES)
 
 
@@ -225,45 +204,22 @@ class _Toy(nn.Module):
         self.weights = nn.ParameterList(torch.zeros(numel, device=device) for _ in range(_PARAMETERS))
         self._gradient = torch.full((numel,), 1e-3, device=device)
 
-    def forward(self, on_ready: Callable[[], None]) -> Tensor:
+    def forward(self) -> Tensor:
         x = torch.zeros((), device=self._gradient.device, requires_grad=True)
-        *others, last = self.weights
-        for parameter in others:
-            x = _ReturnGradient.apply(x, parameter, self._gradient, None)  # type: ignore[no-untyped-call]
-        return _ReturnGradient.apply(x, last, self._gradient, on_ready)  # type: ignore[no-any-return, no-untyped-call]
+        for weight in self.weights:
+            x = _ReturnGradient.apply(x, weight, self._gradient)  # type: ignore[no-untyped-call]
+        return x
 
 
 class _ReturnGradient(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, parameter: Tensor, gradient: Tensor, on_ready: Callable[[], None] | None
-    ) -> Tensor:
-        ctx.gradient, ctx.on_ready = gradient, on_ready
+    def forward(ctx: Any, x: Tensor, _: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
         return x.clone()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        if ctx.on_ready is not None:
-            # Called after the last gradient. DDP queues its callback later, and callbacks run in the order of queueing.
-            engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(ctx.on_ready)
-        return grad, ctx.gradient, None, None
-
-
-@contextlib.contextmanager
-def group_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
-    """Yield a process group of this rank alone. The other ranks need not call this function."""
-    if dist.is_initialized():
-        group: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    else:
-        backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
-        group = dist.group.WORLD
-    try:
-        yield group
-    finally:
-        dist.destroy_process_group(group)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        return grad, ctx.gradient, None
 
 
 def _medians(ranks: list[Overheads]) -> Overheads:
@@ -273,10 +229,6 @@ def _medians(ranks: list[Overheads]) -> Overheads:
         return statistics.median(values)
 
     return msgspec.convert(median([msgspec.to_builtins(rank) for rank in ranks]), Overheads)
-
-
-def _typical(values: NDArray[np.float64]) -> float:
-    return _rounded(max(0.0, float(np.median(values))))
 
 
 def _rounded(value: float) -> float:

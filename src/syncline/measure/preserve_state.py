@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
 @contextlib.contextmanager
 def restored_on_exit(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore gradients, buffers and random number generators on exit. Parameters are not saved."""
     gradients = [(p, p.grad, None if p.grad is None else p.grad.detach().clone()) for p in module.parameters()]
-    buffers = [
-        (part, name, buffer, buffer.detach().clone())
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None
-    ]
+    named = [(part, name, buffer) for part in module.modules() for name, buffer in part._buffers.items()]
+    buffers = [(part, name, buffer, buffer.detach().clone()) for part, name, buffer in named if buffer is not None]
     with same_random_numbers(device):
         try:
             yield
@@ -39,25 +34,18 @@ def restored_on_exit(module: nn.Module, device: torch.device) -> Iterator[None]:
 @contextlib.contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
     """Restore the state of all random number generators on exit."""
-    states: list[tuple[Callable[[Any], None], Any]] = [
-        (torch.set_rng_state, torch.get_rng_state()),
-        (random.setstate, random.getstate()),
-        (np.random.set_state, np.random.get_state()),
-    ]
-    if device.type == "cuda":
-        states.append((lambda state: torch.cuda.set_rng_state(state, device), torch.cuda.get_rng_state(device)))
-    try:
-        yield
-    finally:
-        for restore, state in states:
-            restore(state)
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 class Weights:
-    """A copy of a model's weights in host memory, to detect and undo changes.
-
-    Tensor versions cannot detect every change: writes through `.data` do not increment them.
-    """
+    """A copy of a model's weights in host memory, to detect and undo changes. Tensor versions cannot detect every
+    change: writes through `.data` do not increment them."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
@@ -66,7 +54,9 @@ class Weights:
     def changed(self) -> str | None:
         """Return the name of the first parameter whose bits differ from its copy, or None."""
         for name, parameter in self._parameters.items():
-            if not torch.equal(_bytes(parameter.detach().cpu()), _bytes(self._copies[name])):
+            pair = (parameter.detach().cpu(), self._copies[name])
+            # NaN values do not equal themselves, but their bytes do.
+            if not torch.equal(*(tensor.contiguous().view(-1).view(torch.uint8) for tensor in pair)):
                 return name
         return None
 
@@ -74,8 +64,3 @@ class Weights:
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 parameter.copy_(self._copies[name])
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """Return the tensor's bytes, because NaN values do not equal themselves but their bytes do."""
-    return tensor.contiguous().view(-1).view(torch.uint8)

@@ -6,8 +6,8 @@ it includes the cost of the processors. Control messages use a separate gloo gro
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from syncline.dist.agreement import agree
-from syncline.dist.comm import GroupComm, backend_of, gather_bytes, group_device
+from syncline.dist.comm import GroupComm, backend_of, gather_bytes, group_device, open_connections
 from syncline.errors import SynclineError, UsageError, first_line
 from syncline.exchange import WORLD, Topology, Work, wire
 from syncline.measure import topology
 from syncline.measure.fit import fit
-from syncline.measure.network_fit import ITEM_BYTES, SMALL, STREAMS, Readings, even_elements
+from syncline.measure.network_fit import ITEM_BYTES, SMALL, STREAMS, Readings, even_elements, measured_kinds
 from syncline.measure.sampling import REST_S, Entry, Issue, Progress, Sampler
 from syncline.measure.steps import describe_hardware
 from syncline.records.network import Network
@@ -153,10 +153,9 @@ class _Prober:
         if dist.get_rank() not in ranks:
             return None
         self._groups.append(group)
-        comm = GroupComm(group, Topology.flat(len(ranks), self._backend))
-        tensor = torch.zeros(comm.size, device=self._device)
-        comm.all_to_all(torch.zeros_like(tensor), tensor).wait()
-        comm.all_reduce(tensor).wait()
+        native = dataclasses.replace(Topology.flat(len(ranks), self._backend), paced_bytes=wire.NEVER_BYTES)
+        comm = GroupComm(group, native)
+        open_connections(comm)
         return comm
 
     def _levels(self) -> list[_Level]:
@@ -174,8 +173,9 @@ class _Prober:
         # The world's all-reduce may take longest, because link rates come from its largest sizes. For the others, more
         # samples are better than larger sizes.
         entries = []
-        for level, kind in itertools.product(levels, self._kinds):
-            share = 12 if (level.name, kind) == (WORLD, "all_reduce") else max(12, 4 * len(levels) * len(self._kinds))
+        kinds = [(level, kind) for level in levels for kind in measured_kinds(self._kinds, level.ranks, self._backend)]
+        for level, kind in kinds:
+            share = 12 if (level.name, kind) == (WORLD, "all_reduce") else max(12, 4 * len(kinds))
             sizes = [size for size in _SIZES if kind == "all_reduce" or size not in _ALL_REDUCE_ONLY]
             entries += self._pilot(level, kind, sizes, budget_s / share)
         self._sampler.repeat(entries, budget_s - self._sampler.elapsed_s())
@@ -214,11 +214,9 @@ class _Prober:
         self._sampler.repeat(entries, budget_s)
 
     def _chain(self, size: float) -> int:
-        """Return the number of collectives per sample.
-
-        Tiny collectives over sockets scatter by half, and take less time than the meeting before a sample, so several
-        are timed together. NCCL's do not scatter, and would overlap in their queue.
-        """
+        """Return the number of collectives per sample. Tiny collectives over sockets scatter by half, and take less
+        time than the meeting before a sample, so several are timed together. NCCL's do not scatter, and would overlap
+        in their queue."""
         return _CHAIN if self._backend == "gloo" and size <= max(SMALL) else 1
 
     def _measure_startups(self, budget_s: float) -> None:

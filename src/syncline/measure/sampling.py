@@ -7,17 +7,21 @@ of them alike. A first sample of each and the available time decide how often ea
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from syncline.dist.comm import GroupComm
-from syncline.exchange import Work
+from syncline.exchange import Work, wire
 from syncline.measure.network_fit import Key, Readings
 
 REST_S = 0.012  # links rest this long before a sample, so that traffic shapers regain their burst credit
@@ -82,29 +86,22 @@ class Sampler:
         return [max(1e-7, float(end - start)) / entry.chain for entry, (start, end) in zip(entries, marks, strict=True)]
 
     def repeat(self, entries: Sequence[Entry], budget_s: float, most: int = 60) -> None:
-        """Sample each entry at least once, and cheap entries more often, as the budget allows.
-
-        The first sample of an entry is dropped if there are enough others, because it runs on cold memory.
-        """
+        """Sample each entry at least once, and cheap entries more often, as the budget allows. The first sample of an
+        entry is dropped if there are enough others, because it runs on cold memory."""
         began = time.monotonic()
         unmeasured = [entry for entry in entries if entry.key not in self._readings.seconds]
         for entry, seconds in zip(unmeasured, self.take(unmeasured), strict=True):
             self._readings.add(entry.key, seconds)
         spent_s = self.largest(time.monotonic() - began)
         costs = [entry.chain * self._readings.seconds[entry.key][0] + self._meeting_s for entry in entries]
-        counts = _share_out(budget_s - spent_s, costs, [entry.weight for entry in entries], most)
-        for entry, count in zip(entries, counts, strict=True):
+        order = _share_out(budget_s - spent_s, costs, [entry.weight for entry in entries], most)
+        for index, count in Counter(order).items():
             if count > 3:
-                self._readings.seconds[entry.key].clear()
-        rounds = max(counts)
-        for turn in range(rounds):
-            due = [
-                entry
-                for entry, count in zip(entries, counts, strict=True)
-                if (turn + 1) * count // rounds > turn * count // rounds
-            ]
-            random.Random(turn).shuffle(due)  # noqa: S311 - an order, the same on all ranks
-            for entry, seconds in zip(due, self.take(due), strict=True):
+                self._readings.seconds[entries[index].key].clear()
+        random.Random(0).shuffle(order)  # noqa: S311 - an order, the same on all ranks
+        for start in range(0, len(order), len(entries)):
+            turn = [entries[index] for index in order[start : start + len(entries)]]
+            for entry, seconds in zip(turn, self.take(turn), strict=True):
                 self._readings.add(entry.key, seconds)
 
     def arrivals(self, issue: Issue, receivers: Sequence[int]) -> list[float]:
@@ -135,19 +132,21 @@ class Sampler:
         """Return a function that starts one collective. Collectives that overlap need different `index` values."""
         if comm is None:
             return tuple
+        if kind == wire.PACED:
+            kind = "all_to_all"
+            comm = dataclasses.replace(comm, topology=dataclasses.replace(comm.topology, paced_bytes=0))
         numel -= numel % comm.size  # where hosts have unequal numbers of ranks, the parts of smaller groups are smaller
         self.buffer(numel, 2 * index)  # allocated before the first sample
         self.buffer(numel, 2 * index + 1)
 
         def start() -> Sequence[Work]:
             first, second = self.buffer(numel, 2 * index), self.buffer(numel, 2 * index + 1)
-            if kind == "all_reduce":
-                return (comm.all_reduce(first),)
-            if kind == "all_to_all":
-                return (comm.all_to_all(second, first),)
-            if kind == "all_gather":
-                return (comm.all_gather(first, second[: numel // comm.size]),)
-            return (comm.reduce(first, 0) if kind == "reduce" else comm.broadcast(first, 0),)
+            arguments: dict[str, tuple[Any, ...]] = {
+                "all_reduce": (first,),
+                "all_to_all": (second, first),
+                "all_gather": (first, second[: numel // comm.size]),
+            }
+            return (getattr(comm, kind)(*arguments.get(kind, (first, 0))),)
 
         return start
 
@@ -193,12 +192,14 @@ class Sampler:
 
 
 def _share_out(budget_s: float, costs: Sequence[float], weights: Sequence[float], most: int) -> list[int]:
-    """Return how often each entry is repeated: time by weight, and unused time goes to the others."""
-    counts = [0] * len(costs)
-    left_s, left_weight = budget_s, sum(weights)
-    for index in sorted(range(len(costs)), key=lambda index: costs[index] / weights[index]):
-        share_s = max(0.0, left_s) * weights[index] / left_weight
-        counts[index] = min(most, int(share_s / costs[index]))
-        left_s -= counts[index] * costs[index]
-        left_weight -= weights[index]
-    return counts
+    """Return the entries to sample within the budget: always the one with the least time for its weight so far."""
+    order: list[int] = []
+    waiting = [(cost / weight, index, most) for index, (cost, weight) in enumerate(zip(costs, weights, strict=True))]
+    heapq.heapify(waiting)
+    while waiting:
+        share_s, index, left = heapq.heappop(waiting)
+        if left and costs[index] <= budget_s:
+            budget_s -= costs[index]
+            order.append(index)
+            heapq.heappush(waiting, (share_s + costs[index] / weights[index], index, left - 1))
+    return order

@@ -1,13 +1,12 @@
-"""Watch the steps of a model while a script trains it: when they begin and end, and how long they take.
-
-A pass is one backward and the forward before it. If DDP exchanges the gradients in a pass, that pass is a step. The
-time between the last gradient and the moment at which DDP has waited for its buckets is the exposed communication. On
-CUDA, marks are events on the stream that computes: nothing waits for the device until the times are read.
-"""
+"""Watch the steps of a model while a script trains it: when they begin and end, and how long they take. A pass is one
+backward and the forward before it. If DDP exchanges its gradients, the pass is a step, which ends when DDP has waited
+for its buckets. If updates are exchanged, a step has one or more passes and ends after the optimizer's step. On CUDA,
+marks are events: nothing waits for the device until the times are read."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -30,9 +29,19 @@ class Forward:
     number: int
     start: Any
     started_s: float  # on the host's monotonic clock
-    sync: bool  # DDP exchanges its gradients; a plain module has no DDP
+    sync: bool  # DDP exchanges its gradients, or the optimizer its updates; a plain module has no DDP
     nested: bool  # it runs inside a backward, as under checkpointing
     exchanged: bool = False  # DDP has exchanged its gradients, which it does once per forward
+
+    def will_exchange(self, trained: Tensor | None) -> bool:
+        """Whether DDP will exchange the gradients of this forward in the current backward."""
+        if not self.sync or self.nested or self.exchanged or trained is None or not trained.requires_grad:
+            return False
+        with torch.enable_grad():
+            node: Any = trained.expand_as(trained).grad_fn
+        # Whether this backward writes to `.grad`: `autograd.grad` does not. Private: without it, every backward counts.
+        writes = getattr(torch._C, "_will_engine_execute_node", lambda _: True)
+        return bool(writes(node.next_functions[0][0]))
 
 
 @dataclass(eq=False)
@@ -64,19 +73,17 @@ class Moments:
 
     @classmethod
     def of(cls, step: Pass, number: int, clock: Clock, previous: tuple[Any, float] | None) -> Moments:
-        """Read the marks of a step.
-
-        `previous` is the end of the previous step, as a mark and in seconds. The host runs ahead of a device, so the
-        step's start is computed from it by the device's clock.
-        """
-        start = step.forward.start
-        between_s = None if previous is None else max(0.0, clock.seconds(previous[0], start))
-        start_s = step.forward.started_s if previous is None or between_s is None else previous[1] + between_s
-        times_s = [start_s]
-        for mark in (step.backward_start, step.backward_end, step.end):
-            # Events of two CUDA streams may be slightly out of order.
-            times_s.append(max(times_s[-1], start_s + clock.seconds(start, mark)))
-        return cls(number, times_s[0], times_s[1], times_s[2], times_s[3], between_s)
+        """Read the marks of a step. `previous` is the end of the previous step, as a mark and in seconds. The host runs
+        ahead of a device, so the step's start is computed from it by the device's clock."""
+        start, start_s, between_s = step.forward.start, step.forward.started_s, None
+        if previous is not None:
+            between_s = max(0.0, clock.seconds(previous[0], start))
+            start_s = previous[1] + between_s
+        marks = (step.backward_start, step.backward_end, step.end)
+        times_s = [start_s, *(start_s + clock.seconds(start, mark) for mark in marks)]
+        # Events of two CUDA streams may be slightly out of order.
+        start_s, backward_s, backward_end_s, end_s = itertools.accumulate(times_s, max)
+        return cls(number, start_s, backward_s, backward_end_s, end_s, between_s)
 
 
 class StepWatcher:
@@ -84,19 +91,23 @@ class StepWatcher:
 
     def __init__(self, device: torch.device, on_step: Callable[[Pass], None] | None = None) -> None:
         """Create a watcher that calls `on_step` inside backward, where it must not use the device or other ranks."""
-        self.step_count = 0
-        """Number of steps so far. It is the same on all ranks, because an exchange needs all of them."""
-        self.forward_count = 0
-        """Number of forwards with gradients so far."""
+        self.step_count = 0  # the same on all ranks, because an exchange needs all of them
+        self.forward_count = 0  # forwards with gradients
         self.clock = Clock(device)
         self._on_step = on_step
         self._ddp: weakref.ref[DDP] | None = None
         self._forward: Forward | None = None
         self._pass: Pass | None = None  # the backward that runs now
+        self._ended: Pass | None = None  # the passes since the last step of an optimizer whose updates are exchanged
+        self._exchanges_updates: Callable[[], bool] = lambda: False
         self._hooks: list[RemovableHandle] = []
 
-    def watch(self, model: nn.Module, ddp: DDP | None) -> None:
-        """Start watching a module whose forward begins a pass, and the DDP model that exchanges its gradients."""
+    def watch(self, model: nn.Module, ddp: DDP | None, exchanges_updates: Callable[[], bool] = lambda: False) -> None:
+        """Start watching a module whose forward begins a pass, and the DDP model that exchanges its gradients.
+
+        If `exchanges_updates` returns True, steps end when `optimizer_stepped` is called.
+        """
+        self._exchanges_updates = exchanges_updates
         self._ddp = None if ddp is None else weakref.ref(ddp)
         self._hooks = [
             model.register_forward_pre_hook(Unseen(lambda *_: self._forward_began())),
@@ -108,16 +119,21 @@ class StepWatcher:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._forward = self._pass = None
+        self._forward = self._pass = self._ended = None
+
+    def optimizer_stepped(self) -> None:
+        """End the step if updates are exchanged, which has been done by now."""
+        ended, self._ended = self._ended, None
+        if ended is not None:
+            self._step_ended(ended)
 
     def _forward_began(self) -> None:
-        if not torch.is_grad_enabled() or not self._hooks:
+        recomputed = self._pass is not None and in_backward()  # by checkpointing
+        if recomputed or not torch.is_grad_enabled() or not self._hooks:
             return
-        if self._pass is not None and in_backward():
-            return  # checkpointing computes the forward again
         self._pass = None  # its backward has failed
         ddp = None if self._ddp is None else self._ddp()
-        sync = ddp is not None and bool(ddp.require_backward_grad_sync)
+        sync = ddp is not None and (bool(ddp.require_backward_grad_sync) or self._exchanges_updates())
         self._forward = Forward(self.forward_count, self.clock.mark(), time.monotonic(), sync, in_backward())
 
     def _forward_ended(self, model: nn.Module, output: Any) -> None:
@@ -131,20 +147,15 @@ class StepWatcher:
                 tensor.register_hook(lambda _: self._backward_reached(forward, trained))
 
     def _backward_reached(self, forward: Forward, trained: Tensor | None) -> None:
-        if not self._hooks or (self._on_step is not None and not _will_exchange(forward, trained)):
+        if not self._hooks or (self._on_step is not None and not forward.will_exchange(trained)):
             return
         if self._pass is None:
-            self._pass = Pass(forward, self._backward_began())
-            # DDP queues a callback that waits for communication. Callbacks run in the order in which they are queued,
-            # so this one runs before DDP's.
-            _queue(self._backward_ended)
+            self._pass = Pass(forward, self.clock.mark())
+            # Callbacks run in the order of queueing: this one before DDP's, which waits for communication.
+            queue_callback(self._backward_ended)
         elif forward.number < self._pass.forward.number:
             self._pass.forward = forward
         self._pass.forwards.append(forward)
-
-    def _backward_began(self) -> Any:
-        """Return the mark of the start of a backward."""
-        return self.clock.mark()
 
     def _backward_ended(self) -> None:
         ended, self._pass = self._pass, None
@@ -152,20 +163,25 @@ class StepWatcher:
             return
         ended.backward_end = self.clock.mark()
         self._pass_ended(ended)
-        if self._on_step is not None:
-            _queue(lambda: self._step_ended(ended))  # DDP's callback is queued by now, so this one runs after it
+        if self._on_step is not None and self._exchanges_updates():
+            if self._ended is not None:  # gradients are accumulated
+                ended = dataclasses.replace(
+                    ended, forward=self._ended.forward, backward_start=self._ended.backward_start
+                )
+            self._ended = ended
+        elif self._on_step is not None:
+            queue_callback(lambda: self._step_ended(ended))  # DDP has queued its callback, so this one runs after it
 
     def _pass_ended(self, ended: Pass) -> None:
         """Do nothing; a subclass may use the pass."""
 
     def _step_ended(self, step: Pass) -> None:
-        if not self._hooks or self._on_step is None:
-            return
-        step.end = self.clock.mark()
-        for forward in step.forwards:
-            forward.exchanged = True
-        self.step_count += 1
-        self._on_step(step)
+        if self._hooks and self._on_step is not None:
+            step.end = self.clock.mark()
+            for forward in step.forwards:
+                forward.exchanged = True
+            self.step_count += 1
+            self._on_step(step)
 
 
 def has_passed(mark: Any) -> bool:
@@ -175,8 +191,8 @@ def has_passed(mark: Any) -> bool:
 
 def in_backward() -> bool:
     """Whether this thread runs inside a backward."""
-    current = getattr(torch._C, "_current_graph_task_id", None)  # private: without it, no forward counts as recomputed
-    return current is not None and int(current()) != -1
+    current = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # private: without it, no forward is recomputed
+    return int(current()) != -1
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:
@@ -191,23 +207,7 @@ def tensors_in(output: Any) -> Iterator[Tensor]:
         yield from tensors_in(part)
 
 
-def _will_exchange(forward: Forward, trained: Tensor | None) -> bool:
-    """Whether DDP will exchange the gradients of this forward in the current backward."""
-    return (
-        forward.sync and not forward.nested and not forward.exchanged and trained is not None and _accumulates(trained)
-    )
-
-
-def _accumulates(parameter: Tensor) -> bool:
-    """Whether the current backward writes to `.grad`. `autograd.grad` does not."""
-    will_run = getattr(torch._C, "_will_engine_execute_node", None)  # private: without it, every backward counts
-    if will_run is None or not parameter.requires_grad:
-        return parameter.requires_grad
-    with torch.enable_grad():
-        node: Any = parameter.expand_as(parameter).grad_fn
-    return bool(will_run(node.next_functions[0][0]))
-
-
-def _queue(callback: Callable[[], None]) -> None:
+def queue_callback(callback: Callable[[], None]) -> None:
+    """Call a function when the backward that runs now has ended, after those that were queued before."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)

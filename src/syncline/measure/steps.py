@@ -1,16 +1,15 @@
 """Common parts of everything that times a model's steps: the model's parts, a clock, and medians over steps and ranks.
-
-A step is a set of marks that a clock converts to seconds later. On CUDA a mark is an event on the computing stream:
-waiting for the device at each parameter would stretch the gaps that communication is to hide in, and waiting between
-steps would keep the host from running ahead as it does in training.
-"""
+A step is a set of marks that a clock converts to seconds later. On CUDA they are events: waiting for the device would
+stretch the gaps that communication is to hide in, and keep the host from running ahead as it does in training."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.hooks import RemovableHandle
 
 from syncline.dist.comm import gather_bytes
 from syncline.errors import MismatchError, UsageError
@@ -31,17 +31,16 @@ from syncline.records.profile import Buffers, Gradient, Profile, RankTimes, Spre
 class Subject:
     """A model to measure, without its wrappers."""
 
-    model: nn.Module
-    """The module that computes a step without communication: without DDP, but compiled if the user compiled it."""
+    model: nn.Module  # it computes a step without communication: without DDP, but compiled if the user compiled it
     name: str
     ddp: DDP | None
-    parameters: dict[str, nn.Parameter]
-    """Parameters whose gradients DDP exchanges, by their names without wrappers."""
+    parameters: dict[str, nn.Parameter]  # those whose gradients DDP exchanges, by their names without wrappers
     buffers: tuple[Buffers, ...]
     device: torch.device
+    batch: int | None
 
     @classmethod
-    def of(cls, model: nn.Module) -> Subject:
+    def of(cls, model: nn.Module, name: str | None = None, batch: int | None = None) -> Subject:
         inner: Any = model
         ddp, compiled_ddp = None, False
         while isinstance(inner, DDP) or hasattr(inner, "_orig_mod"):
@@ -49,38 +48,27 @@ class Subject:
                 ddp, compiled_ddp = inner, inner is not model
             inner = inner.module if isinstance(inner, DDP) else inner._orig_mod
         ignored = set(getattr(inner, "_ddp_params_and_buffers_to_ignore", ()))
-        parameters = {
-            name.replace("_orig_mod.", ""): p
-            for name, p in inner.named_parameters()
-            if p.requires_grad and name not in ignored
-        }
-        buffer_bytes: dict[str, int] = {}
-        for name, buffer in inner.named_buffers():
-            if name not in ignored and (ddp is None or ddp.broadcast_buffers):
-                dtype = str(buffer.dtype).removeprefix("torch.")
-                buffer_bytes[dtype] = buffer_bytes.get(dtype, 0) + buffer.numel() * buffer.element_size()
-        return cls(
-            model=model if ddp is None or compiled_ddp else ddp.module,
-            name=type(inner).__name__,
-            ddp=ddp,
-            parameters=parameters,
-            buffers=tuple(Buffers(dtype=dtype, bytes=nbytes) for dtype, nbytes in buffer_bytes.items()),
-            device=_only_device(parameters),
-        )
+        trained = [(n, p) for n, p in inner.named_parameters() if p.requires_grad and n not in ignored]
+        parameters = {n.replace("_orig_mod.", ""): p for n, p in trained}
+        buffer_bytes = Counter[str]()
+        for buffer_name, buffer in inner.named_buffers():
+            if buffer_name not in ignored and (ddp is None or ddp.broadcast_buffers):
+                buffer_bytes[str(buffer.dtype).removeprefix("torch.")] += buffer.nbytes
+        devices = sorted({str(p.device) for p in parameters.values()})
+        if not devices:
+            raise UsageError("the model has no parameter that requires a gradient")
+        if len(devices) > 1:
+            raise UsageError(f"the model must be on one device, not on {', '.join(devices)}")
+        if (device := torch.device(devices[0])).type not in ("cpu", "cuda"):
+            raise UsageError(f"the model must be on cpu or cuda, not on {device.type}")
+        buffers = tuple(Buffers(dtype=dtype, bytes=nbytes) for dtype, nbytes in buffer_bytes.items())
+        alone = model if ddp is None or compiled_ddp else ddp.module
+        return cls(alone, name or type(inner).__name__, ddp, parameters, buffers, device, batch)
 
-    @property
-    def compiled_with_ddp(self) -> bool:
-        """Whether the model is `torch.compile(DDP(net))`, from which DDP cannot be removed."""
-        return self.ddp is not None and self.model is not self.ddp.module
-
-    def refuse_silent(self, silent: Sequence[str]) -> None:
-        """Raise if hooks of parameters with a gradient did not fire, because their ready times are unknown."""
-        if silent:
-            more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""
-            raise UsageError(
-                f"{silent[0]}{more} got a gradient, but its hook did not fire, so its ready time cannot be measured; "
-                "turn compiled autograd off while measuring"
-            )
+    def on_gradients(self, ready: Callable[[str], None]) -> list[RemovableHandle]:
+        """Call a function with the name of each parameter whose gradient is ready."""
+        parameters = self.parameters.items()
+        return [p.register_post_accumulate_grad_hook(lambda _, name=name: ready(name)) for name, p in parameters]
 
 
 def checked_loss(loss: object) -> Tensor:
@@ -120,10 +108,8 @@ class StepMarks:
     backward_start: Any
     backward_end: Any
     ready: dict[str, Any]
-    update: tuple[Any, Any] | None = None
-    """Start and end of the optimizer's step, if it is measured."""
-    earlier: Sequence[tuple[Any, Any]] = ()
-    """Start and end of earlier passes that only accumulated gradients, without an exchange."""
+    update: tuple[Any, Any] | None = None  # start and end of the optimizer's step, if it is measured
+    earlier: Sequence[tuple[Any, Any]] = ()  # start and end of passes that only accumulated gradients
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -134,29 +120,37 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def summarise(
-    subject: Subject, clock: Clock, steps: Sequence[StepMarks], *, model_name: str | None, how: str, batch: int | None
+    subject: Subject, clock: Clock, steps: Sequence[StepMarks], optimizer: torch.optim.Optimizer | None, what: str
 ) -> Measured:
-    """Return a profile with the medians of one rank's steps."""
+    """Return a profile with the medians of one rank's steps. `what` describes the steps."""
     clock.settle()
-    forward_s = [
-        clock.seconds(step.start, step.backward_start) + sum(clock.seconds(*span) for span in step.earlier)
-        for step in steps
-    ]
+    forwards = [[(step.start, step.backward_start), *step.earlier] for step in steps]
+    forward_s = [sum(clock.seconds(*span) for span in spans) for spans in forwards]
     backward_s = [clock.seconds(step.backward_start, step.backward_end) for step in steps]
     update_s = [clock.seconds(*step.update) if step.update else 0.0 for step in steps]
     ready_s = [{name: clock.seconds(step.backward_start, mark) for name, mark in step.ready.items()} for step in steps]
     step_s = [sum(times) for times in zip(forward_s, backward_s, update_s, strict=True)]
+    timer = "CUDA events" if subject.device.type == "cuda" else f"host clock, {torch.get_num_threads()} threads"
+    update = type(optimizer).__name__ if optimizer else "no optimizer"
+    gradients = []
+    for name, parameter in subject.parameters.items():
+        # The median of a parameter that only slow steps use may be later than the median end of backward.
+        when_s = min(_median_s([step[name] for step in ready_s if name in step] or [0.0]), _median_s(backward_s))
+        shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
+        gradients.append(Gradient(name=name, shape=shape, dtype=dtype, bytes=parameter.nbytes, ready_s=when_s))
+    arrival = {name: index for index, name in enumerate(ready_s[-1])}  # decides between equal times
+    gradients.sort(key=lambda gradient: (gradient.ready_s, arrival.get(gradient.name, -1)))
     profile = Profile(
-        model=model_name or subject.name,
-        gradients=_in_ready_order(subject.parameters, ready_s, _median_s(backward_s)),
+        model=subject.name,
+        gradients=tuple(gradients),
         forward_s=_median_s(forward_s),
         backward_s=_median_s(backward_s),
         update_s=_median_s(update_s),
         device=subject.device.type,
         where=describe_hardware(subject.device),
-        how=how,
+        how=f"{what}, {timer}, {update}, torch {torch.__version__}",
         steps=len(steps),
-        batch=batch,
+        batch=subject.batch,
         buffers=subject.buffers,
         spread=quartiles(step_s),
     )
@@ -164,21 +158,16 @@ def summarise(
 
 
 def run_on_all_ranks(group: dist.ProcessGroup | None, work: Callable[[], bytes]) -> list[bytes]:
-    """Run `work` on all ranks and return the result of each rank. Collective.
-
-    If `work` fails on one rank, all ranks raise; otherwise the others would wait for it.
-    """
+    """Run `work` on all ranks and return the result of each rank. Collective. If `work` fails on one rank, all ranks
+    raise; otherwise the others would wait for it."""
     if group is None:
         return [work()]
-    failure: Exception | None = None
     try:
         answer = b"+" + work()
-    except Exception as error:  # noqa: BLE001 - raised below, after the other ranks were informed
-        failure = error
-        answer = f"-{type(error).__name__}: {error}".splitlines()[0].encode()
+    except Exception as error:
+        gather_bytes(group, f"-{type(error).__name__}: {error}".splitlines()[0].encode())  # inform the other ranks
+        raise
     answers = gather_bytes(group, answer)
-    if failure is not None:
-        raise failure
     for rank, answer in enumerate(answers):
         if not answer.startswith(b"+"):
             raise MismatchError(f"the measurement failed on rank {rank}: {answer[1:].decode()}")
@@ -190,8 +179,12 @@ def merge(measured: Sequence[Measured]) -> Profile:
     profiles = [rank.profile for rank in measured]
     if len(profiles) == 1:
         return profiles[0]
-    for rank, profile in enumerate(profiles):
-        _check_same_model(profiles[0], rank, profile)
+    models = [{g.name: f"{list(g.shape)} {g.dtype}" for g in profile.gradients} for profile in profiles]
+    for rank, name in ((rank, name) for rank, model in enumerate(models) for name in {**models[0], **model}):
+        mine, theirs = models[0].get(name, "missing"), models[rank].get(name, "missing")
+        if mine != theirs:
+            difference = f"{name} is {mine} on rank 0 and {theirs} on rank {rank}"
+            raise MismatchError(f"the ranks have different models: {difference}")
     steps = min(len(rank.step_s) for rank in measured)
     rounds = list(zip(*(rank.step_s[-steps:] for rank in measured), strict=True))
     backward_s = _median_s([profile.backward_s for profile in profiles])
@@ -230,34 +223,8 @@ def describe_hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text(encoding="utf-8").splitlines() if cpuinfo.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.machine()}, {os.cpu_count()} logical cores"
-
-
-def describe_method(device: torch.device, what: str, optimizer: torch.optim.Optimizer | None) -> str:
-    clock = "CUDA events" if device.type == "cuda" else f"host clock, {torch.get_num_threads()} threads"
-    update = type(optimizer).__name__ if optimizer else "no optimizer"
-    return f"{what}, {clock}, {update}, torch {torch.__version__}"
-
-
-def _in_ready_order(
-    parameters: dict[str, nn.Parameter], steps: Sequence[dict[str, float]], backward_s: float
-) -> tuple[Gradient, ...]:
-    """Return gradients sorted by their median ready time; equal ones keep the order of the last step."""
-    arrival = {name: index for index, name in enumerate(steps[-1])}
-    gradients = [
-        Gradient(
-            name=name,
-            shape=tuple(parameter.shape),
-            dtype=str(parameter.dtype).removeprefix("torch."),
-            bytes=parameter.numel() * parameter.element_size(),
-            # The median of a parameter that only slow steps use may be later than the median end of backward.
-            ready_s=min(_median_s([ready_s[name] for ready_s in steps if name in ready_s] or [0.0]), backward_s),
-        )
-        for name, parameter in parameters.items()
-    ]
-    return tuple(sorted(gradients, key=lambda gradient: (gradient.ready_s, arrival.get(gradient.name, -1))))
+    name = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return f"{name[1] if name else platform.machine()}, {os.cpu_count()} logical cores"
 
 
 def _median_s(values: Sequence[float]) -> float:
@@ -268,28 +235,3 @@ def _median_s(values: Sequence[float]) -> float:
 def quartiles(step_s: list[float]) -> Spread:
     low_s, _, high_s = statistics.quantiles(step_s, n=4, method="inclusive") if len(step_s) > 1 else step_s * 3
     return Spread(low_s=_median_s([low_s]), high_s=_median_s([high_s]))
-
-
-def _only_device(parameters: dict[str, nn.Parameter]) -> torch.device:
-    devices = {p.device for p in parameters.values()}
-    if not devices:
-        raise UsageError("the model has no parameter that requires a gradient")
-    if len(devices) > 1:
-        raise UsageError(f"the model must be on one device, not on {', '.join(sorted(map(str, devices)))}")
-    device = devices.pop()
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"the model must be on cpu or cuda, not on {device.type}")
-    return device
-
-
-def _check_same_model(first: Profile, rank: int, other: Profile) -> None:
-    mine, theirs = (
-        {gradient.name: f"{list(gradient.shape)} {gradient.dtype}" for gradient in profile.gradients}
-        for profile in (first, other)
-    )
-    for name in {**mine, **theirs}:
-        if mine.get(name) != theirs.get(name):
-            raise MismatchError(
-                f"the ranks have different models: {name} is {mine.get(name, 'missing')} on rank 0 and "
-                f"{theirs.get(name, 'missing')} on rank {rank}"
-            )

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-_SLOWER = 1.3
-"""Groups of hosts count as racks if the links between them are slower than those inside by this factor."""
+_SLOWER = 1.3  # groups of hosts count as racks if the links between them are slower than those inside by this factor
 
 
 def host_identity() -> str:
-    """Return a text that is the same for all ranks of one host, and different on other hosts.
-
-    It consists of the kernel's boot ID and the network namespace: containers and emulated hosts on one machine share
-    the boot ID, and may share a host name.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    namespace = Path("/proc/self/ns/net")
+    """Return a text that is the same for all ranks of one host, and different on other hosts. It consists of the
+    kernel's boot ID and the network namespace: containers and emulated hosts on one machine share the boot ID, and may
+    share a host name."""
     try:
-        return f"{boot.read_text().strip()} {namespace.readlink()}"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {Path('/proc/self/ns/net').readlink()}"
     except OSError:
-        import socket
-
         return socket.gethostname()
 
 
@@ -40,18 +35,18 @@ def racks(matrix_bytes_per_s: Sequence[Sequence[float]]) -> tuple[int, ...]:
     from scipy.spatial.distance import squareform
 
     rates = np.asarray(matrix_bytes_per_s, dtype=float)
-    hosts = len(rates)
-    if hosts < 3:
-        return (0,) * hosts
+    one_rack = (0,) * len(rates)
+    if len(rates) < 3:
+        return one_rack
     slower = np.minimum(rates, rates.T)
     np.fill_diagonal(slower, np.inf)
     if slower.min() <= 0:
-        return (0,) * hosts
+        return one_rack
     tree = linkage(squareform(1 / slower, checks=False), method="average")
     merges = tree[:, 2]
     jumps = merges[1:] / merges[:-1]
     widest = int(np.argmax(jumps))
     if jumps[widest] < _SLOWER:
-        return (0,) * hosts
+        return one_rack
     cut = (merges[widest] * merges[widest + 1]) ** 0.5
     return number([str(label) for label in fcluster(tree, cut, criterion="distance")])

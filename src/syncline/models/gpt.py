@@ -1,7 +1,6 @@
 """A small GPT over bytes: pre-norm transformer blocks, causal attention, one weight for embedding and output.
 
-The shared weight is used at both ends of the network, so its gradient is complete only at the end of backward. An order
-of gradients that is guessed from the layers would be wrong here, and a measured one is right.
+The shared weight is used at both ends of the network, so its gradient is complete only at the end of backward.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ class Attention(nn.Module):
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.inputs(x).chunk(3, dim=-1)
         )
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        projected: Tensor = self.output(mixed.transpose(1, 2).flatten(-2))
-        return projected
+        return self.output(mixed.transpose(1, 2).flatten(-2))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
@@ -40,8 +38,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x))
-        update: Tensor = self.mlp(self.mlp_norm(x))
-        return x + update
+        return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
 
 class GPT(nn.Module):

@@ -1,9 +1,8 @@
-"""A model that computes nothing and takes as long as a recorded one.
+"""A model that computes nothing and takes as long as a recorded one: ranks on a laptop wait as a GPU would compute.
 
-Eight ranks on a laptop cannot compute ResNet-50 as fast as a GPU, but they can wait as long as a GPU would compute. The
-model has real parameters of the recorded shapes. Its forward sleeps, and its backward returns each gradient at the
-recorded time, so DDP's hooks run at these times and send real bytes while the cores are free for communication.
-Deadlines are absolute, from the start of backward, so that the errors of sleeps do not add up.
+Its forward sleeps, and its backward returns each gradient at the recorded time, so DDP's hooks run at these times and
+send real bytes while the cores are free for communication. Deadlines are absolute, from the start of backward, so that
+the errors of sleeps do not add up.
 """
 
 from __future__ import annotations
@@ -25,15 +24,12 @@ POOL_ELEMENTS = 1 << 18
 class ReplayModel(nn.Module):
     """Replays the forward and backward of a profile, but not the optimizer's `update_s`.
 
-    Inputs are ignored, and the output is a scalar whose `backward` takes the recorded time. Gradients are random and
-    differ in each step; they depend neither on the loss nor on its scale. Buffers are real, one per dtype, and DDP
-    broadcasts them before every forward. Parameters are zero on all ranks, so DDP may skip its first broadcast
-    (`init_sync=False`).
+    Inputs are ignored, and the output is a scalar. Gradients are random, from a `seed` that each rank should have for
+    itself, and differ in each step. Buffers are real, one per dtype, and DDP broadcasts them before every forward.
+    Parameters are zero on all ranks, so DDP may skip its first broadcast (`init_sync=False`).
 
-    Args:
-        seed: Seed of the gradients; give each rank its own.
-        rank: Replay the times of this rank of the profile, so that a straggler stays one. Default, and for ranks that
-            are not in the profile: the medians.
+    With `rank`, the times are those of this rank of the profile, so that a straggler stays one; otherwise, and for
+    ranks that are not in the profile, they are the medians.
     """
 
     def __init__(self, profile: Profile, seed: int = 0, rank: int | None = None) -> None:
@@ -41,8 +37,10 @@ class ReplayModel(nn.Module):
         self._profile = profile = _at_pace_of(profile, rank)
         self._noise = _Noise(seed)
         # Models list their parameters roughly in forward order, and DDP's first buckets rely on that.
-        self._in_forward_order = [(gradient.name, gradient.ready_s) for gradient in reversed(profile.gradients)]
+        # Autograd runs the first one last: a model may compute for some time after its last gradient.
+        self._in_forward_order: list[tuple[str | None, float]] = [(None, profile.backward_s)]
         for gradient in reversed(profile.gradients):
+            self._in_forward_order.append((gradient.name, gradient.ready_s))
             _add_parameter(self, gradient.name, torch.zeros(gradient.shape, dtype=getattr(torch, gradient.dtype)))
         for entry in profile.buffers:
             elements = entry.bytes // BUFFER_ITEM_BYTES[entry.dtype]
@@ -50,23 +48,19 @@ class ReplayModel(nn.Module):
 
     def forward(self, *_: object, **__: object) -> Tensor:
         deadline_s = time.monotonic() + self._profile.forward_s
-        backward = _Backward(self._noise)
+        begun_s: list[float] = []  # when backward began
         x = torch.zeros((), device=next(self.parameters()).device, requires_grad=True)
-        # Autograd runs this last: a model may compute for some time after its last gradient.
-        x = _until(x, None, backward, self._profile.backward_s)
-        for name, ready_s in self._in_forward_order:
-            x = _until(x, self.get_parameter(name), backward, ready_s)
+        for name, offset_s in self._in_forward_order:
+            parameter = None if name is None else self.get_parameter(name)
+            x = _Until.apply(x, parameter, self._noise, begun_s, offset_s)  # type: ignore[no-untyped-call]
         if x.requires_grad:
-            x.register_hook(backward.begin)
+            x.register_hook(lambda _: begun_s.append(time.monotonic()))
         _sleep_until(deadline_s)  # after the graph is built, so that building it is part of the recorded time
         return x
 
 
 class _Noise:
-    """Random numbers for the price of a copy: slices of a small pool, each from another offset.
-
-    It is not a buffer of the module, because DDP would make it equal on all ranks.
-    """
+    """Random numbers for the price of a copy: slices of a small pool. DDP would make a buffer equal on all ranks."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -77,28 +71,14 @@ class _Noise:
 
     def like(self, parameter: Tensor) -> Tensor:
         """Return a new tensor: autograd makes it the parameter's `grad`, and DDP writes into it."""
-        flat = torch.empty(parameter.numel(), device=parameter.device, dtype=parameter.dtype)
-        key = (parameter.device, parameter.dtype)
+        key, count = (parameter.device, parameter.dtype), parameter.numel()
         if key not in self._copies:
             self._copies[key] = self._pool.to(*key)
         pool = self._copies[key]
-        filled = 0
-        while filled < flat.numel():
-            piece = pool[self._offset : self._offset + flat.numel() - filled]
-            flat[filled : filled + piece.numel()].copy_(piece)
-            filled += piece.numel()
-            self._offset = (self._offset + piece.numel()) % POOL_ELEMENTS
-        return flat.view(parameter.shape)
-
-
-class _Backward:
-    """One backward pass: its start, and the source of its gradients."""
-
-    def __init__(self, noise: _Noise) -> None:
-        self.noise, self.start_s = noise, 0.0
-
-    def begin(self, _: Tensor) -> None:
-        self.start_s = time.monotonic()
+        first = pool[self._offset : self._offset + count]
+        whole, rest = divmod(count - first.numel(), POOL_ELEMENTS)
+        self._offset = (self._offset + count) % POOL_ELEMENTS
+        return torch.cat([first, *[pool] * whole, pool[:rest]]).view(parameter.shape)
 
 
 class _Until(torch.autograd.Function):
@@ -108,18 +88,20 @@ class _Until(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parameter: Tensor | None, backward: _Backward, offset_s: float) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, parameter: Tensor | None, noise: _Noise, begun_s: list[float], offset_s: float
+    ) -> Tensor:
         ctx.parameter = None if parameter is None else parameter.detach()
-        ctx.backward_pass, ctx.offset_s = backward, offset_s
+        ctx.noise, ctx.begun_s, ctx.offset_s = noise, begun_s, offset_s
         return x.clone()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Before the wait, so that the copy does not delay the gradient.
-        gradient = ctx.backward_pass.noise.like(ctx.parameter) if ctx.needs_input_grad[1] else None
-        _sleep_until(ctx.backward_pass.start_s + ctx.offset_s)
-        return grad, gradient, None, None
+        gradient = ctx.noise.like(ctx.parameter) if ctx.needs_input_grad[1] else None
+        _sleep_until(ctx.begun_s[-1] + ctx.offset_s)
+        return grad, gradient, None, None, None
 
 
 def _at_pace_of(profile: Profile, rank: int | None) -> Profile:
@@ -129,13 +111,8 @@ def _at_pace_of(profile: Profile, rank: int | None) -> Profile:
         return profile
     pace = own.backward_s / profile.backward_s if profile.backward_s else 1.0
     gradients = tuple(msgspec.structs.replace(g, ready_s=g.ready_s * pace) for g in profile.gradients)
-    return msgspec.structs.replace(
-        profile, gradients=gradients, forward_s=own.forward_s, backward_s=own.backward_s, update_s=own.update_s
-    )
-
-
-def _until(x: Tensor, parameter: Tensor | None, backward: _Backward, offset_s: float) -> Tensor:
-    return _Until.apply(x, parameter, backward, offset_s)  # type: ignore[no-any-return, no-untyped-call]
+    times = {"forward_s": own.forward_s, "backward_s": own.backward_s, "update_s": own.update_s}
+    return msgspec.structs.replace(profile, gradients=gradients, **times)
 
 
 def _sleep_until(deadline_s: float) -> None:
@@ -155,6 +132,5 @@ def _add_parameter(root: nn.Module, name: str, value: Tensor) -> None:
             module = module.get_submodule(part)
         module.register_parameter(last, nn.Parameter(value))
     except (AttributeError, KeyError) as error:
-        raise UsageError(
-            f"the profile cannot be replayed: no module can have a parameter {name} beside the other parameters"
-        ) from error
+        problem = f"no module can have a parameter {name} beside the other parameters"
+        raise UsageError(f"the profile cannot be replayed: {problem}") from error

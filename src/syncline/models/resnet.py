@@ -42,12 +42,9 @@ def resnet50(classes: int = 1000) -> nn.Module:
     parts["pool"] = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
     channels = 64
     for number, (width, count, stride) in enumerate(STAGES, start=1):
-        first = Bottleneck(channels, width, stride)
-        channels = width * EXPANSION
+        first, channels = Bottleneck(channels, width, stride), width * EXPANSION
         parts[f"stage{number}"] = nn.Sequential(first, *(Bottleneck(channels, width, 1) for _ in range(count - 1)))
-    parts["average"] = nn.AdaptiveAvgPool2d(1)
-    parts["flatten"] = nn.Flatten()
-    parts["classify"] = nn.Linear(channels, classes)
+    parts |= {"average": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "classify": nn.Linear(channels, classes)}
     model = nn.Sequential(OrderedDict(parts))
     for module in model.modules():
         if isinstance(module, nn.Conv2d):

@@ -22,6 +22,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from syncline.errors import SynclineError, UsageError
 from syncline.models import zoo
@@ -37,7 +38,7 @@ class Task:
     name: str
     model: nn.Module
     step: Callable[[nn.Module], Tensor]
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Optimizer | None
     batch: int | None = None
 
 
@@ -55,9 +56,7 @@ class Target:
         if self.autocast is not None and self.autocast not in AUTOCAST:
             raise UsageError(f"autocast {self.autocast!r} is unknown: use {', '.join(AUTOCAST)}")
         if not self.is_function:
-            if self.name not in zoo.MODELS:
-                known = ", ".join(zoo.MODELS)
-                raise UsageError(f"no model is called {self.name}; known: {known}; or name yours as FILE.py:FUNCTION")
+            zoo.check_name(self.name, "; or name yours as FILE.py:FUNCTION")
             return
         path, function = self._path_and_function
         if not function.isidentifier():
@@ -113,21 +112,16 @@ class Target:
         build = getattr(_imported(path), function, None)
         if not callable(build):
             raise UsageError(f"{path}: has no function called {function}")
-        takes_batch = "batch" in inspect.signature(build).parameters
-        if self.batch is not None and not takes_batch:
+        if self.batch is not None and "batch" not in inspect.signature(build).parameters:
             raise UsageError(f"{self.name} chooses its own batch: give {function} a parameter called batch")
         built = build(batch=self.batch) if self.batch is not None else build()
-        match built:
-            case (nn.Module() as model, step) if callable(step):
-                optimizer = None
-            case (nn.Module() as model, step, torch.optim.Optimizer() as optimizer) if callable(step):
-                pass
-            case _:
-                kinds = ", ".join(type(part).__name__ for part in built) if isinstance(built, tuple) else ""
-                raise UsageError(
-                    f"{self.name} returned {f'({kinds})' if kinds else type(built).__name__}: it must return "
-                    "(model, step) or (model, step, optimizer)"
-                )
+        parts = built if isinstance(built, tuple) else (built,)
+        model, step, optimizer = (*parts, None)[:3] if len(parts) in (2, 3) else (None, None, None)
+        if not (isinstance(model, nn.Module) and callable(step) and isinstance(optimizer, Optimizer | None)):
+            kinds = ", ".join(type(part).__name__ for part in parts)
+            returned = f"({kinds})" if isinstance(built, tuple) and kinds else type(built).__name__
+            wanted = "it must return (model, step) or (model, step, optimizer)"
+            raise UsageError(f"{self.name} returned {returned}: {wanted}")
         where = next((p.device.type for p in model.parameters()), "cpu")
         if self.device is not None and where != device.type:
             raise UsageError(f"{self.name} put its model on {where}, not on {device.type}: move it there in {function}")

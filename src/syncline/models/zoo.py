@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,19 +16,14 @@ from syncline.errors import UsageError
 from syncline.models import gpt, resnet
 
 Batch = tuple[Tensor, Tensor]
-DIGITS = 10
-"""Number of classes of the digits that `mlp` and `cnn` classify."""
+DIGITS = 10  # classes, of `mlp` and `cnn`
 
 
 def mlp() -> nn.Module:
     """Build an MLP with about one million parameters, most of them in the layers whose gradients are ready last."""
-    return _named(
-        flatten=nn.Flatten(),
-        linear1=nn.Sequential(nn.Linear(28 * 28, 640), nn.ReLU()),
-        linear2=nn.Sequential(nn.Linear(640, 640), nn.ReLU()),
-        linear3=nn.Sequential(nn.Linear(640, 128), nn.ReLU()),
-        classify=nn.Linear(128, DIGITS),
-    )
+    widths = {"linear1": (28 * 28, 640), "linear2": (640, 640), "linear3": (640, 128)}
+    hidden = {name: nn.Sequential(nn.Linear(*width), nn.ReLU()) for name, width in widths.items()}
+    return _named(flatten=nn.Flatten(), **hidden, classify=nn.Linear(128, DIGITS))
 
 
 def cnn() -> nn.Module:
@@ -54,50 +48,36 @@ def _convolution(channels_in: int, channels_out: int) -> nn.Sequential:
     return nn.Sequential(convolution, nn.BatchNorm2d(channels_out), nn.ReLU(), nn.MaxPool2d(2))
 
 
-class ModelSpec(NamedTuple):
-    """How to build a model and its batches."""
-
-    build: Callable[[], nn.Module]
-    make_batch: Callable[[int, torch.Generator | None], Batch]
-
-
-def _images(*shape: int, classes: int) -> Callable[[int, torch.Generator | None], Batch]:
-    def make(batch_size: int, generator: torch.Generator | None) -> Batch:
-        inputs = torch.randn(batch_size, *shape, generator=generator)
-        return inputs, torch.randint(classes, (batch_size,), generator=generator)
-
-    return make
-
-
-def _bytes(batch_size: int, generator: torch.Generator | None) -> Batch:
-    tokens = torch.randint(gpt.VOCABULARY, (batch_size, gpt.CONTEXT + 1), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-MODELS: dict[str, ModelSpec] = {
-    "mlp": ModelSpec(mlp, _images(1, 28, 28, classes=DIGITS)),
-    "cnn": ModelSpec(cnn, _images(1, 28, 28, classes=DIGITS)),
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "mlp": (mlp, (1, 28, 28), DIGITS),
+    "cnn": (cnn, (1, 28, 28), DIGITS),
     # 64×64 instead of ImageNet's 224×224: all 161 gradients, at a cost that suits a laptop's CPU.
-    "resnet50": ModelSpec(resnet.resnet50, _images(3, 64, 64, classes=1000)),
-    "gpt-small": ModelSpec(gpt.GPT, _bytes),
+    "resnet50": (resnet.resnet50, (3, 64, 64), 1000),
+    "gpt-small": (gpt.GPT, (), gpt.VOCABULARY),
 }
+"""How to build each model, the shape of an image, which is empty for bytes of text, and the number of classes."""
 
 
-def check_name(name: str) -> None:
+def check_name(name: str, advice: str = "") -> None:
     """Raise `UsageError` if no model has this name."""
     if name not in MODELS:
-        raise UsageError(f"no model is called {name}; known: {', '.join(MODELS)}")
+        raise UsageError(f"no model is called {name}; known: {', '.join(MODELS)}{advice}")
 
 
 def build_model(name: str) -> nn.Module:
     """Build a model with random weights from torch's global generator."""
     check_name(name)
-    return MODELS[name].build()
+    return MODELS[name][0]()
 
 
 def make_batch(name: str, batch_size: int, generator: torch.Generator | None = None) -> Batch:
     """Make random inputs and targets for a model, on the CPU."""
-    return MODELS[name].make_batch(batch_size, generator)
+    _, shape, classes = MODELS[name]
+    if not shape:
+        tokens = torch.randint(classes, (batch_size, gpt.CONTEXT + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+    inputs = torch.randn(batch_size, *shape, generator=generator)
+    return inputs, torch.randint(classes, (batch_size,), generator=generator)
 
 
 def loss(outputs: Tensor, targets: Tensor) -> Tensor:

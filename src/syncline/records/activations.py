@@ -38,13 +38,10 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """The bytes that one block adds to the memory in use, and its seconds."""
 
     name: str
-    held: Line
-    """Bytes after its forward: what autograd saves, and the output."""
-    input: Line
-    """Bytes of the input, which stay in memory if the block is recomputed."""
+    held: Line  # bytes after its forward: what autograd saves, and the output
+    input: Line  # bytes of the input, which stay in memory if the block is recomputed
     forward_peak: Line
-    backward_peak: Line
-    """Peak of the backward, including the bytes held since the block's forward."""
+    backward_peak: Line  # peak of the backward, including the bytes held since the block's forward
     forward_s: Line
     backward_s: Line
 
@@ -52,24 +49,15 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 class Activations(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The memory and time of a model's forward and backward, without weights and gradients."""
 
-    batches: Annotated[tuple[PositiveCount, ...], msgspec.Meta(min_length=1)]
-    """The measured batch sizes."""
+    batches: Annotated[tuple[PositiveCount, ...], msgspec.Meta(min_length=1)]  # the measured batch sizes
     blocks: tuple[Block, ...]
-    before: Line
-    """Bytes held by the layers before the blocks."""
-    behind_peak: Line
-    """Peak of the head and the loss, in forward and backward."""
-    before_peak: Line
-    """Peak of the backward of the layers before the blocks."""
-    behind_s: Line
-    """Forward and backward of all layers outside the blocks."""
-    to_host_bps: Amount = 0.0
-    """Bytes per second between the device and pinned host memory; 0 if the device has no pinned host memory."""
+    before: Line  # bytes held by the layers before the blocks
+    behind_peak: Line  # peak of the head and the loss, in forward and backward
+    before_peak: Line  # peak of the backward of the layers before the blocks
+    behind_s: Line  # forward and backward of all layers outside the blocks
+    to_host_bps: Amount = 0.0  # bytes per second between the device and pinned host memory; 0 if there is none
     parameter_bytes: Count = 0
     buffer_bytes: Count = 0
-    elements: Count = 0
-    """Number of elements of all parameters."""
-    largest_bytes: Count = 0
-    """Bytes of the largest parameter."""
-    optimizer_bytes: Amount = 0.0
-    """Bytes of optimizer state per element."""
+    elements: Count = 0  # number of elements of all parameters
+    largest_bytes: Count = 0  # bytes of the largest parameter
+    optimizer_bytes: Amount = 0.0  # bytes of optimizer state per element

@@ -15,8 +15,7 @@ class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_host: int | list[int]
     rate_bps: int
     device: str
-    emulated: bool
-    """Whether links were shaped; if not, ranks used the loopback interface and `rate_bps` has no meaning."""
+    emulated: bool  # whether links were shaped; if not, ranks used the loopback interface and `rate_bps` has no meaning
     racks: int = 1
     trunk_rate_bps: int | None = None
     rank_order: str = "host"
@@ -31,25 +30,19 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     method: str
-    step_ms: float
-    """Median over interleaved rounds; low and high are the quartiles."""
+    step_ms: float  # median over interleaved rounds of one step, or of the mean of a period; low and high: quartiles
     step_ms_low: float
     step_ms_high: float
-    sent_bytes: int | None
-    """Payload per step of the busiest rank: counted for each call; for plain DDP, computed from its parameters."""
+    sent_bytes: int | None  # payload per step of the busiest rank; for plain DDP, computed from its parameters
     predicted_ms: float | None
     predicted_sent_bytes: int | None
-    wire_bytes: int | None = None
-    """Bytes per step on the busiest host's interface counter, with headers."""
-    vs_ddp: float | None = None
-    """Median of paired per-round ratios of step times; low and high are the quartiles."""
+    wire_bytes: int | None = None  # bytes per step on the busiest host's interface counter, with headers
+    vs_ddp: float | None = None  # median of paired per-round ratios of step times; low and high are the quartiles
     vs_ddp_low: float | None = None
     vs_ddp_high: float | None = None
     setting: str = ""
-    peak_bytes: int | None = None
-    """Peak of the tensors on the rank with the most, in a step after warm-up; None if it was not measured."""
-    states_bytes: int | None = None
-    """The part of `peak_bytes` that remains between steps."""
+    peak_bytes: int | None = None  # peak of the tensors on the rank with the most, after warm-up; None: not measured
+    states_bytes: int | None = None  # the part of `peak_bytes` that remains between steps
 
 
 class BenchResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,15 +55,11 @@ class BenchResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     torch: str = ""
     syncline: str = ""
     date: str = ""
-    tree: str = ""
-    """The topology, as an exchange with levels detected it."""
-    command: str = ""
-    """The command that repeats the measurement."""
-    profile: Profile | None = None
-    """The profile of the predictions, with `network`; null if nothing was predicted."""
+    tree: str = ""  # the topology, as an exchange with levels detected it
+    command: str = ""  # the command that repeats the measurement
+    profile: Profile | None = None  # the profile of the predictions, with `network`; null if nothing was predicted
     network: Network | None = None
-    plans: dict[str, Plan] = {}
-    """The plan of each method that has one."""
+    plans: dict[str, Plan] = {}  # the plan of each method that has one
 
 
 class DemoRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -78,15 +67,11 @@ class DemoRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_ms: float
     step_ms_low: float
     step_ms_high: float
-    vs_ddp: float
-    """Median of paired per-round ratios of step times."""
-    wire_bytes: int | None
-    """Bytes per step on the busiest host's interface counter."""
+    vs_ddp: float  # median of paired per-round ratios of step times
+    wire_bytes: int | None  # bytes per step on the busiest host's interface counter
     held_out_accuracy: float | None
-    difference: float | None
-    """Largest difference between the trained weights and plain DDP's; 0 if they are bit-identical."""
-    losses: list[float]
-    """The loss of each step, averaged over the ranks."""
+    difference: float | None  # largest difference between the trained weights and plain DDP's; 0 if bit-identical
+    losses: list[float]  # the loss of each step, averaged over the ranks
 
 
 class Tuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -102,13 +87,10 @@ class DemoResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     epochs: float
     rows: list[DemoRow]
     schema: Schema = 1
-    said: dict[str, str] = {}
-    """The message of `tune`, by method."""
-    command: str = ""
-    """The command that repeats the measurement."""
+    said: dict[str, str] = {}  # the message of `tune`, by method
+    command: str = ""  # the command that repeats the measurement
     network: Network | None = None
-    tunings: dict[str, Tuning] = {}
-    """The results of `tune`, by method."""
+    tunings: dict[str, Tuning] = {}  # the results of `tune`, by method
 
     def row(self, method: str) -> DemoRow:
         return next(row for row in self.rows if row.method == method)

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+
+from syncline.records.profile import NamedTensor
 
 
-class Sized(Protocol):
-    """The parts of a gradient that decide its bucket."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def bytes(self) -> int: ...
-
-
-def filled(gradients: Sequence[Sized], caps: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+def filled(gradients: Sequence[NamedTensor], caps: Sequence[int]) -> tuple[tuple[int, ...], ...]:
     """Return the buckets that DDP makes after its first step, as indices into `gradients`.
 
     DDP fills buckets in ready order. A bucket holds one dtype and is closed when it reaches its cap. Each dtype starts
@@ -29,7 +20,7 @@ def filled(gradients: Sequence[Sized], caps: Sequence[int]) -> tuple[tuple[int, 
     for index, gradient in enumerate(gradients):
         dtype = gradient.dtype
         open_buckets.setdefault(dtype, []).append(index)
-        open_bytes[dtype] = open_bytes.get(dtype, 0) + gradient.bytes
+        open_bytes[dtype] = open_bytes.get(dtype, 0) + gradient.nbytes
         count = closed_count.get(dtype, 0)
         if open_bytes[dtype] >= caps[min(count, len(caps) - 1)]:
             closed.append(tuple(open_buckets.pop(dtype)))
@@ -37,11 +28,11 @@ def filled(gradients: Sequence[Sized], caps: Sequence[int]) -> tuple[tuple[int, 
     return (*closed, *(tuple(indices) for indices in open_buckets.values()))
 
 
-def caps_of(gradients: Sequence[Sized], buckets: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def caps_of(gradients: Sequence[NamedTensor], buckets: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """Return the caps from which `filled` makes these buckets; with several dtypes, those of the largest one."""
     by_dtype: dict[str, list[int]] = {}
     for indices in buckets:
         dtype = gradients[indices[0]].dtype
-        by_dtype.setdefault(dtype, []).append(sum(gradients[index].bytes for index in indices))
+        by_dtype.setdefault(dtype, []).append(sum(gradients[index].nbytes for index in indices))
     most = max(by_dtype, key=lambda dtype: (sum(by_dtype[dtype]), dtype))
     return tuple(max(1, size) for size in by_dtype[most])

@@ -10,8 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-MOST = 10**18
-"""Upper limit for counts and measurements, so that products of several stay finite."""
+MOST = 10**18  # upper limit for counts and measurements, so that products of several stay finite
 
 
 def one_of(*names: str) -> Meta:

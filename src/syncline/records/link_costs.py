@@ -6,6 +6,7 @@ import itertools
 from typing import Annotated
 
 import msgspec
+from msgspec.structs import replace
 
 from syncline.exchange import WORLD, wire
 from syncline.records.fields import MOST, Amount, Count, PositiveAmount, PositiveCount, Seconds, one_of
@@ -39,18 +40,14 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     def times(self, factor: float) -> Link:
         """Return the link with its rates multiplied by `factor`."""
-        return msgspec.structs.replace(
-            self,
-            bytes_per_s=self.bytes_per_s * factor,
-            low_bytes_per_s=self.low_bytes_per_s * factor,
-            high_bytes_per_s=self.high_bytes_per_s * factor,
-            nominal_bps=None if self.nominal_bps is None else round(self.nominal_bps * factor),
-        )
+        rates = {name: getattr(self, name) * factor for name in ("bytes_per_s", "low_bytes_per_s", "high_bytes_per_s")}
+        nominal_bps = None if self.nominal_bps is None else round(self.nominal_bps * factor)
+        return replace(self, nominal_bps=nominal_bps, **rates)
 
     def at(self, rate_bps: int) -> Link:
         """Return the link with another nominal rate, of which headers take the same share as now."""
         share = self.bytes_per_s * 8 / self.nominal_bps if self.nominal_bps else ETHERNET_EFFICIENCY
-        return msgspec.structs.replace(self.times(share * rate_bps / 8 / self.bytes_per_s), nominal_bps=rate_bps)
+        return replace(self.times(share * rate_bps / 8 / self.bytes_per_s), nominal_bps=rate_bps)
 
 
 class Point(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -79,7 +76,7 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The cost of one kind of collective among the ranks of one level."""
 
     level: Annotated[str, one_of(*LEVELS)]
-    kind: Annotated[str, one_of(*wire.KINDS)]
+    kind: Annotated[str, one_of(*wire.KINDS, wire.PACED)]
     ranks: _Ranks
     startup_s: Seconds
     startup_low_s: Seconds
@@ -108,21 +105,19 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     def scaled(self, low: float, expected: float, high: float) -> Collective:
         """Return the collective with its start-ups multiplied: lower end, expected value and upper end."""
-        return msgspec.structs.replace(
+        return replace(
             self,
             startup_s=self.startup_s * expected,
             startup_low_s=self.startup_low_s * low,
             startup_high_s=self.startup_high_s * high,
             serial_s=self.serial_s * expected,
-            switches=tuple(
-                msgspec.structs.replace(switch, startup_s=switch.startup_s * expected) for switch in self.switches
-            ),
+            switches=tuple(replace(switch, startup_s=switch.startup_s * expected) for switch in self.switches),
         )
 
     def without_software(self) -> Collective:
         """Return the collective as if bytes took only their time on links."""
-        switches = tuple(msgspec.structs.replace(switch, own_s_per_byte=0.0) for switch in self.switches)
-        return msgspec.structs.replace(self, own_s_per_byte=0.0, switches=switches)
+        switches = tuple(replace(switch, own_s_per_byte=0.0) for switch in self.switches)
+        return replace(self, own_s_per_byte=0.0, switches=switches)
 
     def __post_init__(self) -> None:
         _check_interval(self, "startup_low_s", "startup_s", "startup_high_s")

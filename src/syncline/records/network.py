@@ -16,12 +16,12 @@ import math
 from collections.abc import Callable
 from typing import Annotated
 
-import msgspec
+from msgspec.structs import replace
 
 from syncline.errors import UsageError
 from syncline.exchange import WORLD, Level, Tree, wire
 from syncline.files import JsonFile
-from syncline.records.fields import Amount, Device, PositiveCount, Schema, check_unique, one_of
+from syncline.records.fields import Amount, Count, Device, PositiveCount, Schema, check_unique, one_of
 from syncline.records.link_costs import LEVELS, Collective, Link, Overlap, Startup
 
 Groups = tuple[tuple[int, ...], ...]
@@ -52,6 +52,8 @@ class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, d
     """Rates from host to host, while every host sends to one other; 0 on the diagonal."""
     one_machine: bool = False
     """Whether the hosts are emulated on one machine, and so share its processors."""
+    paced_bytes: Count | None = None
+    """Smallest buffer whose all-to-all between hosts runs in paced rounds; null if that was not measured."""
     measured: bool = True
     where: str = ""
     how: str = ""
@@ -95,27 +97,31 @@ class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, d
         return next((link for link in self.links if link.name == name), None)
 
     def collective(self, kind: str, level: str | Level = WORLD) -> Collective:
-        """Return the cost of a kind of collective at a level.
-
-        A kind that was not measured costs as an all-reduce, scaled by the number of messages. A level that was not
-        measured costs as the nearest measured one, scaled to the level's number of ranks.
-        """
+        """Return the cost of a kind of collective at a level. A kind that was not measured costs as an all-reduce,
+        scaled by the number of messages. A level that was not measured costs as the nearest measured one, scaled to the
+        level's number of ranks."""
         if isinstance(level, str):
             return self._fitted(kind, level)
         known = {entry.level for entry in self.collectives}
-        nearest = "local" if self._inside_hosts(level.groups) and "local" in known else "hosts"
+        nearest = "hosts" if self.crosses(level.groups) or "local" not in known else "local"
         if level.ranks == self.ranks or nearest not in known:
             nearest = WORLD
         return self._with_ranks(self._fitted(kind, nearest), level.ranks, False)
 
     def _fitted(self, kind: str, level: str) -> Collective:
         known = {entry.kind: entry for entry in self.collectives if entry.level == level}
+        if kind == wire.PACED and kind not in known:
+            kind = "all_to_all"
         if kind in known:
             return known[kind]
         if (base := known.get("all_reduce")) is None:
             raise UsageError(f"the network has no figures for {kind} at level {level}: probe it again")
         factor = wire.hops(kind, base.ranks, self.backend) / wire.hops("all_reduce", base.ranks, self.backend)
-        return msgspec.structs.replace(base.scaled(factor, factor, factor), kind=kind, points=())
+        return replace(base.scaled(factor, factor, factor), kind=kind, points=())
+
+    def protocol(self, kind: str, nbytes: int, level: Level) -> str:
+        """Return the kind of collective whose cost applies to a buffer of `nbytes`."""
+        return wire.protocol(kind, nbytes, level.ranks, level.name, self.backend, self.paced_bytes)
 
     def ranks_at(self, level: str) -> int:
         """Return the number of ranks in a group of this level; for `local`, on the host with most ranks."""
@@ -126,14 +132,12 @@ class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, d
         return self.hosts if level == "hosts" else self.ranks
 
     def loads(self, kind: str, elements: int, itemsize: int, level: str | Level = WORLD) -> dict[str, int]:
-        """Return the bytes of one collective through the busiest link of each kind, by the link's name.
-
-        `level` is `world`, `hosts` (one rank of each host), `local` (the ranks of a host), or a level whose groups run
-        the same collective side by side.
-        """
+        """Return the bytes of one collective through the busiest link of each kind, by the link's name. `level` is
+        `world`, `hosts` (one rank of each host), `local` (the ranks of a host), or a level whose groups run the same
+        collective side by side."""
         groups = self._groups_at(level) if isinstance(level, str) else level.groups
         sizes = {len(group) for group in groups}
-        if self._inside_hosts(groups):
+        if not self.crosses(groups):
             loads = {"local": max(wire.sent_bytes(kind, elements, itemsize, size, self.backend) for size in sizes)}
         else:
             message = {size: wire.message_bytes(kind, elements, itemsize, size, self.backend) for size in sizes}
@@ -155,12 +159,9 @@ class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, d
         local, hosts = Tree.of_hosts(self.host_of_rank).levels
         return local.groups if level == "local" else hosts.groups[:1]
 
-    def crosses(self, level: Level) -> bool:
-        """Return whether the level's groups contain ranks of different hosts."""
-        return not self._inside_hosts(level.groups)
-
-    def _inside_hosts(self, groups: Groups) -> bool:
-        return all(len({self.host_of_rank[rank] for rank in group}) == 1 for group in groups)
+    def crosses(self, groups: Groups) -> bool:
+        """Return whether a group contains ranks of different hosts."""
+        return not all(len({self.host_of_rank[rank] for rank in group}) == 1 for group in groups)
 
     def _uplink_messages(self, kind: str, groups: Groups) -> dict[str, set[tuple[tuple[int, int], ...]]]:
         """Return, for each kind of link, the different loads of its uplinks: pairs of a group's size and a number of
@@ -203,14 +204,9 @@ class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, d
         if self.host_of_rank == tuple(sorted(self.host_of_rank)):  # the ranks are numbered host by host
             host_of_rank = tuple(sorted(host_of_rank))
         ranks_at = {WORLD: len(host_of_rank), "hosts": hosts, "local": per_host}
-        collectives = tuple(
-            self._with_ranks(entry, ranks_at[entry.level], same_machine)
-            for entry in self.collectives
-            if ranks_at[entry.level] > 1
-        )
-        return msgspec.structs.replace(
-            self, host_of_rank=host_of_rank, rack_of_host=racks, collectives=collectives, matrix_bytes_per_s=()
-        )
+        several = (entry for entry in self.collectives if ranks_at[entry.level] > 1)
+        scaled = tuple(self._with_ranks(entry, ranks_at[entry.level], same_machine) for entry in several)
+        return replace(self, host_of_rank=host_of_rank, rack_of_host=racks, collectives=scaled, matrix_bytes_per_s=())
 
     def with_rate(self, rate_bps: int, link: str = "host") -> Network:
         """Return the network with another nominal rate for one kind of link.
@@ -233,10 +229,10 @@ class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, d
     def with_nominal_rates(self, host_bps: int, rack_bps: int | None = None) -> Network:
         """Return the network with the given nominal rates; the measured rates stay the same."""
         nominal = {"host": host_bps, "rack": rack_bps}
-        return self._with_links(lambda old: msgspec.structs.replace(old, nominal_bps=nominal.get(old.name)))
+        return self._with_links(lambda old: replace(old, nominal_bps=nominal.get(old.name)))
 
     def _with_links(self, change: Callable[[Link], Link]) -> Network:
-        return msgspec.structs.replace(self, links=tuple(map(change, self.links)))
+        return replace(self, links=tuple(map(change, self.links)))
 
     def without(self, *, startups: bool = False, software: bool = False, link: str | None = None) -> Network:
         """Return the network as if start-ups, software or one kind of link took no time, to find what they cost."""
@@ -247,32 +243,27 @@ class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, d
             collectives = tuple(entry.without_software() for entry in collectives)
         if link is not None:
             links = tuple(other for other in links if other.name != link)
-        return msgspec.structs.replace(self, collectives=collectives, links=links)
+        return replace(self, collectives=collectives, links=links)
 
     def bound(self, *, high: bool) -> Network:
         """Return the network with all costs at the lower or upper ends of their confidence intervals."""
-        return msgspec.structs.replace(
-            self,
-            collectives=tuple(
-                entry.scaled(1.0, end / entry.startup_s, 1.0)
-                if entry.startup_s
-                else msgspec.structs.replace(entry, startup_s=end)
-                for entry in self.collectives
-                for end in (entry.startup_high_s if high else entry.startup_low_s,)
-            ),
-            links=tuple(
-                msgspec.structs.replace(link, bytes_per_s=link.low_bytes_per_s if high else link.high_bytes_per_s)
-                for link in self.links
-            ),
+
+        def at_end(entry: Collective) -> Collective:
+            end_s = entry.startup_high_s if high else entry.startup_low_s
+            if not entry.startup_s:
+                return replace(entry, startup_s=end_s)
+            return entry.scaled(1.0, end_s / entry.startup_s, 1.0)
+
+        rated = self._with_links(
+            lambda old: replace(old, bytes_per_s=old.low_bytes_per_s if high else old.high_bytes_per_s)
         )
+        return replace(rated, collectives=tuple(map(at_end, self.collectives)))
 
     def _startup_growth(self, kind: str, before: int, after: int, same_machine: bool) -> tuple[float, float, float]:
-        """Return the factors by which start-ups grow from `before` to `after` ranks: low, expected, high.
-
-        The expected factor is the growth of the number of sequential messages; on one machine, multiplied by the
-        measured growth of the time per message. The low end assumes a tree. The high end assumes that the time per
-        message grows on a real network, too.
-        """
+        """Return the factors by which start-ups grow from `before` to `after` ranks: low, expected, high. The expected
+        factor is the growth of the number of sequential messages; on one machine, multiplied by the measured growth of
+        the time per message. The low end assumes a tree. The high end assumes that the time per message grows on a real
+        network, too."""
         hops = wire.hops(kind, after, self.backend) / wire.hops(kind, before, self.backend)
         doublings = (after - 1).bit_length() / (before - 1).bit_length()
         ring = (after - 1) / (before - 1)
@@ -299,7 +290,7 @@ class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, d
             return entry
         low, expected, high = self._startup_growth(entry.kind, entry.ranks, ranks, same_machine)
         scaled = entry.scaled(low, expected, high)
-        return msgspec.structs.replace(scaled, ranks=ranks, breakpoint_bytes=None, points=())
+        return replace(scaled, ranks=ranks, breakpoint_bytes=None, points=())
 
     def slowdown(self, streams: float) -> float:
         """Return the factor by which start-ups take longer while `streams` collectives run."""

@@ -6,7 +6,6 @@ model and cluster, but not measurements: a plan made for faster links may be slo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -16,17 +15,10 @@ from syncline.exchange import Exchange, made_of
 from syncline.files import JsonFile
 from syncline.records.bucket_caps import caps_of
 from syncline.records.fields import Amount, Count, Device, Schema, Seconds, check_unique
-from syncline.records.profile import ITEM_BYTES, NamedTensor
+from syncline.records.profile import NamedTensor
 
 MAX_LANES = 16
-
-
-class PlannedGradient(NamedTensor, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One gradient; a plan lists them in the order in which they are ready."""
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+PlannedGradient = NamedTensor  # a plan lists them in the order in which they are ready
 
 
 class PlannedBucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,8 +26,7 @@ class PlannedBucket(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     parameters: Annotated[tuple[str, ...], msgspec.Meta(min_length=1)]
     lane: Count
-    exchange: dict[str, Any]
-    """The exchange's type and settings."""
+    exchange: dict[str, Any]  # the exchange's type and settings
 
 
 class Alternative(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -74,24 +65,17 @@ class Plan(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
     model: str
     gradients: Annotated[tuple[PlannedGradient, ...], msgspec.Meta(min_length=1)]
     where: Where
-    buckets: tuple[PlannedBucket, ...]
-    """Empty if plain DDP is best and is not changed."""
+    buckets: tuple[PlannedBucket, ...]  # empty if plain DDP is best and is not changed
     lanes: Annotated[int, msgspec.Meta(ge=1, le=MAX_LANES)]
-    iteration_s: Seconds
-    """Predicted seconds per step. All times in a plan are predictions."""
+    iteration_s: Seconds  # Predicted seconds per step. All times in a plan are predictions.
     low_s: Seconds
     high_s: Seconds
-    compute_s: Seconds
-    """Seconds per step of a single rank without communication."""
-    plain_s: Seconds
-    """Seconds per step of plain DDP."""
-    exchange_s: Seconds
-    """From the time at which the first bucket is ready to the end of the last bucket."""
+    compute_s: Seconds  # seconds per step of a single rank without communication
+    plain_s: Seconds  # seconds per step of plain DDP
+    exchange_s: Seconds  # from the time at which the first bucket is ready to the end of the last bucket
     reason: str
-    alternatives: tuple[Alternative, ...]
-    """Considered schedules. The first is to do nothing."""
-    how: str
-    """The sources of the plan, for readers."""
+    alternatives: tuple[Alternative, ...]  # Considered schedules. The first is to do nothing.
+    how: str  # the sources of the plan, for readers
 
     def __post_init__(self) -> None:
         if self.low_s > self.high_s:
@@ -150,24 +134,22 @@ class Plan(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
             parameters: Shape and dtype of each trained parameter, by name.
             where: The current cluster.
         """
-        for gradient in self.gradients:
-            if gradient.name not in parameters:
-                return f"the plan's parameter {gradient.name} is not in the model"
-            shape, dtype = parameters[gradient.name]
-            if (shape, dtype) != (gradient.shape, gradient.dtype):
-                planned = f"{gradient.dtype} of shape {list(gradient.shape)}"
-                return f"parameter {gradient.name} is {dtype} of shape {list(shape)}, but {planned} in the plan"
-        known = {gradient.name for gradient in self.gradients}
-        for name in parameters:
-            if name not in known:
-                return f"the model's parameter {name} is not in the plan"
+        planned = {gradient.name: (gradient.shape, gradient.dtype) for gradient in self.gradients}
+        for name, tensor in planned.items():
+            if name not in parameters:
+                return f"the plan's parameter {name} is not in the model"
+            if parameters[name] != tensor:
+                ours, theirs = (f"{dtype} of shape {list(shape)}" for shape, dtype in (parameters[name], tensor))
+                return f"parameter {name} is {ours}, but {theirs} in the plan"
+        if unplanned := [name for name in parameters if name not in planned]:
+            return f"the model's parameter {unplanned[0]} is not in the plan"
         for field in ("backend", "device"):
-            current, planned = getattr(where, field), getattr(self.where, field)
-            if current != planned:
-                return f"the plan is for {field} {planned}, but this job uses {current}"
-        if len(where.host_of_rank) != len(self.where.host_of_rank):
-            return f"the plan is for {len(self.where.host_of_rank)} ranks, but this job has {len(where.host_of_rank)}"
-        if where.host_of_rank != self.where.host_of_rank:
-            planned, current = str(list(self.where.host_of_rank)), list(where.host_of_rank)
-            return f"the plan is for ranks on hosts {planned}, but the ranks of this job are on hosts {current}"
+            current, other = getattr(where, field), getattr(self.where, field)
+            if current != other:
+                return f"the plan is for {field} {other}, but this job uses {current}"
+        here, there = list(where.host_of_rank), list(self.where.host_of_rank)
+        if len(here) != len(there):
+            return f"the plan is for {len(there)} ranks, but this job has {len(here)}"
+        if here != there:
+            return f"the plan is for ranks on hosts {there}, but the ranks of this job are on hosts {here}"
         return None

@@ -21,12 +21,14 @@ from syncline.records.activations import Activations
 from syncline.records.fields import MOST, Count, Device, PositiveCount, Schema, Seconds, check_unique
 
 _GRADIENT_DTYPES = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
-_OTHER_DTYPES = ("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")
-_FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+_OTHER_DTYPES = (
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool"),
+    *("float8_e4m3fn", "float8_e5m2"),
+)
 
 ITEM_BYTES: dict[str, int] = {name: getattr(torch, name).itemsize for name in _GRADIENT_DTYPES}
 """Bytes of an element, by dtype. Only floating-point and complex tensors have gradients."""
-BUFFER_ITEM_BYTES = ITEM_BYTES | {name: getattr(torch, name).itemsize for name in (*_OTHER_DTYPES, *_FLOAT8_DTYPES)}
+BUFFER_ITEM_BYTES = ITEM_BYTES | {name: getattr(torch, name).itemsize for name in _OTHER_DTYPES}
 """The same for buffers: BatchNorm counts steps in an int64, and attention masks are bool."""
 
 
@@ -45,20 +47,22 @@ class NamedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         if math.prod(self.shape) > MOST:
             raise ValueError("shape: has too many elements")
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
 
 class Gradient(NamedTensor, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One parameter's gradient."""
 
     bytes: int
-    ready_s: Seconds
-    """Seconds from the start of backward until the gradient is complete."""
+    ready_s: Seconds  # seconds from the start of backward until the gradient is complete
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        expected = math.prod(self.shape) * ITEM_BYTES[self.dtype]
-        if self.bytes != expected:
+        if self.bytes != self.nbytes:
             tensor = f"{self.dtype} of shape {list(self.shape)}"
-            raise ValueError(f"bytes: is {self.bytes}, but {tensor} takes {expected}")
+            raise ValueError(f"bytes: is {self.bytes}, but {tensor} takes {self.nbytes}")
 
 
 class Buffers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -108,14 +112,10 @@ class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The time that DDP and the exchanges add to the computation, without any network."""
 
-    copy_in_s_per_byte: Seconds
-    """Copies into buckets, on the thread that runs backward."""
-    copy_out_s_per_byte: Seconds
-    """Copies out of buckets, after the exchange."""
-    hook_s: Seconds
-    """Time of the hook of one bucket, on the thread that runs backward."""
-    work: dict[str, Work]
-    """The work of each exchange, by its name in `syncline.exchange.EXCHANGES`."""
+    copy_in_s_per_byte: Seconds  # copies into buckets, on the thread that runs backward
+    copy_out_s_per_byte: Seconds  # copies out of buckets, after the exchange
+    hook_s: Seconds  # time of the hook of one bucket, on the thread that runs backward
+    work: dict[str, Work]  # the work of each exchange, by its name in `syncline.exchange.EXCHANGES`
 
 
 class Profile(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -131,32 +131,23 @@ class Profile(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     schema: Schema = 1
     model: str
-    gradients: tuple[Gradient, ...]
-    """Sorted by `ready_s`."""
+    gradients: tuple[Gradient, ...]  # sorted by `ready_s`
     forward_s: Seconds
     backward_s: Seconds
-    update_s: Seconds
-    """The optimizer's step; 0.0 if it was not measured."""
-    device: Device
-    """`cpu` or `cuda`."""
-    where: str
-    """The hardware, for readers."""
-    how: str
-    """The method and versions, for readers."""
-    steps: PositiveCount
-    """Number of measured steps."""
-    batch: PositiveCount | None
-    """Examples per rank and step, if known."""
-    buffers: tuple[Buffers, ...] = ()
-    """One entry per dtype. DDP sends one broadcast for each."""
+    update_s: Seconds  # the optimizer's step; 0.0 if it was not measured
+    device: Device  # `cpu` or `cuda`
+    where: str  # the hardware, for readers
+    how: str  # the method and versions, for readers
+    steps: PositiveCount  # number of measured steps
+    batch: PositiveCount | None  # examples per rank and step, if known
+    buffers: tuple[Buffers, ...] = ()  # One entry per dtype. DDP sends one broadcast for each.
     ranks: tuple[RankTimes, ...] = ()
     spread: Spread | None = None
     jitter_s: Seconds = 0.0
     """Time that a step waits for the rank that is slowest in it: the median over steps of the slowest rank's step time
     minus the median rank's."""
     overheads: Overheads | None = None
-    activations: Activations | None = None
-    """Memory of forward and backward, if it was measured."""
+    activations: Activations | None = None  # memory of forward and backward, if it was measured
 
     def __post_init__(self) -> None:
         check_unique("gradients[{}].name", (gradient.name for gradient in self.gradients))

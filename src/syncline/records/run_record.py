@@ -19,12 +19,9 @@ from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 
-FINISHED, RUNNING, LOST = "finished", "still running", "ended without saying so"
-"""States of a run. The record of a run that failed has the error instead."""
-_CLOCK_S = 2.0
-"""Tolerance when the start time of a process is compared with its record."""
-MOST_STEPS = 2000
-"""Number of steps that a record keeps, evenly spread over the run."""
+FINISHED, RUNNING, LOST = "finished", "still running", "ended without saying so"  # a failed run has its error instead
+_CLOCK_S = 2.0  # tolerance when the start time of a process is compared with its record
+MOST_STEPS = 2000  # number of steps that a record keeps, evenly spread over the run
 
 
 class PhaseSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -37,16 +34,11 @@ class PhaseSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         ...     print(phase.name, phase.level, phase.end_s - phase.start_s)
     """
 
-    name: str
-    """The kind of collective, such as `all_reduce`."""
-    level: str
-    """The level of the topology on which it ran."""
-    sent_bytes: int
-    """Bytes that the busiest rank sent."""
-    start_s: float
-    """When it was issued; on CUDA, when the lane's stream reached it."""
-    end_s: float
-    """When it ended; on CUDA, when the lane's stream had waited for it, which may be later."""
+    name: str  #: the kind of collective, such as `all_reduce`
+    level: str  #: the level of the topology on which it ran
+    sent_bytes: int  #: bytes that the busiest rank sent
+    start_s: float  #: when it was issued; on CUDA, when the lane's stream reached it
+    end_s: float  #: when it ended; on CUDA, when the lane's stream had waited for it, which may be later
 
 
 class BucketSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -57,38 +49,26 @@ class BucketSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         ...     print(bucket.bucket, bucket.bytes, bucket.end_s - bucket.start_s)
     """
 
-    bucket: Count
-    """The index of the bucket."""
+    bucket: Count  #: the index of the bucket
     lane: Count
-    bytes: Count
-    """The size of its gradients."""
-    exchange: str
-    """The short name of its exchange, such as `oktopk(density=0.05)`."""
-    ready_s: float
-    """When its gradients were ready."""
+    bytes: Count  #: the size of its gradients
+    exchange: str  #: the short name of its exchange, such as `oktopk(density=0.05)`
+    ready_s: float  #: when its gradients were ready
     start_s: float
     end_s: float
-    phases: tuple[PhaseSpan, ...] = ()
-    """Its collectives in the order in which they were issued, if `handle.trace()` is on."""
+    phases: tuple[PhaseSpan, ...] = ()  #: its collectives, in the order of their calls, if `handle.trace()` is on
 
 
 class StepSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One step of a model. It ends when all gradients have been exchanged."""
 
-    step: int
-    """Index of the step, from 0. Only steps with an exchange count."""
-    way: str
-    """The method of exchange: `plain DDP`, `the plan`, or an exchange's name."""
-    start_s: float
-    """Start of forward."""
-    backward_s: float
-    """Start of backward."""
-    backward_end_s: float
-    """Time of the last gradient."""
-    end_s: float
-    """Time when all gradients had been exchanged. Communication after `backward_end_s` is exposed."""
-    buckets: tuple[BucketSpan, ...] = ()
-    """Recorded for the first few steps of each method, after its warm-up."""
+    step: int  # Index of the step, from 0. Only steps with an exchange count.
+    way: str  # the method of exchange: `plain DDP`, `the plan`, or an exchange's name
+    start_s: float  # start of forward
+    backward_s: float  # start of backward
+    backward_end_s: float  # time of the last gradient
+    end_s: float  # Time when all gradients had been exchanged. Communication after `backward_end_s` is exposed.
+    buckets: tuple[BucketSpan, ...] = ()  # recorded for the first few steps of each method, after its warm-up
 
     def __post_init__(self) -> None:
         if not self.start_s <= self.backward_s <= self.backward_end_s <= self.end_s:
@@ -98,21 +78,16 @@ class StepSpan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class Pace(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Medians and quartiles over the steps of one method, without its first steps."""
 
-    way: str
-    """The method of exchange, as in `StepSpan`."""
+    way: str  # the method of exchange, as in `StepSpan`
     steps: Count
-    step_s: Amount
-    """Forward, backward and exposed communication, without the time between steps."""
+    step_s: Amount  # forward, backward and exposed communication, without the time between steps
     low_s: Amount
     high_s: Amount
     forward_s: Amount
     backward_s: Amount
-    exposed_s: Amount
-    """Communication after the end of backward."""
-    between_s: float
-    """From the end of one step to the start of the next: the optimizer, data, logging."""
-    sent_bytes: Count | None = None
-    """Bytes per step sent by the busiest rank; None for plain DDP, which does not report them."""
+    exposed_s: Amount  # communication after the end of backward
+    between_s: float  # from the end of one step to the start of the next: the optimizer, data, logging
+    sent_bytes: Count | None = None  # per step, by the busiest rank; None for plain DDP, which does not report it
 
 
 class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -126,23 +101,16 @@ class ModelRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     name: str
     parameters: Count
     gradient_bytes: Count
-    host_of_rank: tuple[int, ...]
-    """The host of each rank of the model's process group."""
+    host_of_rank: tuple[int, ...]  # the host of each rank of the model's process group
     backend: str
     device: str
-    steps: Count
-    """Number of steps with an exchange."""
-    outcome: str
-    """What Syncline did with the model and why, in a sentence or two."""
-    way: str
-    """The last method of exchange, as in `StepSpan`."""
-    caps: tuple[int, ...] = ()
-    """Bytes at which DDP closes its own buckets; the last one repeats. Empty if they are unknown."""
-    paces: tuple[Pace, ...] = ()
-    """One entry per method, in the order of first use."""
+    steps: Count  # number of steps with an exchange
+    outcome: str  # what Syncline did with the model and why, in a sentence or two
+    way: str  # the last method of exchange, as in `StepSpan`
+    caps: tuple[int, ...] = ()  # bytes at which DDP closes its own buckets; the last one repeats; empty if unknown
+    paces: tuple[Pace, ...] = ()  # one entry per method, in the order of first use
     spans: tuple[StepSpan, ...] = ()
-    losses: tuple[Loss, ...] = ()
-    """A sample of the scalars on which backward was called."""
+    losses: tuple[Loss, ...] = ()  # a sample of the scalars on which backward was called
     profile: Profile | None = None
     network: Network | None = None
     plan: Plan | None = None
@@ -159,24 +127,18 @@ class RunRecord(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True)
     schema: Schema = 1
     rank: Count
     ranks: Count
-    command: str
-    """The command line that starts the script, for readers."""
-    ended: str
-    """`FINISHED`, `RUNNING`, or the error."""
-    seconds: Amount
-    """Seconds from the start of the script to its end."""
-    tuning_s: Amount
-    """The part of `seconds` that measuring and planning took."""
+    command: str  # the command line that starts the script, for readers
+    ended: str  # `FINISHED`, `RUNNING`, or the error
+    seconds: Amount  # seconds from the start of the script to its end
+    tuning_s: Amount  # the part of `seconds` that measuring and planning took
     date: str
     torch: str
     syncline: str
     clock_s: float
     models: tuple[ModelRecord, ...]
     host: str = ""
-    process: Count | None = None
-    """Process ID on `host`; None in records of earlier versions."""
-    began: str = ""
-    """Start of the process, as an ISO date."""
+    process: Count | None = None  # process ID on `host`; None in records of earlier versions
+    began: str = ""  # start of the process, as an ISO date
 
     @property
     def state(self) -> str:

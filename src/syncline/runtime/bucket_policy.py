@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.distributed import ProcessGroup
 
 from syncline.dist.agreement import digest
 from syncline.dist.comm import backend_of
@@ -21,8 +21,8 @@ from syncline.errors import warn
 from syncline.exchange import Dense, Exchange, settings
 from syncline.health.meeting import meet, same_on_all_ranks
 from syncline.records.plan import Plan, Where
-from syncline.runtime.parameters import only_device
 from syncline.runtime.topology import hosts_of, loaded_from
+from syncline.runtime.validation import only_device
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ class Uniform:
     def assign(self, names: Sequence[str], index: int, steps: int) -> tuple[Exchange, int]:
         return self.exchange, index % self.lanes
 
+    def __str__(self) -> str:
+        return repr(self.exchange)
+
     def settings(self) -> dict[str, Any]:
         return settings(self.exchange)
 
@@ -52,23 +55,17 @@ class Uniform:
 class Planned:
     """The exchange and lane that a plan gives to each bucket.
 
-    After `settled_after` steps, the buckets are expected to be the plan's, and if they are not, a rank that `warns`
-    does so. Each bucket then follows the planned bucket that shares most parameters with it.
+    After `settled_after` steps, the buckets should be the plan's. If not, a rank that `warns` does so.
     """
 
     def __init__(self, plan: Plan, *, settled_after: int = 1, warns: bool = False) -> None:
         self.plan, self.lanes = plan, plan.lanes
-        self.expected_s = plan.exchange_s
-        """Predicted time from the first bucket's gradients to the end of the last bucket; None without a prediction."""
-        self.mismatch: str | None = None
-        """How DDP's buckets differ from the planned ones, if they do."""
-        self.exchanges = tuple(dict.fromkeys([Dense(), *plan.exchanges]))
-        """All exchanges that buckets may use, each once."""
+        self.expected_s = plan.exchange_s  # predicted time from the first ready bucket to the end of the last, or None
+        self.mismatch: str | None = None  # how DDP's buckets differ from the planned ones, if they do
+        self.exchanges = tuple(dict.fromkeys([Dense(), *plan.exchanges]))  # all that buckets may use, each once
         self._settled_after, self._warns = settled_after, warns
-        self._assigned = {
-            frozenset(bucket.parameters): (exchange, bucket.lane)
-            for bucket, exchange in zip(plan.buckets, plan.exchanges, strict=True)
-        }
+        buckets = zip(plan.buckets, plan.exchanges, strict=True)
+        self._assigned = {frozenset(bucket.parameters): (exchange, bucket.lane) for bucket, exchange in buckets}
 
     def assign(self, names: Sequence[str], index: int, steps: int) -> tuple[Exchange, int]:
         """Return the exchange and lane of the bucket `index` with these parameters, after `steps` steps."""
@@ -78,20 +75,17 @@ class Planned:
         if steps < self._settled_after:
             return Dense(), index % self.lanes
         if self.mismatch is None:
-            self.mismatch = self._explain_mismatch(bucket, index)
+            planned = self.plan.buckets[index].parameters if index < len(self.plan.buckets) else ()
+            others = sorted(bucket.symmetric_difference(planned))
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            self.mismatch = (
+                f"DDP's bucket {index} does not match the plan: they differ in {others[0]}{more}. Gradients become "
+                "ready in a different order than when the plan was made. Each bucket uses the exchange and lane of the "
+                "planned bucket that shares most parameters with it. Make a new plan for this model"
+            )
             if self._warns:
                 warn(self.mismatch)
         return self._assigned[max(self._assigned, key=lambda planned: len(planned & bucket))]
-
-    def _explain_mismatch(self, bucket: frozenset[str], index: int) -> str:
-        planned = frozenset(self.plan.buckets[index].parameters) if index < len(self.plan.buckets) else frozenset()
-        others = sorted(bucket ^ planned)
-        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-        return (
-            f"DDP's bucket {index} does not match the plan: they differ in {others[0]}{more}. Gradients become ready "
-            "in a different order than when the plan was made. Each bucket uses the exchange and lane of the planned "
-            "bucket that shares most parameters with it. Make a new plan for this model"
-        )
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that a checkpoint must have been saved with."""
@@ -103,16 +97,16 @@ class Planned:
         for index, bucket in enumerate(self.plan.buckets):
             names = bucket.parameters
             label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-            fields[f"plan.buckets[{index}].parameters"] = f"{label}, {len(names)}, {digest({'': names}).hex()[:8]}"
-            fields[f"plan.buckets[{index}].lane"] = bucket.lane
-            fields[f"plan.buckets[{index}].exchange"] = bucket.exchange
+            parameters = f"{label}, {len(names)}, {digest({'': names}).hex()[:8]}"
+            parts = {"parameters": parameters, "lane": bucket.lane, "exchange": bucket.exchange}
+            fields |= {f"plan.buckets[{index}].{part}": value for part, value in parts.items()}
         return fields
 
 
 BucketPolicy = Uniform | Planned
 
 
-def read_plan(plan: Plan | str | os.PathLike[str], group: dist.ProcessGroup, device: torch.device, call: str) -> Plan:
+def read_plan(plan: Plan | str | os.PathLike[str], group: ProcessGroup, device: torch.device, call: str) -> Plan:
     """Collective: return the plan, or read it from its file. If one rank cannot read it, all ranks raise."""
     with same_on_all_ranks(group, device, "the plan", call) as fields:
         loaded = loaded_from("plan", plan, Plan)
@@ -120,15 +114,10 @@ def read_plan(plan: Plan | str | os.PathLike[str], group: dist.ProcessGroup, dev
     return loaded
 
 
-def difference_of(
-    plan: Plan, parameters: Mapping[str, nn.Parameter], group: dist.ProcessGroup, call: str
-) -> str | None:
+def difference_of(plan: Plan, parameters: Mapping[str, nn.Parameter], group: ProcessGroup, call: str) -> str | None:
     """Collective: return how the model or the cluster differs from the plan's, or None if the plan fits."""
-    shapes = {
-        name: (tuple(parameter.shape), str(parameter.dtype).removeprefix("torch."))
-        for name, parameter in parameters.items()
-        if parameter.requires_grad
-    }
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    shapes = {name: (tuple(p.shape), str(p.dtype).removeprefix("torch.")) for name, p in trained.items()}
     where = Where(host_of_rank=hosts_of(group), backend=backend_of(group), device=only_device(parameters).type)
     different = plan.difference(shapes, where)
     meet(group, {"difference": different}, "the difference from the plan", call)

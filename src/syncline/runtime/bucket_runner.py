@@ -15,21 +15,21 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from syncline.dist.agreement import agree
 from syncline.dist.comm import close_lanes, open_lanes
-from syncline.dist.lane import Job, Phases
-from syncline.dist.span import span_of
+from syncline.dist.lane import Job, Phases, span_of
 from syncline.errors import ExchangeError, SynclineError, first_line
 from syncline.exchange import WORLD, Climbing, Exchange, Layout, State, Work
 from syncline.health.watchdog import Watchdog
 from syncline.runtime.stats import Stats, timings_of
 from syncline.runtime.topology import RankTopology
 
-Residuals = Mapping[str, Mapping[str, Tensor]]
-"""By parameter name, then by kind, in logical shape."""
+Residuals = Mapping[str, Mapping[str, Tensor]]  # by parameter name, then by kind, in logical shape
+Run = Callable[[], Work | None]
+Done = Callable[[Tensor], None]
 
 
 @dataclass
@@ -40,10 +40,14 @@ class Bucket:
     lane: int
     exchange: Exchange
     layout: Layout
-    state: State | None = None
-    """None until all ranks have agreed on the layout."""
-    averages: bool = False
-    """True if the state applies the factor 1/world_size itself."""
+    state: State | None = None  # None until all ranks have agreed on the layout
+    averages: bool = False  # true if the state applies the factor 1/world_size itself
+
+    @property
+    def ready(self) -> State:
+        """The state, once the bucket is prepared."""
+        assert self.state is not None  # noqa: S101
+        return self.state
 
     @property
     def label(self) -> str:
@@ -51,9 +55,9 @@ class Bucket:
         return f"bucket {self.index}"
 
     def applied(self, finite: Tensor, used: Mapping[str, Tensor] | None) -> Tensor:
-        """Return whether the result of this bucket was applied: a 0-dim tensor, or with `used` one flag per element.
+        """Return whether the result was applied: a 0-dim tensor, or one flag per element if not all got their result.
 
-        `used` maps the name of each parameter to whether it got its result; None if all did.
+        `used` then maps the name of each parameter to whether it did.
         """
         if used is None:
             return finite
@@ -62,48 +66,41 @@ class Bucket:
         return flags.repeat_interleave(sizes, output_size=self.layout.numel) & finite
 
 
+ResidualsOf = Callable[[Bucket], Residuals]
+
+
 @dataclass
 class Step:
     """The buckets of one backward pass."""
 
     jobs: list[Job] = field(default_factory=list)
-    sent_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes that the busiest rank sent, per level."""
-    began_s: float | None = None
-    """When its first bucket was submitted, on the host's monotonic clock."""
-    period_s: float | None = None
-    """Time between the first buckets of the previous step and of this one."""
+    sent_bytes: dict[str, int] = field(default_factory=dict)  # bytes that the busiest rank sent, per level
+    began_s: float | None = None  # when its first bucket was submitted, on the host's monotonic clock
+    period_s: float | None = None  # time from the previous step's first bucket to that of this step
 
 
 class BucketRunner:
     """Runs the buckets of one model. All ranks create it together, in the same order as their other groups.
 
-    `lanes` is the number of buckets that may be exchanged at the same time, `topology` is for exchanges that use it,
-    and `after_failure` is appended to the message of a failed exchange.
+    `lanes` is how many buckets may be exchanged at the same time, and `topology` is for exchanges that use it.
     """
 
+    after_failure = ""  # appended to the message of a failed exchange
+
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        lanes: int,
-        timeout: timedelta,
-        topology: RankTopology | None,
-        after_failure: str = "",
+        self, group: ProcessGroup, device: torch.device, lanes: int, timeout: timedelta, topology: RankTopology | None
     ) -> None:
         self.error: BaseException | None = None
         self.steps = 0
-        self.tracing = False
-        """Whether the collectives of each bucket are recorded."""
+        self.tracing = False  # whether the collectives of each bucket are recorded
         self.last_step = Step()
         self.ranks = group.size()
-        self._after_failure = after_failure
         self._counted: dict[str, int] = {}
         self._lock = threading.Lock()
         self._watchdog = Watchdog(group, timeout)  # it must not refer to the runner
         self.groups, self.lanes = open_lanes(group, timeout, lanes, device, topology.topology if topology else None)
         try:
-            self._watchdog.start(self.groups, self.lanes)
+            self._watchdog.watch(self.groups[0].comm.group.group_name, self.groups, self.lanes)
         except BaseException:
             self.close()
             raise
@@ -111,14 +108,7 @@ class BucketRunner:
     # --- a bucket, in the order of calls ------------------------------------------------------------------------
 
     def submit(
-        self,
-        step: Step,
-        bucket: Bucket,
-        flat: Tensor,
-        run: Callable[[], Work | None],
-        *,
-        waits: bool = True,
-        done: Callable[[Tensor], None] = lambda flat: None,
+        self, step: Step, bucket: Bucket, flat: Tensor, run: Run, *, waits: bool = True, done: Done = lambda flat: None
     ) -> Any:
         """Send a bucket to its lane, and return a future of `flat`. All ranks submit their buckets in the same order.
 
@@ -129,26 +119,17 @@ class BucketRunner:
             step.began_s = time.monotonic()
             if self.last_step.began_s is not None:
                 step.period_s = step.began_s - self.last_step.began_s
-                self._watchdog.step_timed(span_of(self.last_step.jobs), step.period_s)
-        lane = self.lanes[bucket.lane]
-        marks = lane.marks(step.jobs[0].marks if step.jobs else None)
+                self._watchdog.stragglers.stepped(span_of(self.last_step.jobs), step.period_s)
+        marks = self.lanes[bucket.lane].marks(step.jobs[0].marks if step.jobs else None)
         phases = Phases(marks) if self.tracing else None
-        job = Job(
-            bucket=bucket.index,
-            lane=bucket.lane,
-            flat=flat,
-            run=lambda: self._traced(bucket, phases, run),
-            waits=waits,
-            on_done=lambda job: self._done(job, bucket, done),
-            marks=marks,
-            exchange=bucket.exchange,
-            phases=phases,
-        )
+        job = Job(bucket.index, bucket.lane, flat, lambda: self._traced(bucket, phases, run), waits)
+        job.on_done = lambda job: self._done(job, bucket, done)
+        job.marks, job.phases, job.exchange = marks, phases, bucket.exchange
         self._watchdog.bucket_submitted(job, self.steps)
         step.jobs.append(job)
-        return lane.submit(job)
+        return self.lanes[bucket.lane].submit(job)
 
-    def _traced(self, bucket: Bucket, phases: Phases | None, run: Callable[[], Work | None]) -> Work | None:
+    def _traced(self, bucket: Bucket, phases: Phases | None, run: Run) -> Work | None:
         recorder = self.groups[bucket.lane].comm.counter
         recorder.phases = phases
         try:
@@ -157,43 +138,44 @@ class BucketRunner:
             recorder.phases = None
 
     def exchange(
-        self,
-        bucket: Bucket,
-        flat: Tensor,
-        scale: Tensor | None = None,
-        residuals: Callable[[Bucket], Residuals] = lambda bucket: {},
+        self, bucket: Bucket, flat: Tensor, scale: Tensor | None = None, residuals: ResidualsOf = lambda bucket: {}
     ) -> Work | None:
         """Replace `flat` by its average over the ranks. Return the last collective if the result needs it.
 
-        A bucket without a state is prepared first, with the `residuals` of parameters that were in other buckets.
-        `scale` is the current factor of GradScaler.
+        A new bucket is prepared first, with its `residuals` from other buckets. `scale` is that of a GradScaler.
         """
         if self.error is not None:
             raise ExchangeError(f"an earlier bucket of this step failed: {self.explained}")
-        self._watchdog.bucket_started(bucket.lane, self.steps, bucket.index)
+        self._watchdog.record("start", bucket.lane, bucket=(self.steps, bucket.index))
         if bucket.state is None:
             self.prepare(bucket, residuals(bucket))
-        assert bucket.state is not None  # noqa: S101 - it is prepared
-        bucket.state.begin(self.steps, scale)
+        bucket.ready.begin(self.steps, scale)
         if not bucket.averages:
             flat.mul_(1 / self.ranks)  # not div_: plain DDP averages with this very operation
-        return bucket.exchange.run(flat, bucket.state, self.groups[bucket.lane].comm)
+        return bucket.exchange.run(flat, bucket.ready, self.groups[bucket.lane].comm)
+
+    def exchange_and_wait(self, bucket: Bucket, flat: Tensor, *arguments: Any) -> Tensor:
+        """Exchange a bucket to the end, and return whether its result is finite, as a 0-dim tensor."""
+        work = self.exchange(bucket, flat, *arguments)
+        if work is not None:
+            work.wait()
+        return bucket.ready.finite(flat)
 
     def prepare(self, bucket: Bucket, residuals: Residuals) -> None:
         """Collective: compare a bucket between ranks, have its exchange allocate a state, and load residuals."""
         layout, comm = bucket.layout, self.groups[bucket.lane].comm
         slots = {slot.name: f"{tuple(slot.shape)} at {slot.offset}" for slot in layout.slots}
-        self._watchdog.collective_issued(bucket.lane, "agree", WORLD, 0)
+        self._watchdog.record("agree", bucket.lane, WORLD)
         agree(comm.group, {"index": bucket.index, "dtype": str(layout.dtype), **slots}, "a gradient bucket")
         state = bucket.exchange.prepare(layout, comm)
         if isinstance(bucket.exchange, Climbing):  # it chose by arithmetic, which other machines may do differently
-            self._watchdog.collective_issued(bucket.lane, "agree", WORLD, 0)
+            self._watchdog.record("agree", bucket.lane, WORLD)
             agree(comm.group, {"path": state.describe()}, "the path of a gradient bucket")
         if residuals:
             state.load(layout, residuals)
         bucket.state, bucket.averages = state, state.average(1 / self.ranks)
 
-    def _done(self, job: Job, bucket: Bucket, done: Callable[[Tensor], None]) -> None:
+    def _done(self, job: Job, bucket: Bucket, done: Done) -> None:
         if job.error is None:
             try:
                 assert job.flat is not None  # noqa: S101 - the future does not have it yet
@@ -214,29 +196,28 @@ class BucketRunner:
         """Count a step that is over."""
         sent = self.sent_bytes
         step.sent_bytes = {level: sent[level] - self._counted.get(level, 0) for level in sent}
-        self._counted = sent
-        self.last_step = step
+        self._counted, self.last_step = sent, step
         self.steps += 1
 
     # --- errors -------------------------------------------------------------------------------------------------
 
     def fail(self, label: str, error: BaseException) -> BaseException:
         """Return the error for users, with suspects. From now on the runner refuses to run, and settles no step."""
-        if not isinstance(error, SynclineError):
-            text = f"exchanging {label} failed in step {self.steps}: {first_line(error)}"
-            preliminary = ExchangeError(text)
-            with self._lock:  # finding the suspects takes seconds, in which nothing else may begin
-                self.error = self.error or preliminary
-            failed = ExchangeError(text + self._watchdog.explain(text, cause=error) + self._after_failure)
-            failed.__cause__ = error
-            error = failed
+        if isinstance(error, SynclineError):
+            if self.error is None:  # this rank needs no explanation, but the other ranks do
+                self._watchdog.explain(first_line(error))
             with self._lock:
-                self.error = failed if self.error is preliminary else self.error
-        elif self.error is None:  # this rank needs no explanation, but the other ranks do
-            self._watchdog.explain(first_line(error), own=True)
+                self.error = self.error or error
+            return error
+        text = f"exchanging {label} failed in step {self.steps}: {first_line(error)}"
+        preliminary = ExchangeError(text)
+        with self._lock:  # finding the suspects takes seconds, in which nothing else may begin
+            self.error = self.error or preliminary
+        failed = ExchangeError(text + self._watchdog.explain(text, error) + self.after_failure)
+        failed.__cause__ = error
         with self._lock:
-            self.error = self.error or error
-        return error
+            self.error = failed if self.error is preliminary else self.error
+        return failed
 
     @property
     def explained(self) -> str:
@@ -246,7 +227,7 @@ class BucketRunner:
     @property
     def straggler(self) -> str | None:
         """The rank that the others wait for, and how long; known to the first rank."""
-        return self._watchdog.straggler
+        return self._watchdog.stragglers.straggler
 
     @property
     def sent_bytes(self) -> dict[str, int]:
@@ -265,8 +246,7 @@ class BucketRunner:
         return dict(total)
 
     def stats(self) -> Stats:
-        step = self.last_step
-        return Stats(self.steps, dict(step.sent_bytes), self.sent_bytes, timings_of(step.jobs))
+        return Stats(self.steps, dict(self.last_step.sent_bytes), self.sent_bytes, timings_of(self.last_step.jobs))
 
     def close(self) -> None:
         """Stop the lanes and destroy their process groups."""

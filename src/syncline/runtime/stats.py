@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from syncline.dist.lane import Job
-from syncline.exchange import EXCHANGES, Dense, Exchange, Hierarchical
+from syncline.exchange import name_of
 from syncline.records.run_record import BucketSpan, PhaseSpan
 
 PhaseTiming = PhaseSpan
@@ -37,52 +37,13 @@ class Stats:
 
 def timings_of(jobs: Iterable[Job]) -> tuple[BucketTiming, ...]:
     """Return the times of the buckets that have ended."""
-    return tuple(
-        BucketTiming(
-            bucket=job.bucket,
-            lane=job.lane,
-            bytes=job.bytes,
-            exchange="" if job.exchange is None else name_of(job.exchange),
-            ready_s=seconds["ready"],
-            start_s=seconds["start"],
-            end_s=seconds["end"],
-            phases=() if job.phases is None else tuple(map(_phase, job.phases.ended(seconds))),
-        )
-        for job in jobs
-        if (seconds := job.marks.seconds()) is not None
-    )
-
-
-def _phase(phase: tuple[str, str, int, float, float]) -> PhaseTiming:
-    name, level, sent_bytes, start_s, end_s = phase
-    return PhaseTiming(name=name, level=level, sent_bytes=sent_bytes, start_s=start_s, end_s=end_s)
-
-
-def name_of(exchange: Exchange) -> str:
-    """Return the short name of an exchange, like `oktopk(density=0.05)`.
-
-    It is the name of an exchange of the same type in `EXCHANGES`, with the settings that differ from it. If there is
-    none, it is the name of the type.
-    """
-    known = _known()
-    for name, other in known.items():
-        if exchange == other:
-            return name
-    if isinstance(exchange, Hierarchical) and exchange.across != Dense():
-        name, other = f"hierarchical+{name_of(exchange.across)}", Hierarchical(across=exchange.across)
-    else:
-        alike = (name for name, other in known.items() if type(other) is type(exchange))
-        name = next(alike, type(exchange).__name__)
-        other = known.get(name, exchange)
-    fields: list[str] = [f.name for f in dataclasses.fields(exchange)] if dataclasses.is_dataclass(exchange) else []
-    changed = ", ".join(
-        f"{field}={name_of(value) if isinstance(value, Exchange) else repr(value)}"
-        for field in fields
-        if (value := getattr(exchange, field)) != getattr(other, field)
-    )
-    return f"{name}({changed})" if changed else name
-
-
-@functools.cache
-def _known() -> dict[str, Exchange]:
-    return {name: make() for name, make in EXCHANGES.items()}
+    timings = []
+    for job in jobs:
+        if (seconds := job.marks.seconds()) is not None:
+            ended = () if job.phases is None else job.phases.ended(seconds)
+            phases = [dict(zip(PhaseTiming.__struct_fields__, phase, strict=True)) for phase in ended]
+            times_s = {f"{what}_s": seconds[what] for what in ("ready", "start", "end")}
+            name = "" if job.exchange is None else name_of(job.exchange)
+            about = {"bucket": job.bucket, "lane": job.lane, "bytes": job.bytes, "exchange": name, "phases": phases}
+            timings.append(msgspec.convert({**about, **times_s}, BucketTiming))
+    return tuple(timings)
