@@ -18,7 +18,7 @@ from syncline.errors import ClusterError, ExchangeError, MismatchError, Syncline
 if TYPE_CHECKING:
     from syncline.ddp.attach import attach, wrap
     from syncline.ddp.handle import Handle, handle_of
-    from syncline.exchange import Dense, Exchange, Hierarchical, OkTopk
+    from syncline.exchange import ChunkedTopk, Dense, Exchange, Hierarchical, OkTopk, Quantized
     from syncline.layerwise.trainer import Layerwise
     from syncline.measure.backward import measure_backward
     from syncline.measure.backward_watch import watch_backward
@@ -29,42 +29,18 @@ if TYPE_CHECKING:
     from syncline.runtime.stats import BucketTiming, PhaseTiming, Stats
     from syncline.tuning.follow import Following, follow
     from syncline.tuning.tune import Tuned, tune
+    from syncline.updates.policy import Nesterov
 
-__all__ = [
-    "BucketTiming",
-    "ClusterError",
-    "Dense",
-    "Exchange",
-    "ExchangeError",
-    "Following",
-    "Handle",
-    "Hierarchical",
-    "Layerwise",
-    "MismatchError",
-    "Network",
-    "OkTopk",
-    "PhaseTiming",
-    "Plan",
-    "Profile",
-    "Stats",
-    "SynclineError",
-    "Tuned",
-    "UsageError",
-    "__version__",
-    "attach",
-    "follow",
-    "handle_of",
-    "make_plan",
-    "measure_backward",
-    "tune",
-    "watch_backward",
-    "wrap",
-]
+__all__ = ["BucketTiming", "ChunkedTopk", "ClusterError", "Dense", "Exchange", "ExchangeError", "Following", "Handle"]
+__all__ += ["Hierarchical", "Layerwise", "MismatchError", "Nesterov", "Network", "OkTopk", "PhaseTiming", "Plan"]
+__all__ += ["Profile", "Quantized", "Stats"]
+__all__ += ["SynclineError", "Tuned", "UsageError", "__version__", "attach", "follow", "handle_of", "make_plan"]
+__all__ += ["measure_backward", "tune", "watch_backward", "wrap"]
 
 _MODULES = {
     "syncline.ddp.attach": ("attach", "wrap"),
     "syncline.ddp.handle": ("Handle", "handle_of"),
-    "syncline.exchange": ("Dense", "Exchange", "Hierarchical", "OkTopk"),
+    "syncline.exchange": ("ChunkedTopk", "Dense", "Exchange", "Hierarchical", "OkTopk", "Quantized"),
     "syncline.layerwise.trainer": ("Layerwise",),
     "syncline.measure.backward": ("measure_backward",),
     "syncline.measure.backward_watch": ("watch_backward",),
@@ -75,6 +51,7 @@ _MODULES = {
     "syncline.runtime.stats": ("BucketTiming", "PhaseTiming", "Stats"),
     "syncline.tuning.follow": ("Following", "follow"),
     "syncline.tuning.tune": ("Tuned", "tune"),
+    "syncline.updates.policy": ("Nesterov",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 """The module of each public name. Modules are imported on first use, because torch takes seconds to import and

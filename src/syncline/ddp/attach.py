@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,37 +14,49 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
 
-from syncline.ddp import buckets
+from syncline.ddp import reducer
 from syncline.ddp.engine import Engine
 from syncline.ddp.handle import Handle
-from syncline.ddp.hook import other_hook, switch_of
-from syncline.ddp.reduction import Reduction
+from syncline.ddp.hook import other_hook, switch_of, switches
+from syncline.ddp.reducer import Reduction
+from syncline.ddp.updating import Updating
 from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, bound_group, group_timeout
 from syncline.errors import UsageError
 from syncline.exchange import Exchange, default_lanes
-from syncline.health.heartbeat import shared_heartbeat
 from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.health.watchdog import watch_plain
-from syncline.records.network import Network
 from syncline.records.plan import Plan
+from syncline.runtime import validation
 from syncline.runtime.bucket_policy import BucketPolicy, Planned, Uniform, difference_of, read_plan
-from syncline.runtime.parameters import ddp_of, described_fully, named_parameters, only_device, parameters_of
-from syncline.runtime.topology import find_topology, read_network
-from syncline.runtime.validation import check_lanes, check_timeout, checked_exchange, group_or_default
+from syncline.runtime.topology import NetworkOrFile, RankTopology, find_topology, read_network
+from syncline.runtime.validation import ddp_of, described_fully, named_parameters, only_device, parameters_of
+from syncline.updates.engine import UpdateEngine
+from syncline.updates.policy import Nesterov, UpdatePolicy, checked_policy
+
+_FLAGS = ("static_graph", "find_unused_parameters", "skip_all_reduce_unused_params", "gradient_as_bucket_view")
 
 
 def attach(
     model: nn.Module,
     exchange: Exchange | None = None,
     *,
+    optimizer: Optimizer | None = None,
+    every: int = 1,
+    warmup: int | None = None,
+    delay: int = 0,
+    outer: Nesterov | None = None,
     lanes: int | None = None,
     timeout_s: float | None = None,
-    network: Network | str | os.PathLike[str] | None = None,
+    network: NetworkOrFile = None,
     scaler: GradScaler | None = None,
 ) -> Handle:
-    """Make a DistributedDataParallel model exchange its gradients through an exchange.
+    """Make a DistributedDataParallel model exchange its gradients, or its optimizer's updates, through an exchange.
+
+    With `optimizer`, each rank steps it with its own gradients, and what the steps change is exchanged: sparse updates
+    train as well as dense gradients where sparse gradients do not. The training loop stays as it is.
 
     All ranks of the model's process group call this with the same arguments. It replaces an exchange that was attached
     before. If it raises, the model is unchanged.
@@ -51,20 +64,26 @@ def attach(
     Args:
         model: A DistributedDataParallel model, or the result of `torch.compile` for one.
         exchange: The exchange. Default: `Dense()`.
+        optimizer: The optimizer of all parameters of the model, to exchange updates. Gradients are not synchronised
+            then: clipping, for example, uses the norm of this rank's own gradients.
+        every: Exchange each part of the weights once in so many steps of the optimizer. Parts take turns.
+        warmup: Number of steps to exchange gradients in 4 bits before updates. Default: 300 for exchanges that select
+            entries and for `every` > 1, and 0 otherwise. Training is worse if it is less than about 10 % of the steps.
+        delay: Number of steps during which an exchange may go on before its result is applied, less than `every`.
+        outer: An optimizer of the common weights, with the mean update as its gradient. Default: apply it as it is.
         lanes: Number of buckets that may be exchanged at the same time, each over its own connections. Default: 2 for
             exchanges over gloo that wait between their collectives, and 1 otherwise.
         timeout_s: Timeout of a collective in seconds. Default: that of the model's process group.
         network: The network, or the file that `syncline probe` wrote. Exchanges that use levels, such as
             `Hierarchical`, find racks and choose paths with it. Without it they detect hosts and assume typical links.
-        scaler: The GradScaler of the loss, if there is one. An exchange with a residual needs it, because the residual
-            must follow changes of the scale.
+        scaler: The GradScaler of the loss, if there is one. Residuals must follow changes of its scale. With updates, a
+            rank whose scaler skips a step must still take part in the exchange.
 
     Returns:
         A handle, for statistics, checkpoints and `detach`.
 
     Raises:
-        UsageError: An argument is invalid, the model is not a DDP model, it has another communication hook, or the
-            network belongs to another cluster.
+        UsageError: An argument is invalid, the model has another hook, or the network belongs to another cluster.
         MismatchError: The arguments, the models or the versions differ between ranks, or not all ranks call `attach`.
 
     Example:
@@ -72,23 +91,29 @@ def attach(
         >>> print(handle.stats().sent_bytes)
     """
     ddp = ddp_of(model)
-    exchange = checked_exchange(exchange)
+    exchange = validation.checked_exchange(exchange)
     if lanes is None:
         lanes = default_lanes(exchange, backend_of(ddp.process_group))
-    check_lanes(lanes)
-    check_timeout(timeout_s)
-    return attach_policy(ddp, Uniform(exchange, lanes), timeout_s=timeout_s, network=network, scaler=scaler)
+    validation.check_lanes(lanes)
+    validation.check_positive(timeout_s=timeout_s)
+    policy: BucketPolicy | UpdatePolicy = Uniform(exchange, lanes)
+    if optimizer is not None:
+        policy = checked_policy(exchange, lanes, every, warmup, delay, outer)
+    elif (every, warmup, delay, outer) != (1, None, 0, None):
+        raise UsageError("every, warmup, delay and outer are for updates: pass optimizer= too, or leave them out")
+    return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler, optimizer=optimizer)
 
 
 def attach_policy(
     ddp: DDP,
-    policy: BucketPolicy,
+    policy: BucketPolicy | UpdatePolicy,
     *,
-    timeout_s: float | None = None,
-    network: Network | str | os.PathLike[str] | None = None,
-    scaler: GradScaler | None = None,
+    timeout_s: float | None,
+    network: NetworkOrFile,
+    scaler: GradScaler | None,
+    optimizer: Optimizer | None = None,
 ) -> Handle:
-    """Attach the exchanges of a bucket policy. See `attach` for the arguments."""
+    """Attach the exchanges of a policy. See `attach` for the arguments."""
     check_scaler(scaler)
     group: dist.ProcessGroup = ddp.process_group
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
@@ -96,16 +121,33 @@ def attach_policy(
     device = only_device(parameters)
     reduction = Reduction(ddp)
     reduction.check(any(exchange.keeps for exchange in policy.exchanges))
-    with current_device(device), shared_heartbeat():
+    with current_device(device):
         with same_on_all_ranks(group, device, "what is attached", "attach") as fields:
             links = read_network(network, fields)
-            fields |= _fingerprint(ddp, policy, parameters)
+            flags = {name: getattr(ddp, name, False) for name in _FLAGS}  # earlier versions of torch have not all
+            flags |= {"bucket_bytes_cap": ddp.bucket_bytes_cap, "other hook": other_hook(ddp)}
+            versions = {**versions_here(), "backend": backend_of(group)}
+            described = {name: described_fully(parameter) for name, parameter in parameters.items()}
+            fields |= flatten({**policy.fingerprint(), "ddp": flags, "version": versions, "parameter": described})
             fields["scaler"] = scaler is not None and scaler.is_enabled()
+            if optimizer is not None:
+                validation.check_steps_all(optimizer, parameters)
+                reduction.check_can_stop_synchronising(isinstance(policy, UpdatePolicy) and policy.warmup > 0)
+                fields |= flatten({"optimizer": validation.optimizer_settings(optimizer)})
         if (other := other_hook(ddp)) is not None:  # on all ranks, because they have agreed
             raise UsageError(f"this model has a communication hook already ({other}): DDP takes only one. Remove yours")
+        if (before := switches.get(ddp)) is not None and before.engine is not None:
+            before.engine.finish()
         with meeting(group, "attach", users=True):
             topology = find_topology(group, policy.exchanges, links)
-            engine = Engine(group, parameters, policy, timeout, topology, lambda: scale_of(scaler), reduction)
+            made = partial(Engine, group, parameters, timeout=timeout, topology=topology, reduction=reduction)
+            made = partial(made, scale=lambda: scale_of(scaler))
+            engine: Engine | Updating
+            if not isinstance(policy, UpdatePolicy):
+                engine = made(policy=policy)
+            else:
+                assert optimizer is not None  # noqa: S101 - `attach` made the policy because there is one
+                engine = _updating(ddp, policy, optimizer, scaler, made, topology, timeout)
     try:
         switch = switch_of(ddp)
     except BaseException:
@@ -115,12 +157,37 @@ def attach_policy(
     return Handle(ddp, switch, engine)
 
 
+def _updating(
+    ddp: DDP,
+    policy: UpdatePolicy,
+    optimizer: Optimizer,
+    scaler: GradScaler | None,
+    make_engine: Callable[..., Engine],
+    topology: RankTopology | None,
+    timeout: timedelta,
+) -> Updating:
+    """Collective: create what exchanges updates, and the engine of its warm-up."""
+    group: dist.ProcessGroup = ddp.process_group
+    trained = {name: parameter for name, parameter in parameters_of(ddp).items() if parameter.requires_grad}
+    buffers = validation.buffers_of(ddp) if ddp.broadcast_buffers else {}
+    updates = UpdateEngine(group, trained, buffers, optimizer, policy, timeout, topology)
+    try:
+        warm = None
+        if policy.warmup:
+            exchange = policy.warm_exchange
+            warm = make_engine(policy=Uniform(exchange, default_lanes(exchange, backend_of(group))))
+        return Updating(ddp, updates, warm, optimizer, scaler, topology)
+    except BaseException:
+        updates.close()
+        raise
+
+
 def wrap(
     net: nn.Module,
     plan: Plan | str | os.PathLike[str],
     *,
     on_mismatch: str = "refuse",
-    network: Network | str | os.PathLike[str] | None = None,
+    network: NetworkOrFile = None,
     timeout_s: float | None = None,
     scaler: GradScaler | None = None,
     **ddp_arguments: Any,
@@ -153,11 +220,11 @@ def wrap(
             raise UsageError(f"wrap(…, {name}=…): the plan sets the sizes of buckets: leave {name} out")
     if on_mismatch not in ("refuse", "fallback"):
         raise UsageError(f"on_mismatch is {on_mismatch!r}: it must be one of refuse, fallback")
-    check_timeout(timeout_s)
+    validation.check_positive(timeout_s=timeout_s)
     if isinstance(net, DDP):
         raise UsageError("wrap takes a module, but this one is already in DistributedDataParallel: pass model.module")
     mesh = ddp_arguments.get("device_mesh")
-    group = group_or_default(ddp_arguments.get("process_group") if mesh is None else mesh.get_group(0))
+    group = validation.group_or_default(ddp_arguments.get("process_group") if mesh is None else mesh.get_group(0))
     parameters = named_parameters(net, getattr(net, "_ddp_params_and_buffers_to_ignore", ()))
     device = only_device({name: parameter for name, parameter in parameters.items() if parameter.requires_grad})
     with current_device(device):
@@ -172,26 +239,27 @@ def wrap(
         bound_group(group, timeout_s)
         watch_plain(plain)
         return plain
-    rebuilt = bool(ddp_arguments.get("static_graph")) or not ddp_arguments.get("find_unused_parameters")
-    ddp = DDP(net, **ddp_arguments, **buckets.cap_arguments(loaded.caps, rebuilt=rebuilt))
-    buckets.planned_from_the_start(ddp)
-    apply(ddp, loaded, network=network, timeout_s=timeout_s, scaler=scaler)
+    rebuilt = bool(ddp_arguments.get("static_graph") or not ddp_arguments.get("find_unused_parameters"))
+    ddp = DDP(net, **ddp_arguments, **reducer.cap_arguments(loaded.caps, rebuilt=rebuilt))
+    reducer.planned_from_the_start(ddp)
+    make_planned(ddp, loaded, built=True, network=network, timeout_s=timeout_s, scaler=scaler)
     return ddp
 
 
-def apply(ddp: DDP, plan: Plan, **options: Any) -> Handle:
-    """Attach the exchanges of a plan to a model that has the plan's buckets. The options are those of `attach`."""
-    policy = Planned(plan, settled_after=buckets.settled_after(ddp), warns=ddp.process_group.rank() == 0)
-    return attach_policy(ddp, policy, **options)
+def make_planned(ddp: DDP, plan: Plan, *, built: bool = False, **options: Any) -> Handle:
+    """Give a live model the plan's buckets, unless it was `built` with them, and its exchanges, between steps.
 
-
-def make_planned(ddp: DDP, plan: Plan, **options: Any) -> Handle:
-    """Give a live model the plan's buckets, lanes and exchanges, between steps. Gradients stay views of old buckets."""
+    The options are those of `attach`. Gradients stay views of the old buckets.
+    """
     try:
-        buckets.change(ddp, plan.caps)
-        return apply(ddp, plan, **options)
+        if not built:
+            reducer.change(ddp, plan.caps)
+        settled_after = 2 if ddp.static_graph else int(reducer.rebuilds(ddp))
+        policy = Planned(plan, settled_after=settled_after, warns=ddp.process_group.rank() == 0)
+        return attach_policy(ddp, policy, **options)
     except BaseException:
-        buckets.make_plain(ddp)
+        if not built:
+            reducer.make_plain(ddp)
         raise
 
 
@@ -206,21 +274,5 @@ def scale_of(scaler: GradScaler | None) -> Tensor | None:
     """Return the current loss scale as a 0-dim tensor, without waiting for the device if torch permits it."""
     if scaler is None or not scaler.is_enabled():
         return None
-    get_async = getattr(scaler, "_get_scale_async", None)  # private: `get_scale` waits for the device
-    scale: Tensor | None = get_async() if get_async is not None else None
+    scale: Tensor | None = getattr(scaler, "_get_scale_async", lambda: None)()  # private: `get_scale` waits
     return torch.tensor(scaler.get_scale()) if scale is None else scale
-
-
-def _fingerprint(ddp: DDP, policy: BucketPolicy, parameters: Mapping[str, nn.Parameter]) -> dict[str, Any]:
-    """Return the settings that must match on every rank."""
-    flags = {
-        "static_graph": bool(getattr(ddp, "static_graph", False)),
-        "find_unused_parameters": ddp.find_unused_parameters,
-        "skip_all_reduce_unused_params": bool(getattr(ddp, "skip_all_reduce_unused_params", False)),
-        "gradient_as_bucket_view": ddp.gradient_as_bucket_view,
-        "bucket_bytes_cap": ddp.bucket_bytes_cap,
-        "other hook": other_hook(ddp),
-    }
-    versions = {**versions_here(), "backend": backend_of(ddp.process_group)}
-    model = {name: described_fully(parameter) for name, parameter in parameters.items()}
-    return flatten({**policy.fingerprint(), "ddp": flags, "version": versions, "parameter": model})

@@ -6,88 +6,73 @@ therefore prepared when it first appears, and residuals follow their parameters,
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from syncline.ddp.reduction import Reduction
-from syncline.dist.span import span_of
+from syncline.ddp.reducer import Reduction
+from syncline.dist.lane import span_of
 from syncline.errors import ExchangeError, UsageError, warn
 from syncline.exchange import Layout, Slot, stride_in_bucket
 from syncline.runtime import bucket_runner
 from syncline.runtime.bucket_policy import BucketPolicy
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals
 from syncline.runtime.checkpoint import misfit_of
+from syncline.runtime.stats import Stats
 from syncline.runtime.topology import RankTopology
 
-_DRIFT_STEPS = 50
-"""Number of steps whose median exchange time is compared with the plan."""
-_SETTLING_STEPS = 3
-"""Number of first steps that this comparison leaves out."""
-_DRIFT_FACTOR = 1.5
-"""Ratio of measured to planned time above which rank 0 warns."""
-_MOST_REGROUPED_STEPS = 3
-"""Number of steps after which DDP's buckets are final."""
+_SETTLING_STEPS, _DRIFT_STEPS, _DRIFT_FACTOR = 3, 50, 1.5
+"""After the first 3 steps, rank 0 warns if the median of the last 50 exchanges is above 1.5 times the planned time."""
+_MOST_REGROUPED_STEPS = 3  # number of steps after which DDP's buckets are final
 
 
 @dataclass
 class Step(bucket_runner.Step):
     """One backward pass of a DDP model."""
 
-    submitted: set[tuple[int, ...]] = field(default_factory=set)
-    """Its buckets, by the `id` of their parameters. In the first step of a static graph all of them have index 0."""
+    submitted: set[tuple[int, ...]] = field(default_factory=set)  # by the `id` of parameters: indices may repeat
     unfinished: int = 0
-    complete: bool = False
-    """Whether DDP's last bucket was submitted. A DDP that skips unused buckets may never submit it."""
-    awaits_end: bool = False
-    """Whether a callback at the end of the backward pass is scheduled."""
-    finite: list[Tensor] = field(default_factory=list)
-    """Whether each bucket is finite, as 0-dim tensors."""
-    pieces: dict[str, Tensor] = field(default_factory=dict)
-    """The gradients by parameter name, as views of DDP's buckets, if they are regrouped."""
+    complete: bool = False  # whether DDP's last bucket was submitted, which a DDP that skips unused ones may never do
+    awaits_end: bool = False  # whether a callback at the end of the backward pass is scheduled
+    finite: list[Tensor] = field(default_factory=list)  # whether each bucket is finite, as 0-dim tensors
+    pieces: dict[str, Tensor] = field(default_factory=dict)  # if regrouped: gradients by name, as views of buckets
 
 
+@dataclass(eq=False)
 class Engine:
     """Exchanges the gradients of one model. All ranks create it together, in the same order as their other groups."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        parameters: Mapping[str, torch.nn.Parameter],
-        policy: BucketPolicy,
-        timeout: timedelta,
-        topology: RankTopology | None,
-        scale: Callable[[], Tensor | None],
-        reduction: Reduction,
-    ) -> None:
-        self.policy, self.topology = policy, topology
-        self.keeps = any(exchange.keeps for exchange in policy.exchanges)
-        """Whether any exchange has a residual."""
-        self.buckets: dict[tuple[int, ...], Bucket] = {}
-        """The buckets, by the `id` of their parameters."""
-        self._reduction, self._scale = reduction, scale
+    group: dist.ProcessGroup
+    parameters: Mapping[str, torch.nn.Parameter]
+    policy: BucketPolicy
+    timeout: timedelta
+    topology: RankTopology | None
+    scale: Callable[[], Tensor | None]  # returns the current loss scale
+    reduction: Reduction
+
+    def __post_init__(self) -> None:
+        self.keeps = any(exchange.keeps for exchange in self.policy.exchanges)  # whether any exchange has a residual
+        self.buckets: dict[tuple[int, ...], Bucket] = {}  # the buckets, by the `id` of their parameters
         self._step = Step()
-        self._parameters = dict(parameters)
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self.runner = BucketRunner(group, next(iter(parameters.values())).device, policy.lanes, timeout, topology)
-        self._steps_since_attach = 0
-        """Steps since attach, without those of a checkpoint."""
-        self._stored: dict[str, dict[str, Tensor]] = {}
-        """Residuals of a checkpoint or an earlier layout, until the bucket of their parameter is prepared."""
-        self._regrouped: tuple[tuple[str, ...], ...] = ()
-        """The buckets of a checkpoint, for the first steps after a restart: sparse results depend on the buckets."""
+        self._names = {id(parameter): name for name, parameter in self.parameters.items()}
+        device = next(iter(self.parameters.values())).device
+        self.runner = BucketRunner(self.group, device, self.policy.lanes, self.timeout, self.topology)
+        self._steps_since_attach = 0  # steps since attach, without those of a checkpoint
+        self._stored: dict[str, dict[str, Tensor]] = {}  # residuals of parameters whose bucket is not prepared yet
+        self._regrouped: tuple[tuple[str, ...], ...] = ()  # the buckets of a checkpoint, in the first steps after it
         self._regrouped_steps = 0
         self._lock = threading.Lock()
-        self._spans_s: deque[float] = deque(maxlen=_DRIFT_STEPS)
-        """Durations of the last exchanges, from first ready to last end, if the plan predicts them."""
+        self._spans_s: deque[float] = deque(maxlen=_DRIFT_STEPS)  # durations of the last exchanges, for `drift`
         self._warned = False
 
     # --- in the thread that runs backward -----------------------------------------------------------------------
@@ -100,22 +85,14 @@ class Engine:
         step = self._step_of(grad_bucket)
         if self._regrouped:
             return self._submit_regrouped(step, grad_bucket, flat)
-        bucket = self._bucket_of(grad_bucket, flat)
+        bucket = self._bucket_of(grad_bucket.index(), grad_bucket.parameters(), flat)
         if not step.jobs:
             self._check_drift()
         with self._lock:
             step.unfinished += 1
-        return self.runner.submit(
-            step,
-            bucket,
-            flat,
-            lambda: self._exchange(bucket, flat),
-            waits=bucket.exchange.waits or bucket.state is None,  # ranks wait for each other to prepare a bucket
-            done=lambda result: self._exchanged(bucket, result, step),
-        )
-
-    def _exchange(self, bucket: Bucket, flat: Tensor) -> Any:
-        return self.runner.exchange(bucket, flat, self._scale(), self._take_residuals)
+        run = partial(self.runner.exchange, bucket, flat, self.scale(), self._take_residuals)
+        waits = bucket.exchange.waits or bucket.state is None  # ranks wait for each other to prepare a bucket
+        return self.runner.submit(step, bucket, flat, run, waits=waits, done=partial(self._exchanged, step, bucket))
 
     def _step_of(self, grad_bucket: Any) -> Step:
         """Return the step of a bucket: the current one, or a new one."""
@@ -127,56 +104,52 @@ class Engine:
         step.submitted.add(key)
         step.complete = grad_bucket.is_last()
         if not step.awaits_end:
-            step.awaits_end = self._reduction.when_over(self._backward_is_over)
+            step.awaits_end = self.reduction.when_over(self._backward_is_over)
         return step
 
     def _backward_is_over(self) -> None:
         step = self._step
         step.awaits_end = False
-        if step.submitted and (step.complete or self._reduction.finished):
+        if step.submitted and (step.complete or self.reduction.finished):
             step.complete = True
             self.conclude()
 
     def conclude(self) -> None:
         """End the step whose last bucket has been exchanged, if it has not been ended."""
-        step = self._step
+        step, buckets = self._step, list(self.buckets.values())
         if not step.complete or step.awaits_end or step.unfinished or self.runner.error is not None:
             return
         self._step = Step()
         try:
-            self._end(step)
+            if step.finite:
+                with self.runner.lanes[0].after(self.runner.lanes):
+                    used = None
+                    if any(bucket.state is not None and bucket.state.settles for bucket in buckets):
+                        bucketed = {name for bucket in buckets for name in names_in(bucket.layout)}
+                        used = self.reduction.used(self._names, bucketed)
+                    self.runner.settle(buckets, torch.stack(step.finite).all(), used)
+            self.runner.end(step)
+            self._steps_since_attach += 1
         except BaseException as error:
             raise self.runner.fail(f"one of {len(step.submitted)} buckets", error) from error
 
-    def _end(self, step: Step) -> None:
-        if step.finite:
-            lanes = self.runner.lanes
-            with lanes[0].after(lanes):
-                buckets = list(self.buckets.values())
-                used = None
-                if any(bucket.state is not None and bucket.state.settles for bucket in buckets):
-                    bucketed = {name for bucket in buckets for name in names_in(bucket.layout)}
-                    used = self._reduction.used(self._names, bucketed)
-                self.runner.settle(buckets, torch.stack(step.finite).all(), used)
-        self.runner.end(step)
-        self._steps_since_attach += 1
-
     # --- buckets ------------------------------------------------------------------------------------------------
 
-    def _bucket_of(self, grad_bucket: Any, flat: Tensor) -> Bucket:
-        parameters = grad_bucket.parameters()
+    def _bucket_of(self, index: int, parameters: list[Tensor], flat: Tensor) -> Bucket:
         key = tuple(map(id, parameters))
         if key not in self.buckets:
             if flat.is_sparse:
                 raise UsageError("sparse gradients are not supported: build the embedding with sparse=False")
             layout = self._layout(parameters, flat)
-            self._retire(layout)
-            self.buckets[key] = self._new_bucket(grad_bucket.index(), layout)
+            for other, old in list(self.buckets.items()):  # remove those whose parameters move, and store residuals
+                if not set(names_in(layout)).isdisjoint(names_in(old.layout)):
+                    if old.state is not None:
+                        with self._lock:
+                            self._stored |= copied(old.state.tensors(old.layout))
+                    del self.buckets[other]
+            exchange, lane = self.policy.assign(names_in(layout), index, self._steps_since_attach)
+            self.buckets[key] = Bucket(index, lane, exchange, layout)
         return self.buckets[key]
-
-    def _new_bucket(self, index: int, layout: Layout) -> Bucket:
-        exchange, lane = self.policy.assign(names_in(layout), index, self._steps_since_attach)
-        return Bucket(index, lane, exchange, layout)
 
     def _layout(self, parameters: list[Tensor], flat: Tensor) -> Layout:
         slots, offset = [], 0
@@ -187,22 +160,7 @@ class Engine:
             real = _as_real(parameter)
             slots.append(Slot(name, tuple(real.shape), stride_in_bucket(real), offset, real.numel()))
             offset += real.numel()
-        if offset != flat.numel():
-            raise ExchangeError(f"a bucket has {flat.numel()} elements, but its parameters have {offset}")
         return Layout(tuple(slots), flat.dtype, flat.device)
-
-    def _retire(self, new: Layout) -> None:
-        """Remove buckets whose parameters are now in a new one, and store their residuals for it."""
-        names = set(names_in(new))
-        for key, old in list(self.buckets.items()):
-            if not names.isdisjoint(names_in(old.layout)):
-                if old.state is not None:
-                    self._store(old.state.tensors(old.layout))
-                del self.buckets[key]
-
-    def _store(self, residuals: Residuals) -> None:
-        with self._lock:
-            self._stored |= copied(residuals)
 
     # --- on the lane --------------------------------------------------------------------------------------------
 
@@ -215,12 +173,11 @@ class Engine:
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         return mine
 
-    def _exchanged(self, bucket: Bucket, flat: Tensor, step: Step) -> None:
+    def _exchanged(self, step: Step, bucket: Bucket, flat: Tensor) -> None:
         # The result is the same on all ranks, so they agree on whether it is finite without communication. Buckets
         # without a residual are checked too if others have one, because GradScaler skips the whole step.
-        state = bucket.state
-        assert state is not None  # noqa: S101 - it ran
-        finite = [state.finite(flat)] if state.settles or (self.keeps and not bucket.exchange.keeps) else []
+        checks = bucket.ready.settles or (self.keeps and not bucket.exchange.keeps)
+        finite = [bucket.ready.finite(flat)] if checks else []
         with self._lock:
             step.finite += finite
             step.unfinished -= 1
@@ -228,33 +185,27 @@ class Engine:
     # --- steps in the buckets of a checkpoint -------------------------------------------------------------------
 
     def _submit_regrouped(self, step: Step, grad_bucket: Any, flat: Tensor) -> Any:
-        """Collect the gradients of a step, and exchange them regrouped when all of them are ready."""
+        """Collect the gradients of a step, and exchange them regrouped: sparse results depend on the buckets."""
         layout = self._layout(grad_bucket.parameters(), flat)
         step.pieces |= {slot.name: flat[slot.offset : slot.offset + slot.numel] for slot in layout.slots}
-        if all(name in step.pieces for names in self._regrouped for name in names):
-            try:
+        try:
+            if all(name in step.pieces for names in self._regrouped for name in names):
                 self._run_regrouped(step)
-            except BaseException as error:
-                raise self.runner.fail(f"bucket {grad_bucket.index()}", error) from error
+        except BaseException as error:
+            raise self.runner.fail(f"bucket {grad_bucket.index()}", error) from error
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
         done.set_result(flat)
         return done
 
     def _run_regrouped(self, step: Step) -> None:
         """Exchange a step in the buckets of the checkpoint, on the thread and the stream of backward."""
-        if next(iter(self._parameters.values())).is_cuda:
+        if next(iter(self.parameters.values())).is_cuda:
             torch.cuda.synchronize()  # the lanes may still run earlier work
         for index, names in enumerate(self._regrouped):
             pieces = [step.pieces[name] for name in names]
             whole = torch.cat(pieces)
-            parameters: list[Tensor] = [self._parameters[name] for name in names]
-            layout = self._layout(parameters, whole)
-            bucket = self.buckets.setdefault(tuple(map(id, parameters)), self._new_bucket(index, layout))
-            work = self._exchange(bucket, whole)
-            if work is not None:
-                work.wait()
-            assert bucket.state is not None  # noqa: S101 - it ran
-            step.finite.append(bucket.state.finite(whole))
+            bucket = self._bucket_of(index, [self.parameters[name] for name in names], whole)
+            step.finite.append(self.runner.exchange_and_wait(bucket, whole, self.scale(), self._take_residuals))
             for piece, result in zip(pieces, whole.split([piece.numel() for piece in pieces]), strict=True):
                 piece.copy_(result)
         step.pieces.clear()
@@ -262,8 +213,6 @@ class Engine:
         self._regrouped_steps += 1
         if ddp_buckets == set(self._regrouped) or self._regrouped_steps == _MOST_REGROUPED_STEPS:
             self._regrouped = ()  # if DDP's buckets still differ, residuals move to them
-
-    # --- whether the plan still fits ----------------------------------------------------------------------------
 
     def _check_drift(self) -> None:
         """Record how long the exchange of the last step took, and warn once if that is much longer than planned."""
@@ -281,17 +230,35 @@ class Engine:
     def drift(self) -> str | None:
         """Describe how much longer exchanges take than planned, or return None if they do not."""
         expected_s = self.policy.expected_s
-        if expected_s is None or len(self._spans_s) < _DRIFT_STEPS // 5:
+        took_s = statistics.median(self._spans_s) if len(self._spans_s) >= _DRIFT_STEPS // 5 else 0.0
+        if expected_s is None or took_s <= _DRIFT_FACTOR * expected_s + 1e-3:
             return None
-        took_s = statistics.median(self._spans_s)
-        if took_s <= _DRIFT_FACTOR * expected_s + 1e-3:
-            return None
-        return (
-            f"exchanging gradients takes {took_s * 1e3:.1f} ms per step, but the plan expected {expected_s * 1e3:.1f}: "
-            "the network or the model has changed. syncline.tune(model, step) makes a new plan"
-        )
+        takes = f"{took_s * 1e3:.1f} ms per step, but the plan expected {expected_s * 1e3:.1f}"
+        changed = "the network or the model has changed. syncline.tune(model, step) makes a new plan"
+        return f"exchanging gradients takes {takes}: {changed}"
 
     # --- for the handle -----------------------------------------------------------------------------------------
+
+    exchanges_gradients = True
+
+    @property
+    def steps(self) -> int:
+        return self.runner.steps
+
+    def stats(self) -> Stats:
+        return self.runner.stats()
+
+    def predicted_sent_bytes(self) -> dict[str, int]:
+        return self.runner.predicted_sent_bytes(self.buckets.values())
+
+    def synced(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # all ranks always have the same weights
+
+    def finish(self) -> None:
+        """Do nothing: all ranks always have the same weights."""
+
+    def wait(self) -> None:
+        """Do nothing: a backward pass ends when all gradients have been exchanged."""
 
     def residuals(self) -> dict[str, Mapping[str, Tensor]]:
         """Return all residuals by parameter name and kind. They are not copies, and change in the next step."""
@@ -309,18 +276,16 @@ class Engine:
 
     def misfit(self, tensors: Residuals, buckets: Sequence[Sequence[str]] = ()) -> str | None:
         """Return why a checkpoint does not belong to this model, or None if it does."""
-        shapes = {name: _as_real(parameter).shape for name, parameter in self._parameters.items()}
+        shapes = {name: _as_real(parameter).shape for name, parameter in self.parameters.items()}
         return misfit_of(shapes, tensors, (name for names in buckets for name in names))
 
     def load(self, tensors: Residuals, buckets: Sequence[Sequence[str]], steps: int) -> None:
         """Continue from a checkpoint that has no `misfit`, with its buckets until DDP has rebuilt its own."""
-        self._stored.clear()
-        self._store(tensors)
-        self._regrouped, self._regrouped_steps = (), 0
+        self._stored, self._regrouped, self._regrouped_steps = copied(tensors), (), 0
         self.runner.steps = steps
         named = sorted(name for names in buckets for name in names)
-        trained = sorted(name for name, parameter in self._parameters.items() if parameter.requires_grad)
-        regroups = named == trained and not self._reduction.skips_buckets  # regrouping needs all buckets
+        trained = sorted(name for name, parameter in self.parameters.items() if parameter.requires_grad)
+        regroups = named == trained and not self.reduction.skips_buckets  # regrouping needs all buckets
         if regroups and list(map(list, buckets)) != self.bucket_names:
             self._regrouped = tuple(map(tuple, buckets))
             self.buckets.clear()  # their residuals are replaced by the checkpoint's
@@ -339,9 +304,7 @@ def names_in(layout: Layout) -> tuple[str, ...]:
 
 
 def copied(residuals: Residuals) -> dict[str, dict[str, Tensor]]:
-    return {
-        name: {kind: tensor.detach().clone() for kind, tensor in kinds.items()} for name, kinds in residuals.items()
-    }
+    return {name: {kind: t.detach().clone() for kind, t in kinds.items()} for name, kinds in residuals.items()}
 
 
 def _as_real(parameter: Tensor) -> Tensor:

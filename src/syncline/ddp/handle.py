@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import Counter
 from collections.abc import Mapping
@@ -11,35 +12,32 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from syncline.ddp import buckets
+from syncline.ddp import reducer
 from syncline.ddp.engine import Engine, copied
-from syncline.ddp.hook import Switch, attached_to
-from syncline.dist.span import span_of
+from syncline.ddp.hook import Switch, switches
+from syncline.ddp.updating import Updating
+from syncline.dist.lane import span_of
 from syncline.errors import ExchangeError, UsageError
 from syncline.exchange import Exchange, Tree, wire
 from syncline.records.plan import Plan
 from syncline.runtime.checkpoint import Checkpoints
-from syncline.runtime.parameters import ddp_of, only_device, parameters_of
 from syncline.runtime.stats import Stats
+from syncline.runtime.validation import ddp_of, only_device, parameters_of
 
 
 class Handle:
     """An exchange that is attached to a model. `attach` and `handle_of` return it.
 
-    After `detach`, or after another `attach` for the same model, everything but `exchange`, `plan` and `tree` raises a
-    `UsageError`.
+    After `detach`, or another `attach` for the model, everything but `exchange`, `plan` and `tree` raises a UsageError.
 
     Example:
         >>> handle = syncline.attach(model, syncline.OkTopk(density=0.01))
-        >>> handle.load("checkpoint/exchange")
-        >>> handle.trace()
         >>> train(model)
         >>> print(handle.describe(), handle.stats().sent_bytes, handle.predicted_sent_bytes())
         >>> handle.save("checkpoint/exchange")
-        >>> handle.detach()
     """
 
-    def __init__(self, ddp: DDP, switch: Switch, engine: Engine) -> None:
+    def __init__(self, ddp: DDP, switch: Switch, engine: Engine | Updating) -> None:
         self._ddp, self._switch, self._engine = ddp, switch, engine
         self._topology, self._policy = engine.topology, engine.policy
 
@@ -84,19 +82,36 @@ class Handle:
         states = [bucket.state for bucket in self._attached.buckets.values() if bucket.state is not None]
         return dict(Counter(path for state in states if (path := state.describe())))
 
+    @property
+    def exchanges_updates(self) -> bool:
+        """Whether the next step exchanges updates of the optimizer, and not gradients, as it does in the warm-up."""
+        return not self._attached.exchanges_gradients
+
+    @property
+    def period(self) -> int:
+        """The number of steps in which everything is exchanged at least once: 1 for gradients."""
+        return max((getattr(bucket, "period", 1) for bucket in self._attached.buckets.values()), default=1)
+
+    def wait(self) -> None:
+        """Apply the results of exchanges of updates that are still under way because of a `delay`, or do nothing.
+
+        All ranks call this between steps. It is for measurements: training applies them in time by itself.
+        """
+        self._attached.wait()
+
     def stats(self) -> Stats:
         """Return the number of steps, the bytes sent, and the times of the last step's buckets, on this rank."""
-        return self._attached.runner.stats()
+        return self._attached.stats()
 
     def trace(self, on: bool = True) -> None:
         """Record the collectives of each bucket from the next step on, for `stats`, or stop if `on` is False."""
         self._attached.runner.tracing = on
 
     def scalars(self, *, deep: bool = False) -> dict[str, float]:
-        """Return numbers about the last step on this rank, for a logger such as TensorBoard.
+        """Return numbers about the last step on this rank, as far as they are known, for a logger such as TensorBoard.
 
         For example, `syncline/exposed_ms` is the communication that the backward pass did not hide. The guide "Traces
-        and TensorBoard" describes all numbers. Those that are not known yet are left out.
+        and TensorBoard" describes all of them.
 
         Args:
             deep: Also return the norm of the residual. This reads all of it, and on CUDA waits for the device.
@@ -109,47 +124,57 @@ class Handle:
         runner, step = engine.runner, engine.runner.last_step
         values: dict[str, float] = {}
         if deep and engine.keeps and step.sent_bytes:  # first, because it waits for the device: then times are known
-            squares = [
-                torch.linalg.vector_norm(tensor, dtype=torch.float64) ** 2
-                for kinds in engine.residuals().values()
-                for kind, tensor in kinds.items()
-                if kind != "velocity"  # momentum, which is not part of the residual
-            ]
+            kept = [t for kinds in engine.residuals().values() for kind, t in kinds.items() if kind == "residual"]
+            squares = [torch.linalg.vector_norm(tensor, dtype=torch.float64) ** 2 for tensor in kept]
             values["residual_norm"] = float(sum(squares)) ** 0.5
         if step.period_s is not None:
             values["step_ms"] = step.period_s * 1e3
         if (span := span_of(step.jobs)) is not None:
             values |= {"exchange_ms": span.exchange_s * 1e3, "exposed_ms": span.exposed_s * 1e3}
         values |= {f"sent_bytes/{level}": sent for level, sent in step.sent_bytes.items()}
-        if step.sent_bytes:
-            values["sent_bytes"] = sum(step.sent_bytes.values())
+        sent = sum(step.sent_bytes.values())
+        values |= {"sent_bytes": sent} if step.sent_bytes else {}
         ranks, backend = runner.ranks, runner.groups[0].comm.topology.backend
-        plain = sum(wire.sent_bytes("all_reduce", job.elements, job.itemsize, ranks, backend) for job in step.jobs)
-        if plain:
-            values["sent_share"] = sum(step.sent_bytes.values()) / plain
+        if plain := sum(wire.sent_bytes("all_reduce", j.elements, j.itemsize, ranks, backend) for j in step.jobs):
+            values["sent_share"] = sent / plain
         return {f"syncline/{name}": float(value) for name, value in values.items()}
 
     def describe(self) -> str:
         """Describe the attached exchange or plan, the topology if the exchange uses it, and the paths of buckets."""
         ranks = self._attached.runner.ranks
-        lines = [f"{self.exchange!r} among {ranks} ranks"]
+        lines = [f"{self._policy} among {ranks} ranks"]
         if self.plan is not None:
             lines = [f"a plan for {self.plan.model} among {ranks} ranks: {self.plan.reason}"]
             lines += [self.mismatch] if self.mismatch else []
-        if self._topology is not None:
+        if self._topology is not None and self._topology.tree is not None:
             lines += [self._topology.tree.describe(), f"links: {self._topology.known}"]
         return "\n".join([*lines, *(f"buckets: {count} × {path}" for path, count in self.ways.items())])
 
     def predicted_sent_bytes(self) -> dict[str, int]:
-        """Return the bytes per level that the busiest rank should send in a step, by the cost of the exchange."""
-        return self._attached.runner.predicted_sent_bytes(self._attached.buckets.values())
+        """Return the bytes per level that the busiest rank should send in a step, by the cost of the exchange.
+
+        For updates, this is the average over the steps in which all weights are exchanged once.
+        """
+        return self._attached.predicted_sent_bytes()
 
     def drift(self) -> str | None:
-        """Return a sentence if the last exchanges took more than 1.5 times as long as planned, or None.
+        """Return a sentence if the last exchanges took over 1.5 times as long as planned: a reason to tune again.
 
-        This is a reason to tune again. It is None without a plan, and before enough steps were measured.
+        It is None otherwise, without a plan, and before enough steps were measured.
         """
         return self._attached.drift()
+
+    def synced(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model has the weights that all ranks agreed on last, without communication.
+
+        Between exchanges of updates, every rank has weights of its own. Evaluate, and save the model, in this context.
+        With gradients, all ranks always have the same weights, and the context does nothing.
+
+        Example:
+            >>> with handle.synced():
+            ...     evaluate(model)
+        """
+        return self._attached.synced()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state of the exchange, to be saved with the model.
@@ -160,12 +185,8 @@ class Handle:
         engine = self._attached
         if (error := engine.runner.error) is not None:
             raise ExchangeError(f"the state is unusable, because an exchange failed: {error}")
-        return {
-            **self._checkpoints.identity,
-            "steps": engine.runner.steps,
-            "buckets": engine.bucket_names,
-            "tensors": copied(engine.residuals()),
-        }
+        state = {"steps": engine.steps, "buckets": engine.bucket_names, "tensors": copied(engine.residuals())}
+        return {**self._checkpoints.identity, **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that `state_dict` returned. All ranks must load their states, or none.
@@ -182,8 +203,8 @@ class Handle:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save the state of the exchange, one file per rank. All ranks call this between steps.
 
-        If a rank cannot write, every rank raises, and the folder is unchanged. Otherwise, the files that jobs with
-        other numbers of ranks have saved there are removed.
+        If a rank cannot write, every rank raises, and the folder is unchanged. Otherwise, the files of other world
+        sizes are removed.
 
         Args:
             folder: The folder, which is created if necessary.
@@ -200,48 +221,49 @@ class Handle:
 
         Args:
             folder: The folder that was passed to `save`.
-            on_world_size: What to do if the number of ranks has changed, or if residuals belong to hosts and the
-                ranks are now on other hosts. `"refuse"` raises an error. `"reset"` discards the residuals, which loses
-                part of the last gradients. `"redistribute"` divides them among the ranks, so that their sum stays the
-                same; this is not possible for residuals that belong to hosts.
+            on_world_size: What to do if the number of ranks, or the hosts to which residuals belong, have changed.
+                `"refuse"` raises an error. `"reset"` discards the residuals, which loses part of the last gradients.
+                `"redistribute"` divides them among the ranks, so that their sum stays the same, but not among hosts.
 
         Raises:
-            UsageError: This rank's file is missing or damaged, it belongs to another exchange or model, or an argument
-                is invalid.
+            UsageError: This rank's file is missing, damaged, or that of another exchange or model.
             MismatchError: Another rank cannot load its file, or the files do not belong to the same checkpoint.
         """
         state = self._checkpoints.load(folder, on_world_size)
         self._attached.load(state["tensors"], state["buckets"], state["steps"])
 
     def detach(self) -> None:
-        """Return the model to plain DDP, with the buckets that it has without a plan. All ranks call this."""
+        """Return the model to plain DDP, with the buckets that it has without a plan. All ranks call this.
+
+        If updates were exchanged, the weights of the ranks are averaged first, and all ranks get the optimizer state of
+        the first one. Residuals are dropped.
+        """
         _ = self._attached  # raises if the handle is detached
         self._switch.turn_to(None)
-        if self.plan is not None and buckets.why_not_change(self._ddp) is None:
-            buckets.make_plain(self._ddp)
+        if self.plan is not None and reducer.why_not_change(self._ddp) is None:
+            reducer.make_plain(self._ddp)
 
     @property
     def _checkpoints(self) -> Checkpoints:
-        engine = self._attached
-        # With `Hierarchical`, the residual belongs to the leaders of the hosts, so it depends on the topology.
-        levels = repr(self._topology.tree.root) if self._topology is not None and engine.keeps else None
-        group, device = self._ddp.process_group, only_device(parameters_of(self._ddp))
-        return Checkpoints(group, device, self._policy.settings(), levels, engine.misfit)
+        engine, device = self._attached, only_device(parameters_of(self._ddp))
+        tree = self.tree if engine.keeps else None
+        return Checkpoints(self._ddp.process_group, device, self._policy.settings(), tree, engine.misfit)
 
     @property
-    def _attached(self) -> Engine:
+    def _attached(self) -> Engine | Updating:
         if self._switch.engine is not self._engine:
-            raise UsageError(
-                "this handle is detached, or another attach has replaced it: use the newest handle, or attach again"
-            )
+            text = "this handle is detached, or another attach has replaced it"
+            raise UsageError(f"{text}: use the newest handle, or attach again")
         self._engine.conclude()
         return self._engine
 
 
 def handle_if_attached(ddp: DDP) -> Handle | None:
     """Return the handle of a model, or None if nothing is attached to it."""
-    switch = attached_to(ddp)
-    return None if switch is None or switch.engine is None else Handle(ddp, switch, switch.engine)
+    switch = switches.get(ddp)
+    if switch is None or not isinstance(switch.engine, Engine | Updating):
+        return None
+    return Handle(ddp, switch, switch.engine)
 
 
 def handle_of(model: nn.Module) -> Handle:
@@ -257,8 +279,7 @@ def handle_of(model: nn.Module) -> Handle:
         UsageError: The model is not a DDP model, or nothing is attached to it.
 
     Example:
-        >>> model = syncline.wrap(net, plan="plan.json")
-        >>> handle = syncline.handle_of(model)
+        >>> handle = syncline.handle_of(syncline.wrap(net, plan="plan.json"))
     """
     handle = handle_if_attached(ddp_of(model))
     if handle is None:

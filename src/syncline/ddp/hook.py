@@ -7,17 +7,35 @@ state is a `Switch`, which selects plain all-reduce, as DDP does it without a ho
 from __future__ import annotations
 
 import weakref
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
-from syncline.ddp.engine import Engine
 from syncline.errors import UsageError
 
-_switches: weakref.WeakKeyDictionary[DDP, Switch] = weakref.WeakKeyDictionary()
+
+class Attached(Protocol):
+    """What the hook of a model needs of an engine."""
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """False if backward passes do not synchronise."""
+
+    def submit(self, bucket: Any) -> Any:
+        """Exchange a bucket of DDP, and return a future of its average."""
+
+    def finish(self) -> None:
+        """Collective: give all ranks the same weights. Does nothing if they have them."""
+
+    def close(self) -> None:
+        """Stop exchanging, and release all resources."""
+
+
+switches: weakref.WeakKeyDictionary[DDP, Switch] = weakref.WeakKeyDictionary()
+"""The switch of each model that has our hook."""
 
 
 class Switch:
@@ -26,29 +44,27 @@ class Switch:
     def __init__(self, ddp: DDP) -> None:
         self._ddp = weakref.ref(ddp)  # DDP holds its hook's state, so a strong reference would be a cycle
         self.group: dist.ProcessGroup = ddp.process_group
-        self.engine: Engine | None = None
-        self.no_sync_check: RemovableHandle | None = None
-        """The forward hook that refuses `no_sync()` with a static graph."""
+        self.engine: Attached | None = None
+        self.hooks: list[RemovableHandle] = []  # the forward hook that refuses `no_sync()` with a static graph
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copied or unpickled DDP model has a new reducer without a hook, so its switch becomes None.
-        return type(None), ()
+        return type(None), ()  # a copied or unpickled DDP model has a new reducer without a hook
 
-    def turn_to(self, engine: Engine | None) -> None:
+    def turn_to(self, engine: Attached | None) -> None:
         """Use `engine` from now on, or plain DDP if it is None, and close the engine that was used before."""
         before, self.engine = self.engine, engine
         if before is not None:
-            before.close()
+            try:
+                before.finish()
+            finally:
+                before.close()
 
     def exchange(self, bucket: Any) -> Any:
         """Exchange a bucket of DDP, and return a future of its average."""
         ddp = self._ddp()
-        joining = getattr(getattr(ddp, "_join_config", None), "enable", False)
-        if joining and not getattr(ddp, "_divide_by_initial_world_size", True):
-            raise UsageError(
-                "no DDP hook can support join(divide_by_initial_world_size=False), and results would be wrong: "
-                "use join() with its default"
-            )
+        if ddp is not None and ddp._join_config.enable and not ddp._divide_by_initial_world_size:
+            text = "no DDP hook can support join(divide_by_initial_world_size=False), and results would be wrong"
+            raise UsageError(f"{text}: use join() with its default")
         if self.engine is not None:
             return self.engine.submit(bucket)
         flat = bucket.buffer()
@@ -63,33 +79,27 @@ def _syncline_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants 
 
 def switch_of(ddp: DDP) -> Switch:
     """Return the switch of a model. The first call registers the hook, which fails if there is an `other_hook`."""
-    if ddp not in _switches:
+    if ddp not in switches:
         switch = Switch(ddp)
         try:
             ddp.register_comm_hook(switch, _syncline_hook)
         except RuntimeError:  # a hook that was registered with the reducer itself
             forget(ddp)
             raise
-        _switches[ddp] = switch
-        if getattr(ddp, "static_graph", False):
-            switch.no_sync_check = ddp.register_forward_pre_hook(_refuse_no_sync)
-    return _switches[ddp]
+        switches[ddp] = switch
+        if ddp.static_graph:
+            switch.hooks.append(ddp.register_forward_pre_hook(_refuse_no_sync))
+    return switches[ddp]
 
 
 def forget(ddp: DDP) -> None:
     """Remove all traces of the hook from a model, whose next reducer will then have none."""
-    switch = _switches.pop(ddp, None)
+    switch = switches.pop(ddp, None)
     if switch is not None:
         switch.turn_to(None)
-        if switch.no_sync_check is not None:
-            switch.no_sync_check.remove()
-    hooks = getattr(ddp, "_comm_hooks", [])
-    hooks[:] = [(hook, state) for hook, state in hooks if hook is not _syncline_hook]
-
-
-def attached_to(ddp: DDP) -> Switch | None:
-    """Return the switch of a model, or None if it has none."""
-    return _switches.get(ddp)
+        for hook in switch.hooks:
+            hook.remove()
+    ddp._comm_hooks[:] = [(hook, state) for hook, state in ddp._comm_hooks if hook is not _syncline_hook]
 
 
 def other_hook(ddp: DDP) -> str | None:
@@ -99,9 +109,8 @@ def other_hook(ddp: DDP) -> str | None:
 
 
 def _refuse_no_sync(ddp: nn.Module, args: Any) -> None:
-    switch = _switches.get(cast(DDP, ddp))
-    if switch is not None and switch.engine is not None and not ddp.require_backward_grad_sync:
-        raise UsageError(
-            "no_sync() with static_graph=True silently stops reducing gradients (a defect of DDP): "
-            "build the model without static_graph, or accumulate without no_sync()"
-        )
+    switch = switches.get(cast(DDP, ddp))
+    engine = None if switch is None else switch.engine
+    if engine is not None and engine.exchanges_gradients and not ddp.require_backward_grad_sync:
+        text = "no_sync() with static_graph=True silently stops reducing gradients (a defect of DDP)"
+        raise UsageError(f"{text}: build the model without static_graph, or accumulate without no_sync()")

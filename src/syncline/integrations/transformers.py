@@ -1,12 +1,8 @@
 """Hugging Face's Trainer, with the exchange as one more argument.
 
-    trainer = SynclineTrainer(model=model, args=args, train_dataset=data, exchange=syncline.OkTopk(density=0.01))
-
-To extend another trainer: `class Mine(SynclineTrainer, SFTTrainer): ...`. A callback would not be enough, because
-callbacks receive neither the wrapped model nor the checkpoint from which a run is resumed.
-
-Each `checkpoint-N` gets a folder `syncline` with the residual of each rank in its own file, and
-`train(resume_from_checkpoint=…)` restores it. The bytes sent and the time taken by a step are logged with the loss.
+To extend another trainer: `class Mine(SynclineTrainer, SFTTrainer): ...`. A callback alone would receive neither the
+wrapped model nor the checkpoint from which a run is resumed. Each `checkpoint-N` gets a folder `syncline` with the
+residual of each rank in its own file. The bytes sent and the time taken by a step are logged with the loss.
 """
 
 from __future__ import annotations
@@ -17,30 +13,26 @@ from typing import Any
 from syncline.ddp.handle import Handle
 from syncline.errors import UsageError
 from syncline.integrations.accelerate import SynclineKwargs
-from syncline.integrations.followed_model import missing, take_arguments
+from syncline.integrations.followed_model import needs, take_arguments
 
-try:
-    from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+with needs("transformers"):
+    from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
-except ImportError as error:
-    raise missing("transformers", error) from error
 
 
-class SynclineTrainer(Trainer):
+class SynclineTrainer(Trainer, TrainerCallback):
     """A Trainer whose model exchanges its gradients through Syncline.
 
     Args:
-        *arguments: Arguments of Trainer.
-        exchange: The exchange to attach.
-        plan: The plan to apply, or its file. With neither an exchange nor a plan, the model is tuned during its first
-            sixty steps.
+        exchange, plan, allow, network, timeout_s, quiet: As in `syncline.follow`. With neither an exchange nor a plan,
+            the model is tuned during its first sixty steps.
+        updates, every, warmup, delay, outer: With `updates=True`, the exchange is of the optimizer's updates. The other
+            settings are those of `syncline.attach`.
         on_world_size: What a run that is resumed on another number of ranks does with residuals, as in `Handle.load`.
-        allow, network, timeout_s, quiet: As in `syncline.follow`.
-        **options: Arguments of Trainer.
+        *arguments, **options: Arguments of Trainer.
 
     Raises:
-        UsageError: An argument is invalid, or the accelerator does not use plain DDP.
-        FileError: The plan or the network cannot be read.
+        UsageError, FileError: An argument is invalid, a file cannot be read, or the accelerator does not use plain DDP.
 
     Example:
         >>> trainer = SynclineTrainer(model=model, args=args, train_dataset=data)  # doctest: +SKIP
@@ -51,7 +43,7 @@ class SynclineTrainer(Trainer):
         self.syncline = SynclineKwargs(**take_arguments(options))
         self._resumed: Path | None = None
         super().__init__(*arguments, **options)
-        self.add_callback(_Checkpoints(self))
+        self.add_callback(self)
 
     @property
     def handle(self) -> Handle | None:
@@ -79,21 +71,13 @@ class SynclineTrainer(Trainer):
         """Log as Trainer does, and add the last step's numbers where a loss is logged."""
         super().log({**logs, **self.syncline.figures()} if "loss" in logs else logs, *args, **options)
 
-
-class _Checkpoints(TrainerCallback):
-    """Saves residuals with each checkpoint, and loads those of the checkpoint from which a run is resumed."""
-
-    def __init__(self, trainer: SynclineTrainer) -> None:
-        self._trainer = trainer
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **about: Any
-    ) -> None:
-        if args.world_size > 1 and not self._trainer.syncline.follows:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **about: Any) -> None:
+        """Load the residuals of the checkpoint. The trainer is its own callback."""
+        if args.world_size > 1 and not self.syncline.followed:
             raise UsageError("Trainer did not wrap its model in DDP through Accelerate: use syncline.follow(model)")
-        if self._trainer._resumed is not None:
-            self._trainer.syncline.load(self._trainer._resumed)
+        if self._resumed is not None:
+            self.syncline.load(self._resumed)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **about: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **about: Any) -> None:
         if not args.save_only_model and not state.is_hyper_param_search:
-            self._trainer.syncline.save(Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            self.syncline.save(Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")

@@ -6,6 +6,7 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch.amp.grad_scaler import GradScaler
 
@@ -17,22 +18,16 @@ from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.runtime.checkpoint import ON_WORLD_SIZE
 from syncline.runtime.topology import loaded_from
-from syncline.runtime.validation import check_timeout, checked_exchange
+from syncline.runtime.validation import check_positive, checked_exchange
+from syncline.updates.policy import Nesterov, checked_policy
 
-BUDGET_S = 45.0
-MIN_BUDGET_S = 5.0
-PROBE_S = 15.0
-
+BUDGET_S, MIN_BUDGET_S, PROBE_S = 45.0, 5.0, 15.0
 PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings:
-    """What to do with a model: arguments of `tune`, `follow` and `Handle.load`, checked without the model.
-
-    Raises:
-        UsageError: A setting is invalid, or two settings contradict each other.
-    """
+    """What to do with a model: arguments of `tune`, `follow` and `Handle.load`, checked without the model."""
 
     exchange: Exchange | None = None
     plan: Plan | PathLike | None = None
@@ -45,6 +40,12 @@ class TuneSettings:
     timeout_s: float | None = None
     on_world_size: str = "refuse"
     quiet: bool = False
+    updates: bool = False
+    """Whether the exchange is of the optimizer's updates. `every` and the settings after it are those of `attach`."""
+    every: int = 1
+    warmup: int | None = None
+    delay: int = 0
+    outer: Nesterov | None = None
 
     def __post_init__(self) -> None:
         if self.exchange is not None and self.plan is not None:
@@ -55,14 +56,20 @@ class TuneSettings:
         object.__setattr__(self, "allow", check_allowed(self.allow))
         if not self.tunes and (self.allow or not self.change):
             raise UsageError("allow and change=False are for tuning, which an exchange or a plan replaces")
-        if not _is_number(self.budget_s, MIN_BUDGET_S):
-            raise UsageError(f"budget_s is {self.budget_s!r}: tuning takes at least {MIN_BUDGET_S:g} s")
-        if not _is_number(self.probe_s, 1.0):
-            raise UsageError(f"probe_s is {self.probe_s!r}: probing takes at least 1 s")
-        check_timeout(self.timeout_s)
+        for name, least_s in (("budget_s", MIN_BUDGET_S), ("probe_s", 1.0)):
+            seconds = getattr(self, name)
+            if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not least_s <= seconds < 1e6:
+                raise UsageError(f"{name} is {seconds!r}: it must be at least {least_s:g}, and less than 1e6")
+        check_positive(timeout_s=self.timeout_s)
         check_scaler(self.scaler)
-        if self.exchange is not None:
-            checked_exchange(self.exchange)
+        exchange = checked_exchange(self.exchange)
+        if not isinstance(self.updates, bool):
+            raise UsageError(f"updates is {self.updates!r}: it must be True or False")
+        if self.updates and self.exchange is None:
+            raise UsageError("updates=True needs the exchange to use: pass exchange= too, as in exchange=OkTopk()")
+        checked_policy(exchange, 1, self.every, self.warmup, self.delay, self.outer)
+        if not self.updates and self.update_options != {"every": 1, "warmup": None, "delay": 0, "outer": None}:
+            raise UsageError("every, warmup, delay and outer are for updates: pass updates=True too, or leave them out")
         if self.on_world_size not in ON_WORLD_SIZE:
             raise UsageError(f"on_world_size is {self.on_world_size!r}: it must be one of {', '.join(ON_WORLD_SIZE)}")
 
@@ -70,6 +77,11 @@ class TuneSettings:
     def tunes(self) -> bool:
         """Whether tuning chooses the exchange."""
         return self.exchange is None and self.plan is None
+
+    @property
+    def update_options(self) -> dict[str, Any]:
+        """The arguments of `attach` for updates, without the optimizer."""
+        return {"every": self.every, "warmup": self.warmup, "delay": self.delay, "outer": self.outer}
 
     def load_files(self) -> TuneSettings:
         """Return a copy in which `plan` and `network` are loaded from their files."""
@@ -81,7 +93,3 @@ class TuneSettings:
 def has_residual(plan: Plan) -> bool:
     """Whether an exchange of the plan keeps a residual."""
     return any(exchange.keeps for exchange in plan.exchanges)
-
-
-def _is_number(value: object, least: float) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and least <= value < 1e6

@@ -1,4 +1,4 @@
-"""Record how long a model's steps take and how their gradients are exchanged, in bounded memory."""
+"""Record how long a model's steps take and how their gradients or updates are exchanged, in bounded memory."""
 
 from __future__ import annotations
 
@@ -17,13 +17,11 @@ from syncline.dist.comm import backend_of
 from syncline.measure.step_watcher import Moments, Pass, StepWatcher, has_passed
 from syncline.measure.steps import quartiles
 from syncline.records.run_record import MOST_STEPS, BucketSpan, Loss, ModelRecord, Pace, StepSpan
-from syncline.runtime.parameters import parameters_of
+from syncline.runtime.validation import parameters_of
 
 PLAIN = "plain DDP"
-_SETTLING = 2
-"""Steps after a change that the statistics leave out."""
-_DETAILED = 3
-"""Steps of each method whose buckets are recorded: the first ones after settling."""
+_SETTLING = 2  # steps after a change that the statistics leave out
+_DETAILED = 3  # steps of each method whose buckets are recorded: the first ones after settling
 
 T = TypeVar("T")
 
@@ -51,10 +49,8 @@ class _Method:
     name: str
     steps: int = 0
     settled: Thinned[Moments] = field(default_factory=Thinned)
-    buckets: dict[int, tuple[BucketSpan, ...]] = field(default_factory=dict)
-    """The buckets of detailed steps, by step."""
-    detailed: deque[StepSpan] = field(default_factory=lambda: deque(maxlen=_DETAILED))
-    """The detailed steps, which are kept when others are thinned out."""
+    buckets: dict[int, tuple[BucketSpan, ...]] = field(default_factory=dict)  # the buckets of detailed steps, by step
+    detailed: deque[StepSpan] = field(default_factory=lambda: deque(maxlen=_DETAILED))  # never thinned out
     sent_bytes: int | None = None
 
 
@@ -62,24 +58,26 @@ class StepLog:
     """Records the steps of a model, which may be gone when the record is written. A watcher calls `step_ended`."""
 
     def __init__(self, ddp: DDP, watcher: StepWatcher, device: torch.device) -> None:
-        self.loss: Tensor | None = None
-        """The loss of the next step, if it is known."""
+        self.loss: Tensor | None = None  # the loss of the next step, if it is known
         self._watcher, self._device = watcher, device
-        self._name, self._backend = type(ddp.module).__name__, backend_of(ddp.process_group)
         trained = [parameter for parameter in parameters_of(ddp).values() if parameter.requires_grad]
-        self._parameters = sum(parameter.numel() for parameter in trained)
-        self._bytes = sum(parameter.numel() * parameter.element_size() for parameter in trained)
+        sizes = {"parameters": sum(p.numel() for p in trained), "gradient_bytes": sum(p.nbytes for p in trained)}
+        model = {"name": type(ddp.module).__name__, "backend": backend_of(ddp.process_group), "device": device.type}
+        self._about: dict[str, Any] = {**model, **sizes}  # what a record says about the model
         self._method = _Method(PLAIN)
         self._methods = {PLAIN: self._method}
-        self._since = 0
-        """The first step after the last change."""
+        self._since = 0  # the first step after the last change
         self._unread: deque[tuple[Pass, int, _Method, bool]] = deque()
         """Steps whose marks have not been read yet, with their number and method, and whether the method is settled."""
-        self._previous: tuple[Any, float] | None = None
-        """The end of the last step that was read, as a mark and in seconds."""
+        self._previous: tuple[Any, float] | None = None  # the end of the last step read, as a mark and in seconds
         self._recent: deque[Moments] = deque(maxlen=256)
         self._spans: Thinned[StepSpan] = Thinned()
         self._losses: Thinned[tuple[int, Tensor]] = Thinned()
+
+    @property
+    def method(self) -> str:
+        """The method of the next steps."""
+        return self._method.name
 
     def switch_to(self, method: str) -> None:
         """Count the next steps as steps of another method."""
@@ -107,7 +105,9 @@ class StepLog:
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)  # in a few steps only
                 stats = handle.stats()
-                self._method.sent_bytes = sum(stats.sent_bytes.values())
+                # Updates take turns, so that one step is not typical. Counted bytes equal the predicted mean.
+                sent = handle.predicted_sent_bytes() if handle.exchanges_updates else stats.sent_bytes
+                self._method.sent_bytes = sum(sent.values())
                 number = self._watcher.step_count - 1
                 self._method.buckets[number] = stats.buckets
                 # Steps are also read between micro-batches, perhaps before their buckets are known.
@@ -127,20 +127,16 @@ class StepLog:
         """Return the record of all steps so far. `fields` are the other fields of the record."""
         self._read(wait=True)
         methods = self._methods.values()
-        spans = {span.step: span for span in self._spans.kept}
-        spans |= {span.step: span for method in methods for span in method.detailed}
+        detailed = [span for method in methods for span in method.detailed]
+        spans = {span.step: span for span in [*self._spans.kept, *detailed]}
         losses = [Loss(step=number, value=float(loss)) for number, loss in self._losses.kept]
         return ModelRecord(
-            name=self._name,
-            parameters=self._parameters,
-            gradient_bytes=self._bytes,
-            backend=self._backend,
-            device=self._device.type,
             steps=self._watcher.step_count,
             way=self._method.name,
             paces=tuple(_pace(method) for method in methods if method.settled.kept),
             spans=tuple(span for _, span in sorted(spans.items())),
             losses=tuple(loss for loss in losses if math.isfinite(loss.value)),
+            **self._about,
             **fields,
         )
 
@@ -164,30 +160,23 @@ class StepLog:
 
 
 def _span(moments: Moments, method: _Method) -> StepSpan:
-    return StepSpan(
-        step=moments.number,
-        way=method.name,
-        start_s=moments.start_s,
-        backward_s=moments.backward_s,
-        backward_end_s=moments.backward_end_s,
-        end_s=moments.end_s,
-        buckets=method.buckets.get(moments.number, ()),
-    )
+    times_s = {field: getattr(moments, field) for field in ("start_s", "backward_s", "backward_end_s", "end_s")}
+    buckets = method.buckets.get(moments.number, ())
+    return StepSpan(step=moments.number, way=method.name, buckets=buckets, **times_s)
 
 
 def _pace(method: _Method) -> Pace:
-    steps = method.settled.kept
-    step_s = [moments.step_s for moments in steps]
-    spread = quartiles(step_s)
+    steps, median = method.settled.kept, statistics.median
+    spread = quartiles([moments.step_s for moments in steps])
     return Pace(
         way=method.name,
         steps=method.steps,
-        step_s=statistics.median(step_s),
+        step_s=median(moments.step_s for moments in steps),
         low_s=spread.low_s,
         high_s=spread.high_s,
-        forward_s=statistics.median(moments.backward_s - moments.start_s for moments in steps),
-        backward_s=statistics.median(moments.backward_end_s - moments.backward_s for moments in steps),
-        exposed_s=statistics.median(moments.end_s - moments.backward_end_s for moments in steps),
-        between_s=statistics.median([m.between_s for m in steps if m.between_s is not None] or [0.0]),
+        forward_s=median(moments.backward_s - moments.start_s for moments in steps),
+        backward_s=median(moments.backward_end_s - moments.backward_s for moments in steps),
+        exposed_s=median(moments.end_s - moments.backward_end_s for moments in steps),
+        between_s=median([m.between_s for m in steps if m.between_s is not None] or [0.0]),
         sent_bytes=method.sent_bytes,
     )

@@ -1,0 +1,213 @@
+"""Exchange the updates of a DDP model's optimizer, after a warm-up in which gradients are exchanged.
+
+During the warm-up, DDP calls the hook of an ordinary engine. Then backward passes no longer synchronise, as inside
+DDP's `no_sync()`, and a hook of the optimizer exchanges what each of its steps has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
+
+from syncline.ddp.engine import Engine
+from syncline.errors import UsageError
+from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals
+from syncline.runtime.stats import Stats
+from syncline.runtime.topology import RankTopology
+from syncline.updates.engine import UpdateEngine
+
+
+class Updating:
+    """The exchange of updates that is attached to a model."""
+
+    def __init__(
+        self,
+        ddp: DDP,
+        engine: UpdateEngine,
+        warm: Engine | None,
+        optimizer: Optimizer,
+        scaler: GradScaler | None,
+        topology: RankTopology | None,
+    ) -> None:
+        self._ddp = weakref.ref(ddp)  # the model holds its hook, which holds this object
+        self._engine, self._warm, self._optimizer, self._scaler = engine, warm, optimizer, scaler
+        self.policy, self.topology = engine.policy, topology
+        self._finished = 0  # the step after which all ranks were last given the same weights
+        self._sent_warm: dict[str, int] = {}  # bytes sent in the warm-up, per level
+        self.steps = 0  # of the optimizer, with those that a GradScaler has skipped after the warm-up
+        itself = weakref.ref(self)  # the optimizer holds its hooks
+        self._hooks = [
+            optimizer.register_step_pre_hook(lambda *_: _call(itself, "_steps")),
+            optimizer.register_step_post_hook(lambda *_: _call(itself, "_stepped")),
+        ]
+        if scaler is not None and scaler.is_enabled():
+            self._watch_scaler(scaler, itself)
+        if warm is None:
+            self._begin()
+
+    def _watch_scaler(self, scaler: GradScaler, itself: weakref.ref[Updating]) -> None:
+        """Take part in exchanges also if a GradScaler skips the optimizer's step on this rank only."""
+        step, optimizer = scaler.step, weakref.ref(self._optimizer)
+
+        def step_or_skip(stepped: Optimizer, *args: Any, **options: Any) -> Any:
+            before = _steps_seen(itself)
+            result = step(stepped, *args, **options)
+            if stepped is optimizer() and before == _steps_seen(itself):
+                _call(itself, "_skipped")
+            return result
+
+        vars(scaler)["step"] = step_or_skip  # hides the method of the class until `close`
+
+    # --- before and after each step of the optimizer ------------------------------------------------------------
+
+    def _steps(self) -> None:
+        self._engine.recover()
+
+    def _stepped(self) -> None:
+        ddp = self._ddp()
+        if ddp is not None and ddp._join_config.enable:
+            text = "join() is not supported while updates are exchanged: a rank that has joined takes no more steps"
+            raise UsageError(f"{text}, but all ranks must. Give all ranks the same number of steps")
+        self.steps += 1
+        if self._warm is None:
+            self._engine.stepped()
+        elif self.steps >= self.policy.warmup:
+            self._hand_over()
+
+    def _skipped(self) -> None:
+        """Take part in the exchange of a step that the GradScaler has skipped on this rank."""
+        if self._warm is None:  # in the warm-up, gradients are equal on all ranks, and all skip the step
+            self.steps += 1
+            self._engine.stepped()
+
+    def _hand_over(self) -> None:
+        """Collective: end the warm-up. The residual of its gradients, less than a code of 4 bits, is dropped."""
+        assert self._warm is not None  # noqa: S101
+        warm, self._warm = self._warm, None
+        warm.conclude()
+        self._sent_warm = warm.runner.sent_bytes
+        self._engine.runner.steps = self.steps
+        warm.close()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._engine.start()
+        self._synchronise_backward(False)
+
+    def _synchronise_backward(self, on: bool) -> None:
+        ddp = self._ddp()
+        if ddp is not None:
+            ddp.require_backward_grad_sync = on
+
+    # --- for the hook and the handle ----------------------------------------------------------------------------
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        return self._warm is not None
+
+    def submit(self, bucket: Any) -> Any:
+        """Exchange a bucket of gradients in the warm-up. Later, return it as it is."""
+        if self._warm is not None:
+            return self._warm.submit(bucket)
+        flat: Tensor = bucket.buffer()
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+        done.set_result(flat)
+        return done
+
+    @property
+    def runner(self) -> BucketRunner:
+        return self._engine.runner if self._warm is None else self._warm.runner
+
+    @property
+    def keeps(self) -> bool:
+        return self.policy.exchange.keeps
+
+    @property
+    def buckets(self) -> Mapping[Any, Bucket]:
+        return dict(enumerate(self._engine.fragments)) if self._warm is None else self._warm.buckets
+
+    @property
+    def bucket_names(self) -> list[list[str]]:
+        return [] if self._warm is None else self._warm.bucket_names
+
+    def conclude(self) -> None:
+        if self._warm is not None:
+            self._warm.conclude()
+
+    def drift(self) -> str | None:
+        return None
+
+    def stats(self) -> Stats:
+        stats = self.runner.stats()
+        total = Counter(stats.total_sent_bytes) + Counter(self._sent_warm)
+        return replace(stats, steps=self.steps, total_sent_bytes=dict(total))
+
+    def predicted_sent_bytes(self) -> dict[str, int]:
+        return self._engine.predicted_sent_bytes() if self._warm is None else self._warm.predicted_sent_bytes()
+
+    def residuals(self) -> Residuals:
+        return self._engine.saved() if self._warm is None else self._warm.residuals()
+
+    def misfit(self, tensors: Residuals, buckets: Sequence[Sequence[str]] = ()) -> str | None:
+        gradients = not any("weights" in kinds for kinds in tensors.values())  # of the warm-up
+        if gradients and self._warm is not None:
+            return self._warm.misfit(tensors, buckets)
+        return self._engine.misfit(tensors)
+
+    def load(self, tensors: Residuals, buckets: Sequence[Sequence[str]], steps: int) -> None:
+        """Collective: continue from a checkpoint that has no `misfit`."""
+        if steps < self.policy.warmup:
+            if self._warm is None:
+                raise UsageError("this checkpoint was saved in the warm-up, which is over: load it after a new attach")
+            self._warm.load(tensors, buckets, steps)
+        else:
+            if self._warm is not None:
+                self._hand_over()
+            self._engine.load(tensors, steps - self.policy.warmup)
+        self.steps = self.runner.steps = steps
+
+    def synced(self) -> contextlib.AbstractContextManager[None]:
+        return self._engine.synced() if self._warm is None else contextlib.nullcontext()
+
+    def wait(self) -> None:
+        """Apply the results that are under way."""
+        if self._warm is None:
+            self._engine.wait()
+
+    def finish(self) -> None:
+        """Collective: give all ranks the same weights and optimizer state, unless nothing has changed since."""
+        if self._warm is None and self.runner.error is None and self.steps != self._finished:
+            self._engine.finish()
+            self._finished = self.steps
+
+    def close(self) -> None:
+        """Return to backward passes that synchronise, and close the lanes."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._scaler is not None:
+            vars(self._scaler).pop("step", None)
+        self._synchronise_backward(True)
+        if self._warm is not None:
+            self._warm.close()
+        self._engine.close()
+
+
+def _steps_seen(itself: weakref.ref[Updating]) -> int:
+    updating = itself()
+    return 0 if updating is None else updating.steps
+
+
+def _call(itself: weakref.ref[Updating], method: str) -> None:
+    updating = itself()
+    if updating is not None:
+        getattr(updating, method)()

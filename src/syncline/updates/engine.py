@@ -1,0 +1,285 @@
+"""Exchange the updates of a rank's optimizer with those of the other ranks, after its steps.
+
+Fragments of the weights take turns: each is exchanged in one of every `every` steps. Without a delay, the optimizer's
+step ends when the result is applied. With one, the lanes exchange during the next steps, and the result is applied that
+many steps later. Floating-point buffers, such as the statistics of BatchNorm, are averaged in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.dist.agreement import agree, current_device
+from syncline.dist.comm import gather_bytes
+from syncline.errors import ExchangeError, warn
+from syncline.exchange import Dense
+from syncline.health.meeting import meeting
+from syncline.records.pieces import buffer_period, fragments_of
+from syncline.runtime.bucket_runner import BucketRunner, Residuals, Step
+from syncline.runtime.bucketing import join_residuals, layout_of, split_residuals
+from syncline.runtime.checkpoint import digest_of_bits, misfit_of
+from syncline.runtime.topology import RankTopology
+from syncline.runtime.validation import broadcast_from_first
+from syncline.updates.fragment import Fragment
+from syncline.updates.optimizer_state import OptimizerState
+from syncline.updates.policy import UpdatePolicy
+
+
+@dataclass(eq=False)
+class Flight:
+    """A fragment whose exchange is under way."""
+
+    fragment: Fragment
+    begun: int  # the step in which it was sent
+    sent: Tensor | None  # the weights at that time, if the result is applied in a later step
+    flat: Tensor  # their update, which the exchange replaces by the mean
+    future: Any = None
+    finite: Tensor | None = None  # whether the mean is finite, once the future has completed
+
+
+class UpdateEngine:
+    """Exchanges the updates of one model. All ranks create it together, in the same order as their other groups."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        parameters: Mapping[str, nn.Parameter],
+        buffers: Mapping[str, Tensor],
+        optimizer: Optimizer,
+        policy: UpdatePolicy,
+        timeout: timedelta,
+        topology: RankTopology | None,
+    ) -> None:
+        self.group, self.policy = group, policy
+        self._weights = {name: parameter.detach() for name, parameter in parameters.items()}
+        self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
+        self._tensors = {**self._weights, **self._buffers}
+        self.optimizer_state = OptimizerState(optimizer, parameters)
+        self._device = next(iter(parameters.values())).device
+        self._resets = policy.every == 1  # whether first moments start anew where this rank's update was applied
+        self.steps = 0  # of the optimizer, skipped ones included
+        self.fragments: list[Fragment] = []
+        self._flights: list[Flight] = []
+        self._flags: list[
+            tuple[Tensor, Any]
+        ] = []  # whether the last step's results were finite, and when that is known
+        self.runner = BucketRunner(group, self._device, policy.lanes, timeout, topology)
+        try:
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
+
+    def _prepare(self) -> None:
+        """Collective: divide the weights and buffers into fragments, and have their exchanges allocate states."""
+        every, exchange = self.policy.every, self.policy.exchange
+        rarely = buffer_period(every)
+        parts = [(exchange, every, *part) for part in fragments_of(self._weights, every)]
+        parts += [(Dense(), rarely, *part) for part in fragments_of(self._buffers, 1)]
+        with meeting(self.group, "attach"):
+            agree(self.group, {"fragments": len(parts)}, "the division into fragments")
+            for index, (exchange, period, turn, pieces) in enumerate(parts):
+                dtype = torch.promote_types(self._tensors[pieces[0].name].dtype, torch.float32)
+                layout = layout_of(pieces, self._tensors, dtype=dtype)
+                lane = index % self.policy.lanes
+                fragment = Fragment(index, lane, exchange, layout, pieces=pieces, period=period, turn=turn)
+                self.runner.prepare(fragment, {})
+                if self._resets:
+                    fragment.ready.track_applied()
+                self.fragments.append(fragment)
+
+    def start(self) -> None:
+        """Collective: make the current weights the anchor. If they differ between ranks, the first rank's are used."""
+        if len(set(gather_bytes(self.group, digest_of_bits(self._tensors).encode()))) > 1:
+            broadcast_from_first(self.group, list(self._tensors.values()))
+        for fragment in self.fragments:
+            fragment.start(self._tensors, self.policy.outer)
+
+    # --- after each step of the optimizer -----------------------------------------------------------------------
+
+    def stepped(self) -> None:
+        """Send the fragments whose turn it is, and apply the results that are due. All ranks call this."""
+        if (error := self.runner.error) is not None:
+            raise ExchangeError(f"an earlier exchange of this model failed: {self.runner.explained}") from error
+        step = Step()
+        with torch.no_grad(), current_device(self._device):
+            self.steps += 1
+            self.apply(self.steps - self.policy.delay)
+            for fragment in self.fragments:
+                if (self.steps - 1 - fragment.turn) % fragment.period == 0:
+                    self._send(step, fragment)
+            if self.policy.delay == 0:
+                self.apply(self.steps)
+        self.runner.end(step)
+        if self._device.type != "cuda":
+            self.recover()
+
+    def _send(self, step: Step, fragment: Fragment) -> None:
+        sent = fragment.gathered(self._tensors) if self.policy.delay else None
+        update = fragment.update(self._tensors) if sent is None else fragment.update_from(sent)
+        flight = Flight(fragment, self.steps, sent, update)
+        run = partial(self.runner.exchange, fragment, flight.flat)
+        done = partial(self._settle, flight)
+        flight.future = self.runner.submit(step, fragment, flight.flat, run, waits=fragment.exchange.waits, done=done)
+        self._flights.append(flight)
+
+    def _settle(self, flight: Flight, mean: Tensor) -> None:
+        """Commit the residual, on the lane."""
+        flight.finite = flight.fragment.ready.finite(mean)
+        self.runner.settle([flight.fragment], flight.finite)
+
+    def apply(self, latest: int) -> None:
+        """Wait for the results of all updates that were sent up to the step `latest`, and apply them."""
+        while self._flights and self._flights[0].begun <= latest:
+            flight = self._flights.pop(0)
+            try:
+                flight.future.wait()
+            except BaseException as error:
+                raise (self.runner.error or error) from error  # the future has a copy of the runner's error
+            self._apply(flight)
+
+    def _apply(self, flight: Flight) -> None:
+        fragment, finite = flight.fragment, flight.finite
+        assert finite is not None  # noqa: S101 - the exchange has ended
+        if self._resets and (mine := fragment.ready.applied_here()) is not None:
+            if self.steps == 1:
+                self.optimizer_state.check_known()
+            self.optimizer_state.reset_first_moments(fragment.pieces, mine & finite)
+        fragment.apply(flight.flat, finite, self.policy.outer if fragment.pieces[0].name in self._weights else None)
+        new = fragment.anchor.to(self._tensors[fragment.pieces[0].name].dtype)
+        if flight.sent is not None and flight.begun < self.steps:  # keep what this rank has done since, if it is finite
+            meanwhile = fragment.gathered(self._tensors).sub_(flight.sent)
+            new = torch.where(finite, new + meanwhile, new)
+        fragment.scatter(new, self._tensors)
+        self._flag(finite)
+
+    # --- updates that are not finite ----------------------------------------------------------------------------
+
+    def _flag(self, finite: Tensor) -> None:
+        """Record whether a result was finite. On CUDA it is copied to the host, without waiting for it."""
+        if not finite.is_cuda:
+            self._flags.append((finite, None))
+            return
+        on_host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._flags.append((on_host, event))
+
+    def recover(self) -> None:
+        """Before the optimizer's next step: if a result was not finite, remove from this rank what is not finite.
+
+        That is weights, which return to those that all ranks agreed on last, and the optimizer's state. On CUDA, the
+        gradients of the step that follows were computed before that, and are dropped too.
+        """
+        flags, self._flags = self._flags, []
+        for _, event in flags:
+            if event is not None:
+                event.synchronize()  # of the last step's exchange, which the device has probably passed long ago
+        if all(bool(finite) for finite, _ in flags):
+            return
+        with torch.no_grad():
+            for fragment in self.fragments:
+                now = fragment.gathered(self._tensors)
+                if not bool(torch.isfinite(now).all()):
+                    fragment.scatter(fragment.anchor.to(now.dtype), self._tensors)
+            self.optimizer_state.remove_non_finite()
+        if self.group.rank() == 0:
+            text = "the updates are not finite, so all ranks return to the weights that they agreed on last"
+            warn(f"step {self.runner.steps - 1}: {text}")
+
+    # --- for the handle -----------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def synced(self) -> Iterator[None]:
+        """Give the model the weights that all ranks agreed on last, inside this context."""
+        with torch.no_grad():
+            own = [fragment.gathered(self._tensors) for fragment in self.fragments]
+            for fragment, tensor in zip(self.fragments, own, strict=True):
+                fragment.scatter(fragment.anchor.to(tensor.dtype), self._tensors)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for fragment, tensor in zip(self.fragments, own, strict=True):
+                    fragment.scatter(tensor, self._tensors)
+
+    def wait(self) -> None:
+        """Apply the results that are under way."""
+        with torch.no_grad(), current_device(self._device):
+            self.apply(self.steps)
+
+    def finish(self) -> None:
+        """Collective: average what ranks have done since their last exchange, so that all have the same weights and
+        optimizer state. Residuals are dropped."""
+        with torch.no_grad(), current_device(self._device):
+            self.apply(self.steps)
+            for fragment in self.fragments:
+                now = fragment.gathered(self._tensors)
+                flat = fragment.update_from(now).mul_(1 / self.group.size())
+                dist.all_reduce(flat, group=self.group)
+                fragment.apply(flat, torch.isfinite(flat).all(), None)
+                fragment.scatter(fragment.anchor.to(now.dtype), self._tensors)
+            broadcast_from_first(self.group, self.optimizer_state.tensors())
+
+    def predicted_sent_bytes(self) -> dict[str, int]:
+        """Return the bytes per step and level that the busiest rank should send, on average over all turns."""
+        total: Counter[str] = Counter()
+        for period in {fragment.period for fragment in self.fragments}:
+            some = [fragment for fragment in self.fragments if fragment.period == period]
+            for level, sent in self.runner.predicted_sent_bytes(some).items():
+                total[level] += round(sent / period)
+        return dict(total)
+
+    def saved(self) -> Residuals:
+        """Return what a checkpoint of this rank needs, by name of the parameter or buffer, and by kind. Results that
+        are under way are applied first."""
+        self.wait()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        states = [(fragment.pieces, fragment.saved()) for fragment in self.fragments]
+        saved = {name: dict(kinds) for name, kinds in join_residuals(states, self._tensors).items()}
+        for name, tensor in self._tensors.items():
+            saved[name]["weights"] = tensor
+        for name in self._weights:
+            saved[name] |= self.optimizer_state.saved(name)
+        return saved
+
+    def misfit(self, tensors: Residuals, buckets: Sequence[Sequence[str]] = ()) -> str | None:
+        """Return why a checkpoint does not belong to this model, or None if it does."""
+        shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        for name in shapes if tensors else ():
+            if not {"weights", "anchor"} <= tensors.get(name, {}).keys():
+                return f"the checkpoint does not contain {name!r}"
+        return misfit_of(shapes, tensors)
+
+    def load(self, tensors: Residuals, steps: int) -> None:
+        """Collective: continue from a checkpoint without `misfit`, with its weights and its optimizer state. If it is
+        empty, continue from the current weights."""
+        self._flights, self._flags = [], []
+        self.steps = steps
+        with torch.no_grad():
+            for name, kinds in tensors.items():
+                self._tensors[name].copy_(kinds["weights"])
+            self.start()
+            for name, kinds in tensors.items():  # `start` may have made them equal
+                self._tensors[name].copy_(kinds["weights"])
+            for fragment in self.fragments if tensors else ():
+                fragment.load(split_residuals(fragment.pieces, tensors, self._tensors))
+        if tensors:
+            self.optimizer_state.load(tensors)
+
+    def close(self) -> None:
+        """Close the lanes, and drop all fragments."""
+        self.runner.close()
+        self.fragments, self._flights = [], []
