@@ -1,8 +1,8 @@
 """The command line.
 
-`commands` has the options and the help of every command, `app` turns them into a program, and the module of a
-command's name does its work: its `main` gets the options, and may import torch. A new option is a new field in
-`commands`, which that function reads.
+`commands` has the options and the help of every command, and `app` turns them into a program. The function
+`NAME_command` in one of the other modules does a command's work: it gets the options, and may import torch. A new
+option is a new field in `commands`, which that function reads.
 """
 
 from syncline.cli.app import app, main

@@ -1,76 +1,58 @@
-"""The program `syncline`: turns the dataclasses in `commands` into typer commands."""
+"""The program `syncline`: turns the structs in `commands` into typer commands."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
 from syncline._version import __version__
 from syncline.cli import commands
 
+# Everything after the script, or the command of `cluster run`, belongs to it.
 RUN_SETTINGS = {"allow_interspersed_args": False}
-"""Everything after the script, or the command of `cluster run`, belongs to it."""
-_Options = TypeVar("_Options")
 
 app = typer.Typer(name="syncline", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 cluster_app = typer.Typer(no_args_is_help=True)
 
 
-def command(options: type[_Options], start: Callable[[_Options], object]) -> Callable[..., None]:
-    """Return a function for typer that calls `start`. The fields of the dataclass `options` are its parameters."""
+def command(options: type[Any], start: Callable[[Any], object]) -> Callable[..., None]:
+    """Return a function for typer that calls `start`. The fields of the struct `options` are its parameters."""
 
     def run(**typed: Any) -> None:
         start(options(**typed))
 
-    hints = get_type_hints(options, include_extras=True)
     run.__doc__ = options.__doc__
-    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-        [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default,
-                annotation=hints[field.name],
-            )
-            for field in dataclasses.fields(options)  # type: ignore[arg-type]
-        ]
-    )
+    hints, signature = get_type_hints(options, include_extras=True), inspect.signature(options)
+    typed_parameters = [entry.replace(annotation=hints[name]) for name, entry in signature.parameters.items()]
+    run.__signature__ = signature.replace(parameters=typed_parameters)  # type: ignore[attr-defined]
     return run
 
 
-def _add(to: typer.Typer, name: str, options: type[Any], **settings: Any) -> None:
-    """Add a command. `main` in the module with the command's name does the work, and may import torch."""
-    module, _, subcommand = name.partition(" ")
+def _add(to: typer.Typer, name: str, options: type[Any], module: str, **settings: Any) -> None:
+    """Add a command. The function `NAME_command` in `module` does the work, and may import torch."""
+    group, _, subcommand = name.partition(" ")
 
     def start(typed: object) -> None:
         from syncline.cli.options import one_line_errors
 
-        work = importlib.import_module(f"syncline.cli.{module}")
+        work = getattr(importlib.import_module(f"syncline.cli.{module}"), f"{group}_command")
         with one_line_errors(f"syncline {name}"):
-            work.main(typed)
+            work(typed)
 
-    to.command(subcommand or module, **settings)(command(options, start))
+    to.command(subcommand or group, **settings)(command(options, start))
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def _syncline(version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False) -> None:
+    """Make data-parallel PyTorch training fast on slow or uneven networks."""
+    if version:
         typer.echo(f"syncline {__version__}")
         raise typer.Exit
-
-
-@app.callback()
-def _syncline(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
-    """Make data-parallel PyTorch training fast on slow or uneven networks."""
 
 
 @cluster_app.callback()
@@ -78,12 +60,16 @@ def _cluster() -> None:
     """Emulate a cluster on this machine: hosts behind links of limited rate."""
 
 
-for _type in (
-    *(commands.Demo, commands.Doctor, commands.Bench, commands.Profile, commands.Probe),
-    *(commands.Predict, commands.Plan, commands.Report, commands.Failure),
-):
-    _add(app, _type.__name__.lower(), _type)
-_add(cluster_app, "cluster run", commands.ClusterRun, no_args_is_help=True, context_settings=RUN_SETTINGS)
+_add(app, "demo", commands.Demo, "bench")
+_add(app, "doctor", commands.Doctor, "doctor")
+_add(app, "bench", commands.Bench, "bench")
+_add(app, "profile", commands.Profile, "measure")
+_add(app, "probe", commands.Probe, "measure")
+_add(app, "predict", commands.Predict, "predict")
+_add(app, "plan", commands.Plan, "predict")
+_add(app, "report", commands.Report, "report")
+_add(app, "failure", commands.Failure, "doctor")
+_add(cluster_app, "cluster run", commands.ClusterRun, "bench", no_args_is_help=True, context_settings=RUN_SETTINGS)
 app.add_typer(cluster_app, name="cluster")
 
 

@@ -1,24 +1,57 @@
-"""`syncline bench`: compare methods in one run."""
+"""`syncline demo`, `syncline bench` and `syncline cluster run`: all that runs on an emulated cluster."""
 
 from __future__ import annotations
 
-import msgspec
+import os
+from pathlib import Path
 
+import msgspec
+import typer
+
+from syncline.bench.demo import BATCH, run_demo
 from syncline.bench.methods import METHODS, check_methods
 from syncline.bench.run import Workload, run_bench
 from syncline.cli import commands, options, screen
 from syncline.cli.report import typed, write_page
 from syncline.cli.screen import say
-from syncline.cluster import ClusterSpec
+from syncline.cluster import format_rate, run_command, why_not_shaped
 from syncline.errors import UsageError
 from syncline.models import zoo
-from syncline.records.bench_result import BenchResult
+from syncline.records.bench_result import DemoResult
 from syncline.records.network import Network
+from syncline.report import sentences
 from syncline.report.inputs import Inputs
-from syncline.report.sections.methods import bench_charts
+from syncline.report.sections.measured import bench_charts, demo_chart
 
 
-def main(args: commands.Bench) -> None:
+def demo_command(args: commands.Demo) -> None:
+    spec = options.cluster_spec(commands.ClusterOptions(hosts=args.hosts, per_host=args.per_host, rate=args.rate))
+    if spec.world_size < 2:
+        raise UsageError("--hosts 1: one rank exchanges nothing; use two or more")
+    screen.check_writable(args.json, args.report)
+    screen.warn_if_not_shaped()
+    screen.err.print(f"Training a CNN on 4,000 real digits, {screen.links(spec, why_not_shaped() is None)}")
+    with screen.progress("Tuning, then training with every method in turn") as on_progress:
+        result = run_demo(spec, args.steps, tune_s=args.tune, on_progress=on_progress)
+    result = msgspec.structs.replace(result, command=typed())
+    _show_demo(result)
+    screen.save(args.json, result)
+    page = args.report or (Path("syncline-report.html") if os.access(".", os.W_OK) else None)
+    write_page(page, Inputs(demo=result), short=True)
+
+
+def _show_demo(result: DemoResult) -> None:
+    cluster = result.cluster
+    link = f"{format_rate(cluster.rate_bps)} links" if cluster.emulated else "loopback (links are not shaped)"
+    say(
+        f"A CNN on 4,000 real digits, {result.steps} steps ({result.epochs:.1f} epochs) of {BATCH} images on each "
+        f"{'of' if cluster.per_host == 1 else 'rank of'} {cluster.hosts} hosts, {link}\n"
+    )
+    screen.show(demo_chart(result))
+    say("\n" + "\n\n".join(sentences.demo(result)) + "\n")
+
+
+def bench_command(args: commands.Bench) -> None:
     spec = options.cluster_spec(args)
     workload = _workload(args)
     if args.methods.strip() == "list":
@@ -48,10 +81,14 @@ def main(args: commands.Bench) -> None:
             on_progress=on_progress,
         )
     result = msgspec.structs.replace(result, command=typed())
-    _show(spec, result)
+    links = screen.links(spec, result.cluster.emulated)
+    say(f"{result.model.parameters:,} parameters, {links}", *([result.tree] if result.tree else []), sep="\n")
+    for chart in bench_charts(result):
+        screen.show(chart, most=len(result.rows))
+    for row in result.rows:
+        say(f"{row.method}: {METHODS[row.method][0]}{row.setting and f'; {row.setting}'}", style="dim")
     screen.save(args.json, result)
-    if args.report is not None:
-        write_page(args.report, Inputs(benches=(result,)), short=True)
+    write_page(args.report, Inputs(benches=(result,)), short=True)
 
 
 def _workload(args: commands.Bench) -> Workload:
@@ -67,11 +104,5 @@ def _workload(args: commands.Bench) -> Workload:
     return Workload(name, args.batch)
 
 
-def _show(spec: ClusterSpec, result: BenchResult) -> None:
-    say(f"{result.model.parameters:,} parameters, {screen.links(spec, result.cluster.emulated)}")
-    if result.tree:
-        say(result.tree)
-    for chart in bench_charts(result):
-        screen.show(chart, most=len(result.rows))
-    for row in result.rows:
-        say(f"{row.method}: {METHODS[row.method][0]}{row.setting and f'; {row.setting}'}", style="dim")
+def cluster_command(args: commands.ClusterRun) -> None:
+    raise typer.Exit(run_command(options.cluster_spec(args), args.command, per_rank=args.per_rank))

@@ -1,40 +1,48 @@
 """The options and the help of each command.
 
-A command is a dataclass: its fields are the options, and its docstring is the help. Nothing here imports torch, numpy
+A command is a struct: its fields are the options, and its docstring is the help. Nothing here imports torch, numpy
 or scipy, so that help and wrong options are answered at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Argument, Context, Option
+import msgspec
+from typer import Argument, Option
 
 RUN_FOLDER = Path("syncline-run")
+_FILES = "Files from profile, probe, plan, bench or demo; folders from run. Any order."
+_PLANS = "ddp, hierarchical, dense,lanes=4, bf16,bucket_mb=5, local-15. Can be repeated. Default: ddp."
+_BUDGET = "Instead: find the fastest method that fits in this memory per rank, as in 8GiB."
+_FAILURES = "Folder with the failure reports. Default: $SYNCLINE_FAILURES, or syncline-failure."
 
 # Names and defaults for help texts, copied from modules that import torch. A test compares them with the originals.
 MODELS = ("mlp", "cnn", "resnet50", "gpt-small")
 AUTOCAST = ("bf16",)
-ALLOWED = ("bf16", "fp16", "sparse")
+ALLOWED = ("bf16", "fp16", "int8", "int4", "int3", "sparse")
 EXCHANGES = (
     *("dense", "bf16", "fp16", "hierarchical", "hierarchical+bf16"),
-    *("topk-allgather", "oktopk", "hierarchical+oktopk"),
+    *("int8", "int4", "int3", "hierarchical+int4"),
+    *("topk-allgather", "oktopk", "hierarchical+oktopk", "topk-chunks"),
 )
 BENCH_PROBE_S, BENCH_PROBE_LEVELS_S, DEMO_TUNE_S, RUN_PROBE_S = 12.0, 30.0, 25.0, 15.0
+_TARGET = f"Model: {', '.join(MODELS)}, or a function that builds one."
+_PROBE_DEFAULT = f"by default {BENCH_PROBE_S:g}, or {BENCH_PROBE_LEVELS_S:g} for several ranks per host"
 
 
 def _option(metavar: str, help: str, *names: str, **others: Any) -> Any:
     return Option(*names, metavar=metavar, help=help, **others)
 
 
-def _file(help: str, *names: str) -> Any:
-    return _option("FILE", help, *names)
-
-
 def _cluster(metavar: str, help: str) -> Any:
     return _option(metavar, help, rich_help_panel="Emulated cluster")
+
+
+def _updates(help: str, *names: str) -> Any:
+    others: dict[str, Any] = {"show_default": False, "rich_help_panel": "Updates"}
+    return Option(*names, help=help, **others) if names else _option("N", help, **others)
 
 
 Hosts = Annotated[int, _cluster("N", "Number of hosts.")]
@@ -42,15 +50,14 @@ PerHost = Annotated[str, _cluster("N|N,N,…", "Ranks per host, or a list.")]
 Rate = Annotated[str, _cluster("RATE", "Rate of each host's link.")]
 RanksPerHost = Annotated[int | None, _option("N", "Without --network: ranks per host. Default: 1.", min=1)]
 ProfileName = Annotated[str, _option("NAME|FILE", "Profile of the model, from syncline profile.")]
-NetworkFile = Annotated[Path | None, _file("Network of the cluster, from syncline probe.")]
-JsonFile = Annotated[Path | None, _file("Write the result as JSON.")]
-ReportFile = Annotated[Path | None, _file("Also write an HTML report.")]
+NetworkFile = Annotated[Path | None, _option("FILE", "Network of the cluster, from syncline probe.")]
+JsonFile = Annotated[Path | None, _option("FILE", "Write the result as JSON.")]
+ReportFile = Annotated[Path | None, _option("FILE", "Also write an HTML report.")]
 Scale = Annotated[str, _option("T,B", "Multiply the profile's times by T and its sizes by B.")]
-Timeout = Annotated[float, _option("SECONDS", "Give up after this time.")]
+Allow = Annotated[str, _option("A,B,…", f"Lossy exchanges to consider: {', '.join(ALLOWED)}. Default: none.")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterOptions:
+class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The options that describe an emulated cluster, as typed; `options.cluster_spec` checks them."""
 
     hosts: Hosts = 4
@@ -62,8 +69,7 @@ class ClusterOptions:
     device: Annotated[str, _cluster("cpu|cuda", "Device of the ranks.")] = "cpu"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Demo:
+class Demo(msgspec.Struct, frozen=True, kw_only=True):
     """Train on real digits over an emulated slow network, with plain DDP and with syncline.tune. Under two minutes.
 
     syncline demo --hosts 4 --rate 100mbit
@@ -73,15 +79,12 @@ class Demo:
     per_host: PerHost = "1"
     rate: Rate = "100mbit"
     steps: Annotated[int, Option(min=1, help="Training steps of each method.")] = 60
-    tune: Annotated[float, _option("SECONDS", "Approximate time for each of the two tunings.", min=5, max=3600)] = (
-        DEMO_TUNE_S
-    )
+    tune: Annotated[float, _option("SECONDS", "Time for each of the two tunings.", min=5, max=3600)] = DEMO_TUNE_S
     json: JsonFile = None
-    report: Annotated[Path | None, _file("File for the HTML report. Default: syncline-report.html.")] = None
+    report: Annotated[Path | None, _option("FILE", "File for the HTML report. Default: syncline-report.html.")] = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Doctor:
+class Doctor(msgspec.Struct, frozen=True, kw_only=True):
     """Check what works on this machine, and say how to repair what does not. Under five seconds.
 
     syncline doctor
@@ -90,75 +93,53 @@ class Doctor:
     """
 
     json: JsonFile = None
-    wait: Annotated[
-        float, _option("SECONDS", "Under torchrun: how long to wait for the other ranks.", min=1, max=600)
-    ] = 30.0
+    wait: Annotated[float, _option("SECONDS", "Under torchrun: time to wait for the others.", min=1, max=600)] = 30.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bench(ClusterOptions):
-    """Compare methods of exchanging gradients on an emulated cluster.
+class Bench(ClusterOptions, frozen=True, kw_only=True):
+    """Compare methods of exchanging gradients or updates on an emulated cluster.
 
     syncline bench --hosts 4 --rate 200mbit --model cnn --methods ddp,dense,bf16
 
-    All methods run in the same processes and take turns step by step.
+    All methods run in the same processes, step the same optimizer, and take turns step by step.
     """
 
     model: Annotated[str | None, _option("NAME", f"{', '.join(MODELS)}; default: cnn.")] = None
     replay: Annotated[str | None, _option("PROFILE", "Profile to replay: file or name.")] = None
     scale: Scale = "1,1"
-    methods: Annotated[str, _option("A,B,…", "Methods to compare. To see all of them: --methods list.")] = (
-        "nosync,ddp,dense"
-    )
-    steps: Annotated[int, Option(min=1, help="Steps that each method takes.")] = 30
+    methods: Annotated[str, _option("A,B,…", "Methods to compare; to see all: --methods list.")] = "nosync,ddp,dense"
+    steps: Annotated[int, Option(min=1, help="Steps of each method; for local-15, periods of 15.")] = 30
     batch: Annotated[int, Option(min=1, help="Samples per rank and step.")] = 16
     bucket_mb: Annotated[float | None, Option(help="Bucket size of DDP, in MB.")] = None
-    network: Annotated[Path | None, _file("Network, from syncline probe.")] = None
-    probe: Annotated[
-        float | None,
-        Option(
-            metavar="SECONDS",
-            help=f"Time for probing. Default: {BENCH_PROBE_S:g}, or {BENCH_PROBE_LEVELS_S:g} for several ranks per "
-            "host. 0: no predictions.",
-        ),
-    ] = None
+    network: Annotated[Path | None, _option("FILE", "Network, from syncline probe.")] = None
+    probe: Annotated[float | None, _option("SECONDS", f"Time for probing, {_PROBE_DEFAULT}. 0: no predictions.")] = None
     peak_memory: Annotated[bool, Option("--peak-memory", help="Also measure peak memory.")] = False
-    timeout: Timeout = 1800
+    timeout: Annotated[float, _option("SECONDS", "Give up after this time.")] = 1800
     json: JsonFile = None
     report: ReportFile = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Profile:
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """Measure when each gradient of a model is ready, and how long forward, backward and update take.
 
     syncline profile cnn --output profile.json
 
     FUNCTION() must return (model, step) or (model, step, optimizer), and step(model) the loss.
 
-    It measures in this process, on all ranks under torchrun, or on emulated hosts (--hosts).
+    It measures in this process or, under torchrun, on all ranks at once.
     """
 
-    target: Annotated[
-        str,
-        Argument(metavar="MODEL|FILE.py:FUNCTION", help=f"Model: {', '.join(MODELS)}, or a function that builds one."),
-    ]
-    output: Annotated[Path | None, _file("Write the profile.", "--output", "--json")] = None
+    target: Annotated[str, Argument(metavar="MODEL|FILE.py:FUNCTION", help=_TARGET)]
+    output: Annotated[Path | None, _option("FILE", "Write the profile.", "--output", "--json")] = None
     device: Annotated[str | None, _option("cpu|cuda", "Device to compute on. Default: cpu.")] = None
     steps: Annotated[int, Option(min=1, help="Measured steps; medians are reported.")] = 20
     warmup: Annotated[int, Option(min=0, help="Steps before the measured ones.")] = 5
     batch: Annotated[int | None, Option(min=1, help="Samples per rank and step. Default for MODEL: 16.")] = None
     autocast: Annotated[str | None, _option("|".join(AUTOCAST), "Run MODEL under autocast.")] = None
-    memory: Annotated[
-        bool, Option("--memory", help="Also measure the memory of activations, for plan --memory-budget.")
-    ] = False
-    hosts: Annotated[int | None, _cluster("N", "Measure on this many emulated hosts.")] = None
-    per_host: PerHost = "1"
-    timeout: Timeout = 1800
+    memory: Annotated[bool, Option("--memory", help="Also measure activations, for plan --memory-budget.")] = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Probe(ClusterOptions):
+class Probe(ClusterOptions, frozen=True, kw_only=True):
     """Measure a cluster's links with the collectives that training uses.
 
     torchrun --nnodes 4 … -m syncline probe --output network.json     # this cluster
@@ -166,14 +147,12 @@ class Probe(ClusterOptions):
     syncline probe --hosts 4 --rate 200mbit --output network.json     # an emulated cluster
     """
 
-    output: Annotated[Path | None, _file("Write the network.", "--output", "--json")] = None
+    output: Annotated[Path | None, _option("FILE", "Write the network.", "--output", "--json")] = None
     budget: Annotated[float, _option("SECONDS", "Approximate time for the measurement.")] = 55.0
     every: Annotated[bool, Option("--every", help="Show the measured times of every collective.")] = False
-    context: Context
 
 
-@dataclass(frozen=True, kw_only=True)
-class Predict:
+class Predict(msgspec.Struct, frozen=True, kw_only=True):
     """Predict the time of a training step for other hosts, links and plans, and find what limits it.
 
     syncline predict --profile bert-base-cuda --network network.json --hosts 4,8,16,64 --rate 10gbit
@@ -187,17 +166,13 @@ class Predict:
     rate: Annotated[str | None, _option("RATE,…", "Rates of the hosts' links. Default: as measured.")] = None
     trunk_rate: Annotated[str | None, _option("RATE", "Rate of the racks' links. Default: as measured.")] = None
     per_host: RanksPerHost = None
-    plan: Annotated[
-        list[str] | None,
-        _option("PLAN", "ddp, hierarchical, dense,lanes=4, bf16,bucket_mb=5. Can be repeated. Default: ddp."),
-    ] = None
+    plan: Annotated[list[str] | None, _option("PLAN", _PLANS)] = None
     scale: Scale = "1,1"
     json: JsonFile = None
     report: ReportFile = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Find the fastest plan for a model on a cluster: which buckets, lanes and exchanges to use.
 
     syncline plan --profile profile.json --network network.json --out plan.json
@@ -209,25 +184,19 @@ class Plan:
 
     profile: ProfileName
     network: NetworkFile = None
-    hosts: Annotated[int | None, _option("N", "Number of hosts. Default: the network's, or 4.", min=1, max=65_536)] = (
-        None
-    )
+    hosts: Annotated[int | None, _option("N", "Hosts. Default: the network's, or 4.", min=1, max=65_536)] = None
     rate: Annotated[str | None, _option("RATE", "Rate of the hosts' links. Default: as measured.")] = None
     per_host: RanksPerHost = None
-    allow: Annotated[str, _option("A,B,…", f"Lossy exchanges to consider: {', '.join(ALLOWED)}. Default: none.")] = ""
+    allow: Allow = ""
     bucket_mb: Annotated[float | None, Option(help="Bucket size of plain DDP, if not its default, in MB.")] = None
-    memory_budget: Annotated[
-        str | None,
-        _option("SIZE", "Instead: find the fastest method that fits in this memory per rank, as in 8GiB."),
-    ] = None
+    memory_budget: Annotated[str | None, _option("SIZE", _BUDGET)] = None
     scale: Scale = "1,1"
-    out: Annotated[Path | None, _file("Write the plan.", "--out", "-o")] = None
-    json: Annotated[Path | None, _file("Same as --out; with --memory-budget: write the result.")] = None
+    out: Annotated[Path | None, _option("FILE", "Write the plan.", "--out", "-o")] = None
+    json: Annotated[Path | None, _option("FILE", "Same as --out; with --memory-budget: write the result.")] = None
     report: ReportFile = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Make one self-contained HTML page from Syncline's files: what limits a training, and what would help.
 
     syncline report profile.json network.json plan.json
@@ -235,19 +204,13 @@ class Report:
     syncline report syncline-run     # the folder that syncline run wrote
     """
 
-    files: Annotated[
-        list[Path],
-        Argument(
-            metavar="FILE|FOLDER…", help="Files from profile, probe, plan, bench or demo; folders from run. Any order."
-        ),
-    ]
-    output: Annotated[Path, _file("File for the page.", "--output", "-o")] = Path("report.html")
-    trace: Annotated[Path | None, _file("Also write the steps of a run for Perfetto or chrome://tracing.")] = None
+    files: Annotated[list[Path], Argument(metavar="FILE|FOLDER…", help=_FILES)]
+    output: Annotated[Path, _option("FILE", "File for the page.", "--output", "-o")] = Path("report.html")
+    trace: Annotated[Path | None, _option("FILE", "Also write a run's steps for Perfetto or chrome://tracing.")] = None
     json: JsonFile = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Failure:
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Read the failure reports that ranks wrote: where each one failed, which rank is suspected, and what to check.
 
     syncline failure
@@ -257,18 +220,12 @@ class Failure:
     If there are no failure reports, it reads the records of syncline run: a rank that was killed leaves nothing else.
     """
 
-    folder: Annotated[
-        Path | None,
-        Argument(
-            metavar="FOLDER", help="Folder with the failure reports. Default: $SYNCLINE_FAILURES, or syncline-failure."
-        ),
-    ] = None
+    folder: Annotated[Path | None, Argument(metavar="FOLDER", help=_FAILURES)] = None
     events: Annotated[int, _option("N", "Also show the last N events of each rank.", min=0)] = 0
     json: JsonFile = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ClusterRun(ClusterOptions):
+class ClusterRun(ClusterOptions, frozen=True, kw_only=True):
     """Run a command on every host of an emulated cluster.
 
     syncline cluster run --hosts 4 --per-host 2 --rate 1gbit -- torchrun train.py
@@ -280,8 +237,7 @@ class ClusterRun(ClusterOptions):
     per_rank: Annotated[bool, Option("--per-rank", help="Start it once per rank, without torchrun.")] = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Run an unmodified training script and make its DDP models exchange gradients faster.
 
     torchrun --nproc-per-node 4 -m syncline.run train.py --epochs 3
@@ -295,16 +251,18 @@ class Run:
 
     script: Annotated[str, Argument(metavar="SCRIPT", help="Training script; with -m, a module.")]
     arguments: Annotated[list[str] | None, Argument(metavar="ARGUMENTS", help="Arguments of the script.")] = None
-    module: Annotated[bool, Option("-m", help="SCRIPT is a module, as in python -m.")] = False
-    nproc_per_node: Annotated[
-        int | None, _option("N", "Start N ranks on this host, through torchrun.", min=1, max=1024)
-    ] = None
-    observe_only: Annotated[bool, Option("--observe-only", help="Measure and diagnose; change nothing.")] = False
-    allow: Annotated[str, _option("A,B", f"Lossy exchanges to consider: {', '.join(ALLOWED)}.")] = ""
+    module: Annotated[bool, Option("-m", help="SCRIPT is a module.")] = False
+    nproc_per_node: Annotated[int | None, _option("N", "Start N ranks on this host.", min=1, max=1024)] = None
+    observe_only: Annotated[bool, Option("--observe-only", help="Measure, and change nothing.")] = False
+    allow: Allow = ""
     exchange: Annotated[str | None, _option("NAME", f"Instead of tuning: {', '.join(EXCHANGES)}.")] = None
-    plan: Annotated[Path | None, _file("Instead of tuning: apply this plan.")] = None
-    network: Annotated[Path | None, _file("Network from syncline probe, instead of probing.")] = None
+    updates: Annotated[bool, _updates("Exchange the optimizer's updates, with --exchange.", "--updates")] = False
+    every: Annotated[int, _updates("Exchange each part of the weights every N steps.")] = 1
+    warmup: Annotated[int | None, _updates("Exchange gradients in 4 bits in the first N steps.")] = None
+    delay: Annotated[int, _updates("Apply results N steps later.")] = 0
+    plan: Annotated[Path | None, _option("FILE", "Instead of tuning: this plan.")] = None
+    network: Annotated[Path | None, _option("FILE", "Network, from syncline probe.")] = None
     probe: Annotated[float, _option("SECONDS", "Time for probing the links.")] = RUN_PROBE_S
-    timeout: Annotated[float | None, _option("SECONDS", "Timeout of collectives, DDP's own included.")] = None
-    out: Annotated[Path, _option("FOLDER", "Folder for the records and the report.")] = RUN_FOLDER
-    quiet: Annotated[bool, Option("--quiet", help="Print nothing while the script runs.")] = False
+    timeout: Annotated[float | None, _option("SECONDS", "Timeout of all collectives.")] = None
+    out: Annotated[Path, _option("FOLDER", "Folder for records and report.")] = RUN_FOLDER
+    quiet: Annotated[bool, Option("--quiet", help="Print nothing.")] = False

@@ -6,7 +6,9 @@ import contextlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 import typer
@@ -17,8 +19,7 @@ from syncline.cluster import ClusterSpec, RankFailedError, parse_per_host, parse
 from syncline.errors import ClusterError, SynclineError, UsageError, first_line
 from syncline.records.profile import Profile, load_profile
 
-_JOINING = timedelta(minutes=10)
-"""Timeout for all ranks to join the process group."""
+_JOINING = timedelta(minutes=10)  # timeout for all ranks to join the process group
 
 
 def cluster_spec(cluster: ClusterOptions) -> ClusterSpec:
@@ -73,13 +74,14 @@ def is_first() -> bool:
     return not under_torchrun() or os.environ["RANK"] == "0"
 
 
-def refuse_cluster_options(context: typer.Context) -> None:
-    """Raise `UsageError` under torchrun if an option describes an emulated cluster: it would have no effect."""
-    for name in ("hosts", "per_host", "rate", "racks", "trunk_rate", "rank_order"):
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = f"--{name.replace('_', '-')}"
-            raise UsageError(f"{option} describes an emulated cluster, but torchrun has started a real one: omit it")
+def changed(args: Any, *without: str) -> list[str]:
+    """Return the options that do not have their default values, as they would be typed."""
+    words = []
+    for field in msgspec.structs.fields(args):
+        value = getattr(args, field.name)
+        if value != field.default and field.name not in without:
+            words += [f"--{field.name.replace('_', '-')}", *([] if value is True else [f"{value}"])]
+    return words
 
 
 def local_device(name: str) -> torch.device:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ from syncline.report.read_inputs import read_inputs
 from syncline.report.trace import write_trace
 
 
-def main(args: commands.Report) -> None:
+def report_command(args: commands.Report) -> None:
     screen.check_writable(args.output, args.trace, args.json)
     inputs = read_inputs(args.files)
     if args.trace is not None and not inputs.runs:
@@ -28,27 +27,22 @@ def main(args: commands.Report) -> None:
         say(f"Trace, for https://ui.perfetto.dev: {args.trace}", soft_wrap=True)
 
 
-def write_page(path: Path, inputs: Inputs, json: Path | None = None, *, short: bool = False) -> None:
-    """Write a report and print its path; print its text too, unless `short`."""
+def write_page(path: Path | None, inputs: Inputs, json: Path | None = None, *, short: bool = False) -> None:
+    """Write a report, if the user named a file for it, and print its path; print its text too, unless `short`."""
+    if path is None:
+        return
     page = build_page(inputs)
     write_text(path, render(page))
-    contents = {
-        "schema": 1,
-        "verdict": page.verdict,
-        "more": list(page.more),
-        "warning": page.warning,
-        "facts": [dataclasses.asdict(fact) for fact in page.facts],
-        "sections": {section.name: section.title for section in page.sections},
-    }
-    screen.save(json, contents)
+    contents = {name: getattr(page, name) for name in ("verdict", "more", "warning")}
+    facts = [fact._asdict() for fact in page.facts]
+    titles = {section.name: section.title for section in page.sections}
+    screen.save(json, {"schema": 1, **contents, "facts": facts, "sections": titles})
     if not short:
         if page.about:
             say(page.about)
         if page.warning:
             say(page.warning, style="yellow")
-        say()
-        for sentence in (page.verdict, *page.more):
-            say(f"{sentence}\n")
+        say("\n" + "\n\n".join([page.verdict, *page.more]) + "\n")
     say(f"Report: {path}", soft_wrap=True)
 
 

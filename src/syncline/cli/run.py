@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import shlex
@@ -13,16 +12,14 @@ from typing import NoReturn
 
 from syncline.cli import commands, options, screen
 from syncline.errors import SynclineError, UsageError, first_line
-from syncline.exchange import EXCHANGES, Exchange
+from syncline.exchange import EXCHANGES
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.run_record import FINISHED, RUNNING, RunRecord
-from syncline.run.runner import PAGE, Job, Runner
-from syncline.run.script import check_script
+from syncline.run.runner import PAGE, Runner, check_script
 from syncline.tuning.settings import TuneSettings
 
-_WAIT_S = 5.0
-"""How long rank 0 waits for the records of its host's other ranks after the script has ended."""
+_WAIT_S = 5.0  # how long rank 0 waits for the records of its host's other ranks after the script has ended
 
 
 @options.one_line_errors("syncline run")
@@ -32,6 +29,12 @@ def prepare(args: commands.Run) -> Callable[[], NoReturn]:
         raise UsageError("--exchange and --plan exclude each other: a plan names the exchanges of its buckets")
     if (args.exchange is not None or args.plan is not None) and (args.allow or args.observe_only):
         raise UsageError("--allow and --observe-only are for tuning, which --exchange and --plan replace")
+    if args.exchange is not None and args.exchange not in EXCHANGES:
+        raise UsageError(f"--exchange {args.exchange}: unknown exchange; known: {', '.join(EXCHANGES)}")
+    if args.updates and args.exchange is None:
+        raise UsageError("--updates needs the exchange to use: add --exchange, as in --exchange oktopk --updates")
+    if not args.updates and (args.every, args.warmup, args.delay) != (1, None, 0):
+        raise UsageError("--every, --warmup and --delay are for updates: add --updates, or leave them out")
     options.check_seconds("--probe", args.probe)
     options.check_positive("--timeout", args.timeout)
     if args.nproc_per_node is not None and "RANK" in os.environ:
@@ -45,7 +48,7 @@ def prepare(args: commands.Run) -> Callable[[], NoReturn]:
         raise UsageError(f"--out {args.out}: cannot be created: {error.strerror}; name another folder") from error
     screen.check_writable(args.out / PAGE)
     settings = TuneSettings(
-        exchange=_exchange(args.exchange),
+        exchange=None if args.exchange is None else EXCHANGES[args.exchange](),
         plan=None if args.plan is None else Plan.load(args.plan),
         allow=options.split(args.allow),
         network=None if args.network is None else Network.load(args.network),
@@ -53,48 +56,33 @@ def prepare(args: commands.Run) -> Callable[[], NoReturn]:
         probe_s=args.probe,
         quiet=args.quiet,
         timeout_s=args.timeout,
+        updates=args.updates,
+        every=args.every,
+        warmup=args.warmup,
+        delay=args.delay,
     )
     arguments = args.arguments or []
-    words = [*_changed_options(args), *(["-m"] if args.module else []), args.script, *arguments]
+    changed = options.changed(args, "script", "arguments", "module", "nproc_per_node")
+    words = [*changed, *(["-m"] if args.module else []), args.script, *arguments]
     if args.nproc_per_node is not None:
-        return functools.partial(_start_ranks, args.nproc_per_node, words)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.nproc_per_node}"]
+        program = [sys.executable, *torchrun, "-m", "syncline.run", *words]
+        return functools.partial(os.execv, sys.executable, program)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     nodes = int(os.environ.get("WORLD_SIZE", ranks)) // ranks
     nnodes = ["--nnodes", str(nodes)] if nodes > 1 else []
     command = shlex.join(["torchrun", *nnodes, "--nproc-per-node", str(ranks), "-m", "syncline.run", *words])
-    return functools.partial(_run, Job(args.script, tuple(arguments), args.module, settings, args.out, command))
+    return functools.partial(_run, Runner(args.script, arguments, args.module, settings, args.out, command))
 
 
-def _changed_options(args: commands.Run) -> list[str]:
-    """Return the options that do not have their default values, as they would be typed."""
-    words = []
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        if value != field.default and field.name not in ("script", "arguments", "module", "nproc_per_node"):
-            words += [f"--{field.name.replace('_', '-')}", *([] if value is True else [f"{value}"])]
-    return words
-
-
-def _exchange(name: str | None) -> Exchange | None:
-    if name is not None and name not in EXCHANGES:
-        raise UsageError(f"--exchange {name}: unknown exchange; known: {', '.join(EXCHANGES)}")
-    return None if name is None else EXCHANGES[name]()
-
-
-def _start_ranks(ranks: int, arguments: list[str]) -> NoReturn:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    os.execv(sys.executable, [*torchrun, "-m", "syncline.run", *arguments])  # noqa: S606 - without a shell
-
-
-def _run(job: Job) -> NoReturn:
-    runner = Runner(job)
+def _run(runner: Runner) -> NoReturn:
     try:
         runner.run()
     except SynclineError as error:
         if error is not runner.refused:
             raise
         if runner.rank == 0:
-            print(f"syncline run: {error}", file=sys.stderr)
+            _log(str(error))
         sys.exit(2)
     finally:
         if runner.rank == 0:
@@ -104,26 +92,27 @@ def _run(job: Job) -> NoReturn:
 
 def _write_report(runner: Runner) -> None:
     """Write the report and print its path. An error in it must not make the training fail."""
-    if not runner.model_count:
-        if runner.ended == FINISHED:
-            print(
-                "syncline run: the script built no DistributedDataParallel model, so nothing was tuned", file=sys.stderr
-            )
+    finished, folder = runner.ended == FINISHED, runner.folder
+    if not runner.followings:  # models of the script
+        if finished:
+            done = "tuned" if runner.settings.tunes else "attached; FSDP and other wrappers are left alone"
+            _log(f"the script built no DistributedDataParallel model, so nothing was {done}")
         return
-    folder = runner.job.folder
-    if runner.ended != FINISHED:  # torchrun may end this rank before the report is written
-        report = shlex.join(["syncline", "report", str(folder)])
-        print(f"syncline run: the ranks' records are in {folder}; for a report: {report}", file=sys.stderr)
+    if not finished:  # torchrun may end this rank before the report is written
+        _log(f"the ranks' records are in {folder}; for a report: {shlex.join(['syncline', 'report', str(folder)])}")
     try:
         from syncline.report.inputs import Inputs
         from syncline.report.page import write_report
 
-        records = _records(runner, _WAIT_S if runner.ended == FINISHED else _WAIT_S / 10)
-        page = folder / PAGE
-        write_report(page, Inputs(runs=records))
-        print(f"syncline run: report: {page}", file=sys.stderr)
+        records = _records(runner, _WAIT_S if finished else _WAIT_S / 10)
+        write_report(folder / PAGE, Inputs(runs=records))
+        _log(f"report: {folder / PAGE}")
     except Exception as error:  # noqa: BLE001 - the training has ended, and its result counts
-        print(f"syncline run: the report was not written: {first_line(error)}", file=sys.stderr)
+        _log(f"the report was not written: {first_line(error)}")
+
+
+def _log(text: str) -> None:
+    print(f"syncline run: {text}", file=sys.stderr)
 
 
 def _records(runner: Runner, wait_s: float) -> tuple[RunRecord, ...]:

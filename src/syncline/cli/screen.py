@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +30,9 @@ say = out.print
 @contextlib.contextmanager
 def progress(what: str, *, shown: bool = True) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar if standard error is a terminal and `shown` is true."""
-    with Progress(
-        TextColumn(what),
-        BarColumn(),
-        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-        TimeRemainingColumn(),
-        console=err,
-        transient=True,
-        disable=not (shown and err.is_terminal),
-    ) as bar:
+    count = TextColumn("{task.completed:.0f}/{task.total:.0f}")
+    columns = (TextColumn(what), BarColumn(), count, TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True, disable=not (shown and err.is_terminal)) as bar:
         task = bar.add_task(what, total=1)
         yield lambda done, of: bar.update(task, completed=done, total=of)
 
@@ -82,24 +76,20 @@ def save(path: Path | None, result: msgspec.Struct | dict[str, Any], label: str 
 
 def show(chart: Bars | Numbers, most: int = 9) -> None:
     """Print the numbers of a chart of the report, up to `most` rows of them."""
-    if isinstance(chart, Bars):
-        grid = table("", *chart.columns)
-        rows = [(row.name, *row.cells) for row in chart.rows]
-    else:
-        grid = table(*chart.columns, words=chart.text_columns)
-        rows = [tuple(map(str, row)) for row in chart.rows]
-    for row in rows[:most]:
-        grid.add_row(*row)
     say(f"{chart.caption}:")
-    say(grid)
-    if len(rows) > most:
-        say(f"and {len(rows) - most} more", style="dim")
+    if isinstance(chart, Bars):
+        table(("", *chart.columns), [(row.name, *row.cells) for row in chart.rows[:most]])
+    else:
+        texts = ([cell if isinstance(cell, str) else cell.text for cell in row] for row in chart.rows[:most])
+        table(chart.columns, texts, chart.text_columns)
+    if len(chart.rows) > most:
+        say(f"and {len(chart.rows) - most} more", style="dim")
     if chart.note:
         say(chart.note, style="dim")
 
 
-def table(*columns: str, words: Collection[int] = ()) -> Table:
-    """Make a table whose first column, and those in `words`, hold text, and the others numbers.
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[int] = ()) -> None:
+    """Print a table whose first column, and those in `words`, hold text, and the others numbers.
 
     If a row is too wide, text is wrapped and numbers are not.
     """
@@ -109,4 +99,6 @@ def table(*columns: str, words: Collection[int] = ()) -> Table:
             grid.add_column(column, overflow="fold")
         else:
             grid.add_column(column, justify="right", no_wrap=True)
-    return grid
+    for row in rows:
+        grid.add_row(*row)
+    say(grid)

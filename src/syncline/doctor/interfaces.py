@@ -23,22 +23,20 @@ _LAST_RESORTS = ("docker", "lo", "virbr")
 """Prefixes of interfaces that NCCL uses only if there is nothing else, in its order."""
 
 
-class Interface(msgspec.Struct, frozen=True, kw_only=True):
+class Interface(msgspec.Struct, frozen=True):
     name: str
     up: bool
     addresses: tuple[str, ...]
     families: tuple[str, ...]
-    speed_bps: int | None
-    """None if the driver does not report it, as with most virtual interfaces."""
+    speed_bps: int | None  # None if the driver does not report it, as with most virtual interfaces
 
 
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
+class Choice(msgspec.Struct, frozen=True):
     """Interfaces that a backend would use."""
 
     names: tuple[str, ...]
     why: str
-    problem: str = ""
-    """Why it cannot work at all."""
+    problem: str = ""  # why it cannot work at all
 
 
 def interfaces() -> tuple[Interface, ...]:
@@ -46,16 +44,12 @@ def interfaces() -> tuple[Interface, ...]:
     stats = psutil.net_if_stats()
     found = []
     for name, entries in psutil.net_if_addrs().items():
-        usable = [entry for entry in entries if entry.family in _FAMILIES]
-        stat = stats.get(name)
-        interface = Interface(
-            name=name,
-            up=stat is not None and stat.isup,
-            addresses=tuple(entry.address.partition("%")[0] for entry in usable),
-            families=tuple(dict.fromkeys(_FAMILIES[entry.family] for entry in usable)),
-            speed_bps=stat.speed * 10**6 if stat is not None and 0 < stat.speed < 10**7 else None,
-        )
-        found += [interface] if usable else []
+        if usable := [entry for entry in entries if entry.family in _FAMILIES]:
+            stat = stats.get(name)
+            addresses = tuple(entry.address.partition("%")[0] for entry in usable)
+            families = tuple(dict.fromkeys(_FAMILIES[entry.family] for entry in usable))
+            speed_bps = stat.speed * 10**6 if stat is not None and 0 < stat.speed < 10**7 else None
+            found.append(Interface(name, stat is not None and stat.isup, addresses, families, speed_bps))
     return tuple(found)
 
 
@@ -75,17 +69,16 @@ def gloo_choice(found: Sequence[Interface], environment: Mapping[str, str] = os.
         names = tuple(filter(None, named.split(",")))
         missing = [name for name in names if name not in {one.name for one in found if one.up}]
         problem = f"{GLOO}={named}: no interface {missing[0]} is up and has an address" if missing else ""
-        return Choice(names=names, why=f"{GLOO}={named}", problem=problem)
+        return Choice(names, f"{GLOO}={named}", problem)
     host = socket.gethostname()
     try:
         address = within(_RESOLVE_S, lambda: _own_address(host))
     except TooLateError:
-        problem = f"{host} could not be resolved in {_RESOLVE_S:g} s"
-        return Choice(names=(), why=f"the name of this host, {host}", problem=problem)
+        return Choice((), f"the name of this host, {host}", f"{host} could not be resolved in {_RESOLVE_S:g} s")
     names = tuple(one.name for one in found if address in one.addresses)
     if address is None or (not names and address.startswith("127.")):  # all of 127/8 is the loopback interface's
         names = tuple(one.name for one in found if is_loopback(one))[:1]
-    return Choice(names=names, why=f"{host} does not resolve" if address is None else f"{host} resolves to {address}")
+    return Choice(names, f"{host} does not resolve" if address is None else f"{host} resolves to {address}")
 
 
 def _own_address(host: str) -> str | None:
@@ -108,19 +101,14 @@ def nccl_choice(found: Sequence[Interface], environment: Mapping[str, str] = os.
     """Return all interfaces that match the variable; otherwise InfiniBand, then others, then bridges and loopback."""
     names = [one.name for one in found if one.up]
     if named := environment.get(NCCL):
-        taken = tuple(name for name in names if _matches(name, named))
-        problem = "" if taken else f"{NCCL}={named}: no interface that is up matches"
-        return Choice(names=taken, why=f"{NCCL}={named}", problem=problem)
+        # Prefixes, whole names after `=`, and all others after `^`.
+        rest = named.removeprefix("^")
+        parts = tuple(filter(None, rest.removeprefix("=").split(",")))
+        matching = [name for name in names if (name in parts if rest.startswith("=") else name.startswith(parts))]
+        taken = tuple(name for name in names if (name in matching) is not named.startswith("^"))
+        return Choice(taken, f"{NCCL}={named}", "" if taken else f"{NCCL}={named}: no interface that is up matches")
     infiniband = [name for name in names if name.startswith("ib")]
     others = [name for name in names if not name.startswith(_LAST_RESORTS)]
     fallbacks = [[name for name in names if name.startswith(prefix)] for prefix in _LAST_RESORTS]
     taken = tuple(next(filter(None, (infiniband, others, *fallbacks)), []))
-    return Choice(names=taken, why="its own order", problem="" if taken else "no interface is up")
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Match NCCL's patterns: prefixes, whole names after `=`, and all others after `^`."""
-    rest = pattern.removeprefix("^")
-    parts = [part for part in rest.removeprefix("=").split(",") if part]
-    matches = any(name == part if rest.startswith("=") else name.startswith(part) for part in parts)
-    return matches is not pattern.startswith("^")
+    return Choice(taken, "its own order", "" if taken else "no interface is up")

@@ -31,20 +31,16 @@ _WHAT_TO_DO = {
     Kind.VICTIM: "see its output",
 }
 """Advice for each reason why a rank is suspected. The most telling reason comes first."""
-_ORDER = list(_WHAT_TO_DO)
 
 
 class Accused(msgspec.Struct, frozen=True, kw_only=True):
     """A rank that others suspect."""
 
     rank: int
-    by: tuple[int, ...]
-    """The ranks that suspect it."""
-    kind: Kind
-    """The most telling reason that one of them gives."""
+    by: tuple[int, ...]  # the ranks that suspect it
+    kind: Kind  # the most telling reason that one of them gives
     why: str
-    left_report: bool = msgspec.field(name="left_note")
-    """True if the rank wrote a failure report itself."""
+    left_report: bool = msgspec.field(name="left_note")  # True if the rank wrote a failure report itself
 
     @property
     def what_to_do(self) -> str:
@@ -55,16 +51,11 @@ class Postmortem(msgspec.Struct, frozen=True, kw_only=True):
     """The failure reports of a job's last failure, and what follows from them."""
 
     schema: int = 1
-    reports: tuple[FailureReport, ...] = msgspec.field(name="notes")
-    """Reports of the last failure, by rank."""
-    earlier: tuple[int, ...]
-    """Ranks whose report belongs to another failure."""
-    missing: tuple[int, ...]
-    """Ranks without a report of the last failure."""
-    accused: tuple[Accused, ...]
-    """Suspected ranks, those that most others suspect first."""
-    damaged: tuple[str, ...] = ()
-    """Files that could not be read, and why."""
+    reports: tuple[FailureReport, ...] = msgspec.field(name="notes")  # reports of the last failure, by rank
+    earlier: tuple[int, ...]  # ranks whose report belongs to another failure
+    missing: tuple[int, ...]  # ranks without a report of the last failure
+    accused: tuple[Accused, ...]  # those that most others suspect first
+    damaged: tuple[str, ...] = ()  # files that could not be read, and why
     apart: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """The steps or calls in which ranks waited for each other, each with its ranks, the most frequent first."""
 
@@ -87,7 +78,10 @@ def examine_reports(folder: str | os.PathLike[str] | None = None) -> Postmortem:
     """
     by_rank: dict[int, FailureReport] = {}
     damaged: list[FileError] = []
-    for path in _paths(_default() if folder is None else Path(folder)):
+    folder = chosen_folder() if folder is None else folder
+    if folder is None:
+        raise UsageError(f"{FOLDER_VARIABLE} is empty, so ranks write no failure reports: name a folder that has some")
+    for path in _paths(Path(folder)):
         try:
             report = FailureReport.load(path)
             if report.rank in by_rank:
@@ -120,28 +114,20 @@ def unfinished_runs(folder: str | os.PathLike[str]) -> list[RunRecord]:
     """
     records: list[RunRecord] = []
     with contextlib.suppress(OSError):
-        for path in sorted(Path(folder).glob("rank-*.json")):
+        for path in Path(folder).glob("rank-*.json"):
             with contextlib.suppress(FileError):
                 records.append(RunRecord.load(path))
     return sorted((record for record in records if record.ended != FINISHED), key=lambda record: record.rank)
 
 
-def _default() -> Path:
-    if (folder := chosen_folder()) is None:
-        raise UsageError(f"{FOLDER_VARIABLE} is empty, so ranks write no failure reports: name a folder that has some")
-    return folder
-
-
 def _paths(folder: Path) -> list[Path]:
     try:
         if not folder.exists():
-            raise UsageError(
-                f"there is no {folder}: nothing has failed here, or ranks wrote their rank-N.json elsewhere: "
-                "name that folder"
-            )
+            elsewhere = "nothing has failed here, or ranks wrote their rank-N.json elsewhere: name that folder"
+            raise UsageError(f"there is no {folder}: {elsewhere}")
         if not folder.is_dir():
             raise UsageError(f"{folder} is not a folder: name the one to which ranks wrote their rank-N.json")
-        paths = sorted(path for path in folder.iterdir() if path.match("rank-*.json") and path.is_file())
+        paths = sorted(path for path in folder.glob("rank-*.json") if path.is_file())
     except OSError as error:
         raise FileError(f"{folder}: cannot be read: {error.strerror or error}") from error
     if not paths:
@@ -160,19 +146,15 @@ def _is_same_failure(report: FailureReport, last: FailureReport) -> bool:
 
 
 def _accused(reports: Sequence[FailureReport]) -> tuple[Accused, ...]:
-    by: dict[int, list[int]] = {}
-    worst: dict[int, Suspect] = {}
+    named: dict[int, dict[int, Suspect]] = {}
     for report in reports:
         for suspect in report.suspects:
-            by.setdefault(suspect.rank, []).append(report.rank)
-            worst[suspect.rank] = min(
-                worst.get(suspect.rank, suspect), suspect, key=lambda suspect: _ORDER.index(suspect.kind)
-            )
+            named.setdefault(suspect.rank, {})[report.rank] = suspect
     wrote = {report.rank for report in reports}
-    accused = [
-        Accused(rank=rank, by=tuple(by[rank]), kind=suspect.kind, why=suspect.why, left_report=rank in wrote)
-        for rank, suspect in worst.items()
-    ]
+    accused = []
+    for rank, by in named.items():
+        worst = min(by.values(), key=lambda suspect: list(_WHAT_TO_DO).index(suspect.kind))
+        accused.append(Accused(rank=rank, by=tuple(by), kind=worst.kind, why=worst.why, left_report=rank in wrote))
     # A rank that failed in a collective and reported it is a victim. Ranks that ask late find the store gone, even if
     # the rank that served it is a victim like them.
     culprits = [rank for rank in accused if rank.kind is not Kind.VICTIM]

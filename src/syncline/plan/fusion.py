@@ -1,11 +1,10 @@
-"""Planners that fuse gradients into buckets, which are exchanged one after the other.
-
-A planner returns the number of gradients in each bucket, in ready order. `optimal` is the exact optimum for one lane;
-`wfbp`, `mgwfbp` and `asc` are published algorithms.
-"""
+"""Planners that fuse gradients into buckets, which are exchanged one after the other. A planner returns the number of
+gradients in each bucket, in ready order. `optimal` is the exact optimum for one lane; `wfbp`, `mgwfbp` and `asc` are
+published algorithms."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-Sizes = tuple[int, ...]
-"""Number of gradients in each bucket, in ready order."""
+Sizes = tuple[int, ...]  # number of gradients in each bucket, in ready order
 
 
 @dataclass(frozen=True)
@@ -23,8 +21,7 @@ class Gradients:
 
     ready_s: Floats
     bytes: Floats
-    cost_s: Callable[[Floats], Floats]
-    """Returns the time of buckets of the given bytes."""
+    cost_s: Callable[[Floats], Floats]  # returns the time of buckets of the given bytes
 
     @property
     def count(self) -> int:
@@ -37,14 +34,11 @@ def line(startup_s: float, s_per_byte: float) -> Callable[[Floats], Floats]:
 
 
 def optimal(gradients: Gradients) -> Sizes:
-    """Return the buckets with which the last gradient arrives earliest.
+    """Return the buckets with which the last gradient arrives earliest. The first j gradients arrive at the earliest at
 
-    If f(j) is the earliest time at which the first j gradients have arrived,
+    f(j) = min over i < j of  max(f(i), ready(j)) + cost(bytes of i+1 … j)
 
-        f(j) = min over i < j of  max(f(i), ready(j)) + cost(bytes of i+1 … j)
-
-    because an earlier arrival never delays later buckets.
-    """
+    because an earlier arrival never delays later buckets."""
     count = gradients.count
     ready_s = np.maximum.accumulate(gradients.ready_s)
     ends = np.concatenate([[0.0], np.cumsum(gradients.bytes)])
@@ -68,11 +62,8 @@ def wfbp(gradients: Gradients) -> Sizes:
 
 
 def mgwfbp(gradients: Gradients) -> Sizes:
-    """Fuse by the greedy algorithm of MG-WFBP (INFOCOM 2019).
-
-    A bucket takes in the next gradient if that is ready before the bucket could have arrived, and if the bucket is
-    still queued then or would wait less than a start-up.
-    """
+    """Fuse by the greedy algorithm of MG-WFBP (INFOCOM 2019). A bucket takes in the next gradient if that is ready
+    before the bucket could have arrived, and if the bucket is still queued then or would wait less than a start-up."""
     return _greedy(gradients, patience_s=float(gradients.cost_s(np.zeros(1))[0]))
 
 
@@ -84,13 +75,11 @@ def asc(gradients: Gradients) -> Sizes:
 def _greedy(gradients: Gradients, patience_s: float) -> Sizes:
     sizes: list[int] = []
     free_s, first = 0.0, 0
-    for last in range(gradients.count):
+    for last, next_s in enumerate([*gradients.ready_s[1:], math.inf]):
         bucket_s = float(gradients.cost_s(gradients.bytes[first : last + 1].sum(keepdims=True))[0])
         start_s = max(free_s, float(gradients.ready_s[last]))
-        if last + 1 < gradients.count:
-            next_s = float(gradients.ready_s[last + 1])
-            if next_s < start_s + bucket_s and (start_s > next_s or next_s - start_s < patience_s):
-                continue
+        if next_s < start_s + bucket_s and (start_s > next_s or next_s - start_s < patience_s):
+            continue
         sizes.append(last + 1 - first)
         free_s, first = start_s + bucket_s, last + 1
     return tuple(sizes)

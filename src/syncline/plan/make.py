@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import msgspec
+
 from syncline.exchange import Hierarchical, settings
 from syncline.plan.search import SearchResult, search
-from syncline.predict import Prediction, Schedule
+from syncline.predict import Prediction
 from syncline.predict.diagnosis import CAUSES, lost_to
 from syncline.predict.exchange_time import topology_of
 from syncline.predict.schedule import DDP_CAPS
@@ -30,7 +32,8 @@ def make_plan(
     Args:
         profile: The model.
         network: The cluster.
-        allow: Lossy exchanges that may be used: `bf16`, `fp16`, `sparse`. By default the plan is lossless.
+        allow: Lossy exchanges that may be used: `bf16`, `fp16`, `int8`, `int4`, `int3`, `sparse`. By default the
+            plan is lossless.
         paced: Whether gradients are ready at fixed times, as in a replayed profile.
         caps: Bytes at which plain DDP closes its buckets; the last one repeats.
 
@@ -47,72 +50,46 @@ def make_plan(
     """
     result = search(profile, network, allow, paced=paced, caps=caps)
     plain_s = result.plain.iteration_s
-    alternatives = [Alternative(name="do nothing: plain DDP", iteration_s=plain_s, lossless=True)]
-    alternatives += [
-        Alternative(name=candidate.name, iteration_s=candidate.seconds, lossless=candidate.schedule.lossless)
-        for candidate in result.candidates
-    ]
-    return plan_for(
-        profile,
-        network,
-        result.plain if result.nothing else result.best,
-        plain_s=plain_s,
-        reason="There is only one rank, which has nothing to exchange." if network.ranks == 1 else _reason(result),
-        alternatives=tuple(alternatives),
-        nothing=result.nothing,
+    reason = "There is only one rank, which has nothing to exchange." if network.ranks == 1 else _reason(result)
+    alternatives = (
+        Alternative(name="do nothing: plain DDP", iteration_s=plain_s, lossless=True),
+        *(Alternative(name=c.name, iteration_s=c.seconds, lossless=c.schedule.lossless) for c in result.candidates),
     )
+    plan = plan_for(result.plain if result.nothing else result.best, plain_s, reason, alternatives)
+    return msgspec.structs.replace(plan, buckets=(), lanes=1) if result.nothing else plan
 
 
-def plan_for(
-    profile: Profile,
-    network: Network,
-    chosen: Prediction,
-    *,
-    plain_s: float,
-    reason: str,
-    alternatives: tuple[Alternative, ...] = (),
-    nothing: bool = False,
-) -> Plan:
+def plan_for(chosen: Prediction, plain_s: float, reason: str, alternatives: tuple[Alternative, ...] = ()) -> Plan:
     """Return a plan with the schedule of the given prediction."""
-    ends = chosen.timeline.end_s.values()
-    first_s = max(profile.gradients[index].ready_s for index in chosen.schedule.buckets[0])
-    return Plan(
-        model=profile.model,
-        gradients=tuple(PlannedGradient(name=g.name, shape=g.shape, dtype=g.dtype) for g in profile.gradients),
-        where=Where(host_of_rank=network.host_of_rank, backend=network.backend, device=profile.device),
-        buckets=() if nothing else _planned(profile, network, chosen.schedule),
-        lanes=1 if nothing else chosen.schedule.lanes,
-        iteration_s=chosen.iteration_s,
-        low_s=chosen.low_s,
-        high_s=chosen.high_s,
-        compute_s=chosen.compute_s,
-        plain_s=plain_s,
-        exchange_s=max(0.0, max(ends, default=0.0) - first_s),
-        reason=reason,
-        alternatives=alternatives,
-        how=f"model: {profile.how}; links: {network.how}",
-    )
-
-
-def _planned(profile: Profile, network: Network, schedule: Schedule) -> tuple[PlannedBucket, ...]:
-    topology = topology_of(network)
-    buckets = []
-    for index, (numel, dtype) in enumerate(schedule.contents(profile)):
-        _, exchange = schedule.exchange_of(index)
+    profile, network, schedule = chosen.profile, chosen.network, chosen.schedule
+    topology, buckets = topology_of(network), []
+    contents = zip(schedule.bucket_exchanges, schedule.contents(profile), schedule.buckets, strict=True)
+    for index, ((_, exchange), (numel, dtype), gradients) in enumerate(contents):
         if isinstance(exchange, Hierarchical):
             way = exchange.way(numel, dtype, topology)
             if not way.shapes:
                 exchange = exchange.across
             elif len(set(way.shapes)) == 1:  # stored in the plan, because applying it must not depend on link rates
                 exchange = dataclasses.replace(exchange, shape=way.shapes[0], chunks=way.chunks)
-        buckets.append(
-            PlannedBucket(
-                parameters=tuple(profile.gradients[gradient].name for gradient in schedule.buckets[index]),
-                lane=index % schedule.lanes,
-                exchange=settings(exchange),
-            )
-        )
-    return tuple(buckets)
+        names = tuple(profile.gradients[gradient].name for gradient in gradients)
+        buckets.append(PlannedBucket(parameters=names, lane=index % schedule.lanes, exchange=settings(exchange)))
+    first_s = max(profile.gradients[index].ready_s for index in schedule.buckets[0])
+    return Plan(
+        model=profile.model,
+        gradients=tuple(PlannedGradient(name=g.name, shape=g.shape, dtype=g.dtype) for g in profile.gradients),
+        where=Where(host_of_rank=network.host_of_rank, backend=network.backend, device=profile.device),
+        buckets=tuple(buckets),
+        lanes=schedule.lanes,
+        iteration_s=chosen.iteration_s,
+        low_s=chosen.low_s,
+        high_s=chosen.high_s,
+        compute_s=chosen.compute_s,
+        plain_s=plain_s,
+        exchange_s=max(0.0, max(chosen.timeline.end_s.values(), default=0.0) - first_s),
+        reason=reason,
+        alternatives=alternatives,
+        how=f"model: {profile.how}; links: {network.how}",
+    )
 
 
 def _reason(result: SearchResult) -> str:
@@ -122,10 +99,8 @@ def _reason(result: SearchResult) -> str:
         gain = 1 - best.iteration_s / plain.iteration_s if plain.iteration_s else 0.0
         if gain <= 0:
             return f"Nothing that is allowed is faster than plain DDP, predicted at {plain_text} per step."
-        return (
-            f"Plain DDP is predicted to take {plain_text} per step, of which the best that is allowed saves {gain:.1%}"
-            ": not worth a change."
-        )
+        saving = f"the best that is allowed saves {gain:.1%}: not worth a change."
+        return f"Plain DDP is predicted to take {plain_text} per step, of which {saving}"
     count = len(best.schedule.buckets)
     buckets = "One bucket" if count == 1 else f"{count} buckets"
     lanes = f" on {best.schedule.lanes} lanes" if best.schedule.lanes > 1 else ""

@@ -1,9 +1,8 @@
 """Search for the best schedule: which gradients form a bucket, the number of lanes, and the exchange of each bucket.
 
-The search simulates the exact optimum for one lane (`fusion.optimal`) with each exchange, DDP's own buckets, constant
-sizes and the published planners. For models with few gradients it simulates all layouts. From the best few it moves
-boundaries between buckets, changes lanes and swaps exchanges, as long as that helps. It is deterministic: its effort is
-counted in simulated collectives, not in seconds.
+It simulates the exact optimum for one lane (`fusion.optimal`) with each exchange, DDP's own buckets, constant sizes and
+the published planners; for few gradients, all layouts. From the best few it moves boundaries between buckets, changes
+lanes and swaps exchanges, as long as that helps. It is deterministic: its effort is counted in simulated collectives.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from syncline.exchange import EXCHANGES, Dense, Exchange, default_lanes
 from syncline.plan import fusion
 from syncline.predict import Prediction, Schedule, predict
 from syncline.predict.exchange_time import pricing, topology_of
-from syncline.predict.schedule import DDP_CAPS, MIB, Costed, real_dtype
+from syncline.predict.schedule import DDP_CAPS, MIB, real_dtype
 from syncline.records.bucket_caps import caps_of, filled
 from syncline.records.network import Network
 from syncline.records.profile import Profile
@@ -31,29 +30,25 @@ from syncline.records.profile import Profile
 ALLOWED = {
     "bf16": ("bf16", "hierarchical+bf16"),
     "fp16": ("fp16",),
+    "int8": ("int8",),
+    "int4": ("int4", "hierarchical+int4"),
+    "int3": ("int3",),
     "sparse": ("oktopk", "hierarchical+oktopk"),
 }
-"""Names for `allow`, and the lossy exchanges that each adds to the lossless ones."""
-LEAST_GAIN = 0.02
-"""Smallest share of a step that a plan must save; otherwise plain DDP is kept."""
+"""Names for `allow`, the gentlest first, and the lossy exchanges that each adds to the lossless ones."""
+LEAST_GAIN = 0.02  # smallest share of a step that a plan must save; otherwise plain DDP is kept
 _CONSTANT = (0.04, 0.2, 1.0, 4.0)  # bucket sizes to try, as multiples of DDP's: 1, 5, 25 and 100 MB by default
 _LANES = (1, 2, 4)
 _EFFORT = 9_000  # approximate number of collectives that are simulated to improve the starting points
 _LARGEST = 600  # schedules with more collectives per step than this, and than gradients, are not simulated
-# Share of a step that another bucket must save: every bucket adds a hook, a copy and a collective.
-_PER_BUCKET = 1e-4
+_PER_BUCKET = 1e-4  # share of a step that another bucket must save: each adds a hook, a copy and a collective
 _FEW = 8  # up to this number of gradients, all layouts are simulated
 _STARTS = 3  # number of layouts that are improved
 _SEARCHED = "searched"
 
-Buckets = tuple[tuple[int, ...], ...]
-"""Indices into the profile's gradients."""
-
-_PUBLISHED: dict[str, tuple[Callable[[fusion.Gradients], fusion.Sizes], int]] = {
-    "wfbp": (fusion.wfbp, 1),
-    "mgwfbp": (fusion.mgwfbp, 1),
-    "asc": (fusion.asc, 2),
-}
+Buckets = tuple[tuple[int, ...], ...]  # indices into the profile's gradients
+_PUBLISHED: dict[str, tuple[Callable[[fusion.Gradients], fusion.Sizes], int]]
+_PUBLISHED = {"wfbp": (fusion.wfbp, 1), "mgwfbp": (fusion.mgwfbp, 1), "asc": (fusion.asc, 2)}
 """Published planners, and their number of lanes."""
 
 
@@ -71,10 +66,8 @@ class SearchResult:
     """The result of a search."""
 
     plain: Prediction
-    best: Prediction
-    """The best allowed schedule; `plain` if none is faster."""
-    candidates: tuple[Candidate, ...]
-    """The best schedule of each kind, sorted by time."""
+    best: Prediction  # the best allowed schedule; `plain` if none is faster
+    candidates: tuple[Candidate, ...]  # the best schedule of each kind, sorted by time
 
     @property
     def nothing(self) -> bool:
@@ -100,12 +93,7 @@ def options(network: Network, allow: Sequence[str] = ()) -> dict[str, Exchange]:
 
 
 def search(
-    profile: Profile,
-    network: Network,
-    allow: Sequence[str] = (),
-    *,
-    paced: bool = False,
-    caps: Sequence[int] = DDP_CAPS,
+    profile: Profile, network: Network, allow: Sequence[str] = (), paced: bool = False, caps: Sequence[int] = DDP_CAPS
 ) -> SearchResult:
     """Search for the best schedule. `make_plan` describes the arguments."""
     return _Search(profile, network, options(network, allow), paced, caps).run()
@@ -115,20 +103,20 @@ def named(profile: Profile, network: Network, name: str) -> Schedule:
     """Return the schedule of a published planner: `wfbp`, `mgwfbp` or `asc`."""
     planner, lanes = _PUBLISHED[name]
     dense = _Search(profile, network, {"dense": Dense()}, False, DDP_CAPS)
-    sizes = planner(dense.gradients(dense.line()))
-    return dataclasses.replace(dense.schedule(dense.cut(sizes), ["dense"], lanes), name=name)
+    return dataclasses.replace(dense.schedule(dense.cut(planner(dense.linear())), ["dense"], lanes), name=name)
 
 
 class _Search:
     def __init__(
         self, profile: Profile, network: Network, exchanges: dict[str, Exchange], paced: bool, caps: Sequence[int]
     ) -> None:
-        self._profile, self._network, self._exchanges, self._paced = profile, network, exchanges, paced
+        self._profile, self._network, self._exchanges = profile, network, exchanges
         self._own, self._cap = filled(profile.gradients, caps), caps[-1]
         self._topology = topology_of(network)
         self._phases = functools.cache(
             lambda name, numel, dtype: len(exchanges[name].cost(numel, dtype, self._topology).phases)
         )
+        self._predict = functools.partial(predict, profile, network, paced=paced, topology=self._topology)
         self._known: dict[tuple[object, ...], float] = {}
         self._effort = 0
         self._kinds: dict[str, Candidate] = {}
@@ -154,30 +142,28 @@ class _Search:
 
     def _common_layouts(self) -> Iterator[Candidate]:
         """Try constant sizes with each exchange, and the published planners."""
-        total = self._profile.gradient_bytes
         multiples = [max(1, int(self._cap * part)) for part in _CONSTANT]
-        parts = [total // parts + 1 for parts in (1, 2, 3, 4, 6, 8, 12, 16)]
+        parts = [self._profile.gradient_bytes // parts + 1 for parts in (1, 2, 3, 4, 6, 8, 12, 16)]
         for name, exchange in self._exchanges.items():
             lanes = default_lanes(exchange, self._network.backend)
             for cap in sorted({*multiples, *parts}) if name == "dense" else parts[::2]:
                 yield self._try(f"buckets of {cap / MIB:.3g} MB", filled(self._profile.gradients, [cap]), [name], lanes)
-        gradients = self.gradients(self.line())
         for name, (planner, lanes) in _PUBLISHED.items():
-            yield self._try(name, self.cut(planner(gradients)), ["dense"], lanes)
+            yield self._try(name, self.cut(planner(self.linear())), ["dense"], lanes)
 
     def _fused(self) -> Iterator[Candidate]:
         """Try the optimum for one lane, also with cheaper start-ups, because more lanes hide a part of them."""
-        sets = [[name] for name in self._exchanges]
-        if len(self._exchanges) > 1:
-            sets.append(list(self._exchanges))
-        for names in sets:
-            tables = {name: self._table(name) for name in names}
+        every = {name: self._table(name) for name in self._exchanges}
+        alone = [{name: table} for name, table in every.items()]
+        for tables in [*alone, every] if len(every) > 1 else alone:
             least = np.min(np.stack(list(tables.values())), axis=0)
             for lanes, share in ((1, 1.0), (2, 1.0), (2, 0.5), (4, 0.25)):
                 table = least - (1 - share) * least[0] + _PER_BUCKET * self._profile.step_s
-                gradients = self.gradients(functools.partial(_interpolate, self._grid, table))
-                buckets = self.cut(fusion.optimal(gradients))
-                yield self._try("optimal fusion", buckets, self._cheapest(buckets, tables), lanes)
+                buckets = self.cut(fusion.optimal(self._gradients(self._interpolated(table))))
+                sizes = Schedule("plan", buckets).bucket_bytes(self._profile)
+                times = {name: self._interpolated(table)(np.array(sizes)) for name, table in tables.items()}
+                names = [min(times, key=lambda name: times[name][index]) for index in range(len(sizes))]
+                yield self._try("optimal fusion", buckets, names, lanes)
 
     def _all_layouts(self) -> Iterator[Candidate]:
         for cuts in itertools.product((0, 1), repeat=len(self._profile.gradients) - 1):
@@ -189,16 +175,15 @@ class _Search:
     def _improve(self, start: Candidate) -> Candidate:
         """Follow improving moves until none is left, or the effort is spent."""
         best, limit = start, self._effort + _EFFORT // _STARTS
-        improved = True
-        while improved and self._effort < limit:
-            improved = False
+        while self._effort < limit:
             for buckets, names, lanes in self._moves(best.schedule):
                 neighbour = self._try(_SEARCHED, buckets, names, lanes)
-                if _rank(neighbour) < _rank(best) * (1 - 1e-6):
-                    best, improved = neighbour, True
+                if improved := _rank(neighbour) < _rank(best) * (1 - 1e-6):
+                    best = neighbour
+                if improved or self._effort >= limit:
                     break
-                if self._effort >= limit:
-                    break
+            else:
+                break
         return best
 
     def _moves(self, schedule: Schedule) -> Iterator[tuple[Buckets, list[str], int]]:
@@ -225,18 +210,21 @@ class _Search:
                     if -previous < shift < size:
                         yield self.cut([*before, previous + shift, size - shift, *after]), names, lanes
 
-    def gradients(self, cost_s: Callable[[fusion.Floats], fusion.Floats]) -> fusion.Gradients:
+    def _gradients(self, cost_s: Callable[[fusion.Floats], fusion.Floats]) -> fusion.Gradients:
         ready_s = np.array([gradient.ready_s for gradient in self._profile.gradients])
         nbytes = np.array([float(gradient.bytes) for gradient in self._profile.gradients])
         return fusion.Gradients(ready_s, nbytes, cost_s)
 
-    def line(self) -> Callable[[fusion.Floats], fusion.Floats]:
-        """Return the cost of an all-reduce as the published planners assume it: start-up and seconds per byte."""
+    def _interpolated(self, table: fusion.Floats) -> Callable[[fusion.Floats], fusion.Floats]:
+        return lambda nbytes: np.interp(nbytes, self._grid, table)
+
+    def linear(self) -> fusion.Gradients:
+        """Return the gradients with the cost that the published planners assume: start-up and seconds per byte."""
         table = self._table("dense")
         half = int(np.searchsorted(self._grid, self._grid[-1] / 2))
         span = self._grid[-1] - self._grid[half]
         slope = (table[-1] - table[half]) / span if span > 0 else 0.0
-        return fusion.line(float(table[0]), float(slope))
+        return self._gradients(fusion.line(float(table[0]), float(slope)))
 
     def cut(self, sizes: Sequence[int]) -> Buckets:
         """Return buckets of the given numbers of gradients, split further where dtypes are mixed."""
@@ -245,18 +233,15 @@ class _Search:
         if not self._uneven:
             return buckets
         dtypes = [gradient.dtype for gradient in self._profile.gradients]
-        return tuple(
-            tuple(index for index in indices if dtypes[index] == dtype)
-            for indices in buckets
-            for dtype in dict.fromkeys(dtypes[index] for index in indices)
-        )
+        parts = [(indices, dtype) for indices in buckets for dtype in dict.fromkeys(dtypes[i] for i in indices)]
+        return tuple(tuple(index for index in indices if dtypes[index] == dtype) for indices, dtype in parts)
 
     def schedule(self, buckets: Buckets, names: Sequence[str], lanes: int) -> Schedule:
         """Return a schedule. `names` has the exchange of each bucket; the last one repeats."""
         if self._uneven:  # DDP makes other buckets from the caps of these if dtypes are mixed or gradients empty
             buckets = filled(self._profile.gradients, caps_of(self._profile.gradients, buckets))
         names = [*names, *[names[-1]] * len(buckets)][: len(buckets)]
-        each: tuple[tuple[str, Costed], ...] = tuple((name, self._exchanges[name]) for name in names)
+        each = tuple((name, self._exchanges[name]) for name in names)
         return Schedule("plan", buckets, self._exchanges[names[0]], names[0], lanes, each=each)
 
     def _table(self, name: str) -> fusion.Floats:
@@ -271,11 +256,6 @@ class _Search:
             table[index] = seconds(cost) + own_s
         return table
 
-    def _cheapest(self, buckets: Buckets, tables: dict[str, fusion.Floats]) -> list[str]:
-        """Return the cheapest exchange for each bucket."""
-        sizes = [sum(self._profile.gradients[index].bytes for index in indices) for indices in buckets]
-        return [min(tables, key=lambda name: float(np.interp(nbytes, self._grid, tables[name]))) for nbytes in sizes]
-
     def _try(self, name: str, buckets: Buckets, names: Sequence[str], lanes: int) -> Candidate:
         """Simulate a schedule, unless that has been done, and remember it if it is the best of its kind."""
         schedule = self.schedule(buckets, names, lanes)
@@ -287,22 +267,13 @@ class _Search:
                 return Candidate(name, schedule, math.inf)
             self._effort += 10 + collectives + len(self._profile.gradients) // 50
             self._known[key] = self._predict(schedule).iteration_s
-        candidate = Candidate(name, schedule, self._known[key])
-        if name != _SEARCHED:
-            self._note(candidate)
-        return candidate
-
-    def _note(self, candidate: Candidate) -> None:
-        """Store the candidate if it is the best of its kind."""
-        names = list(dict.fromkeys(name for name, _ in candidate.schedule.each))
-        kind = f"{'buckets' if candidate.name.startswith('buckets of') else candidate.name} {' '.join(names)}"
-        if kind not in self._kinds or candidate.seconds < self._kinds[kind].seconds:
-            through = names[0] if len(names) == 1 else f"{len(names)} exchanges"
-            lanes = f", {candidate.schedule.lanes} lanes" if candidate.schedule.lanes > 1 else ""
-            self._kinds[kind] = dataclasses.replace(candidate, name=f"{candidate.name}, {through}{lanes}")
-
-    def _predict(self, schedule: Schedule) -> Prediction:
-        return predict(self._profile, self._network, schedule, paced=self._paced, topology=self._topology)
+        seconds, used = self._known[key], list(schedule.exchanges)
+        kind = f"{'buckets' if name.startswith('buckets of') else name} {' '.join(used)}"
+        if name != _SEARCHED and (kind not in self._kinds or seconds < self._kinds[kind].seconds):
+            through = used[0] if len(used) == 1 else f"{len(used)} exchanges"
+            with_lanes = f", {lanes} lanes" if lanes > 1 else ""
+            self._kinds[kind] = Candidate(f"{name}, {through}{with_lanes}", schedule, seconds)
+        return Candidate(name, schedule, seconds)
 
 
 def _key(schedule: Schedule) -> tuple[object, ...]:
@@ -311,7 +282,3 @@ def _key(schedule: Schedule) -> tuple[object, ...]:
 
 def _rank(candidate: Candidate) -> float:
     return candidate.seconds * (1 + _PER_BUCKET * len(candidate.schedule.buckets))
-
-
-def _interpolate(grid: fusion.Floats, table: fusion.Floats, nbytes: fusion.Floats) -> fusion.Floats:
-    return np.interp(nbytes, grid, table)

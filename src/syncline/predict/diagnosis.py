@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import msgspec
 
-from syncline.exchange import BASELINES, EXCHANGES, Climbing
+from syncline.exchange import BASELINES, EXCHANGES, FOR_UPDATES, Climbing
 from syncline.predict.exchange_time import topology_of
 from syncline.predict.prediction import Losses, Prediction, predict
 from syncline.predict.schedule import Schedule
@@ -21,12 +22,15 @@ _BUCKETS_MB = (0.25, 1.0, 4.0, 10.0, 25.0, 50.0, 100.0, 400.0)
 _LANES = (2, 4)
 _FASTER = (2.5, 10)
 _DESCRIPTIONS = {
+    "int8": "8 bits per gradient (int8)",
+    "int4": "4 bits per gradient (int4)",
+    "int3": "3 bits per gradient (int3)",
+    "hierarchical+int4": "inside hosts first, 4 bits at the top",
     "oktopk": "the largest 1 % of the gradients (oktopk)",
     "hierarchical+oktopk": "inside hosts first, 1 % at the top",
     "hierarchical": "inside hosts first (hierarchical)",
     "hierarchical+bf16": "inside hosts first, bf16 at the top",
 }
-_LINKS = {"host": "the hosts' links", "rack": "the links between racks"}
 
 CAUSES = {
     "startups": "start-ups of collectives",
@@ -50,24 +54,21 @@ class Remedy:
     prediction: Prediction
     lossy: bool = False
     hardware: bool = False
-    last: bool = False
-    """Whether it is listed after all others, however much it saves, because it changes how the model trains."""
+    last: bool = False  # listed after all others, however much it saves, because it changes what is applied in a step
 
 
 @dataclass(frozen=True)
 class Diagnosis:
     prediction: Prediction
-    culprit: str | None
-    """The largest cause, a key of `CAUSES`; None if a step loses hardly any time."""
+    culprit: str | None  # the largest cause, a key of `CAUSES`; None if a step loses hardly any time
     why: str
-    remedies: tuple[Remedy, ...]
-    """Remedies that save time, the best first; those that change how a model trains are last."""
+    remedies: tuple[Remedy, ...]  # those that save time, the best first
 
 
 def lost_to(losses: Losses) -> dict[str, float]:
     """Return the seconds lost to each cause, the largest first, without causes that cost nothing."""
-    seconds = losses.by_cause
-    return {name: seconds[name] for name in sorted(seconds, key=lambda name: -seconds[name]) if seconds[name] > 1e-7}
+    by_loss = sorted(losses.by_cause.items(), key=lambda cause: -cause[1])
+    return {name: seconds for name, seconds in by_loss if seconds > 1e-7}
 
 
 def diagnose(profile: Profile, network: Network, schedule: Schedule) -> Diagnosis:
@@ -79,30 +80,26 @@ def diagnose(profile: Profile, network: Network, schedule: Schedule) -> Diagnosi
         return Diagnosis(prediction, None, "hardly anything is lost: leave it alone", ())
     culprit = next(iter(lost))
     worth_s = (1 - _WORTH) * prediction.iteration_s
-    remedies = [
-        remedy
-        for suggest in REMEDIES
-        for remedy in suggest(profile, network, schedule)
-        if remedy.prediction.iteration_s < worth_s
-    ]
+    remedies = [remedy for suggest in REMEDIES for remedy in suggest(profile, network, schedule)]
+    remedies = [remedy for remedy in remedies if remedy.prediction.iteration_s < worth_s]
     remedies.sort(key=lambda remedy: (remedy.last, remedy.prediction.iteration_s))
     return Diagnosis(prediction, culprit, _why(culprit, profile, network, prediction), tuple(remedies))
 
 
 def _why(culprit: str, profile: Profile, network: Network, prediction: Prediction) -> str:
     sizes = prediction.schedule.bucket_bytes(profile)
-    buckets = count_text(len(sizes), "bucket")
+    buckets = count_text(len(sizes), "bucket" if prediction.schedule.updates is None else "fragment")
     if culprit == "startups":
         startup = duration_text(network.collective("all_reduce").startup_s)
         median = size_text(sorted(sizes)[len(sizes) // 2])
         return f"{buckets} of {median} (median), and each collective takes {startup} to start, whatever its size"
     if culprit in ("host", "rack", "local"):
-        link = network.link(culprit)
-        rate = "" if link is None else f", at {rate_text(link.bytes_per_s * 8)}"
-        nbytes = prediction.link_bytes(culprit)
-        load = f"{size_text(nbytes)} per step through each of them{rate}"
-        busy_s = 0.0 if link is None else nbytes / link.bytes_per_s
-        if busy_s > prediction.backward_s:
+        rate = next(link.bytes_per_s for link in network.links if link.name == culprit)
+        nbytes = prediction.link_bytes[culprit]
+        load = f"{size_text(nbytes)} per step through each of them, at {rate_text(rate * 8)}"
+        if prediction.schedule.updates is not None:
+            return f"{load}: updates are sent when the optimizer has stepped"
+        if nbytes / rate > prediction.backward_s:
             return f"{load}: that takes longer than backward"
         return f"{load}: the last gradients are ready only when backward ends, so no computation is left to hide them"
     if culprit == "tail":
@@ -122,45 +119,38 @@ def _why(culprit: str, profile: Profile, network: Network, prediction: Predictio
 
 
 def other_buckets(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
-    options = [
-        Schedule.of(profile, schedule.name, lanes=schedule.lanes, bucket_mb=bucket_mb)
-        for bucket_mb in _BUCKETS_MB
-        if bucket_mb != schedule.bucket_mb
-    ]
+    if schedule.updates is not None:
+        return
+    sizes_mb = [bucket_mb for bucket_mb in _BUCKETS_MB if bucket_mb != schedule.bucket_mb]
+    options = [Schedule.of(profile, schedule.name, lanes=schedule.lanes, bucket_mb=bucket_mb) for bucket_mb in sizes_mb]
     best = _fastest(profile, network, options)
     yield Remedy("buckets", f"buckets of {best.schedule.bucket_mb:g} MB (bucket_cap_mb)", best)
 
 
 def more_lanes(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
-    if schedule.lanes > 1:
-        return
-    name, bucket_mb = schedule.exchange_name, schedule.bucket_mb
-    best = _fastest(profile, network, [Schedule.of(profile, name, lanes=n, bucket_mb=bucket_mb) for n in _LANES])
-    yield Remedy("lanes", f"{best.schedule.lanes} lanes: several buckets at once", best)
+    if schedule.lanes == 1 and schedule.updates is None:
+        name, bucket_mb = schedule.exchange_name, schedule.bucket_mb
+        best = _fastest(profile, network, [Schedule.of(profile, name, lanes=n, bucket_mb=bucket_mb) for n in _LANES])
+        yield Remedy("lanes", f"{best.schedule.lanes} lanes: several buckets at once", best)
 
 
 def other_exchanges(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
-    if not schedule.lossless:
-        return
     levels = [level for level in topology_of(network).levels if level.ranks > 1]
-    for name, make in EXCHANGES.items():
-        if name in BASELINES:
-            continue
+    for name, make in EXCHANGES.items() if schedule.lossless else ():
         exchange = make()
-        climbs = isinstance(exchange, Climbing)
-        if name == schedule.exchange_name or (climbs and len(levels) < 2) or (exchange.lossless and not climbs):
-            continue
-        option = Schedule.of(profile, name, lanes=schedule.lanes, bucket_mb=schedule.bucket_mb)
-        prediction = predict(profile, network, option)
-        what = _DESCRIPTIONS.get(name, f"{name} on the wire")
-        yield Remedy(name, what, prediction, lossy=not exchange.lossless, last=exchange.keeps)
+        useful = len(levels) > 1 if isinstance(exchange, Climbing) else not exchange.lossless
+        if useful and name not in (*BASELINES, *FOR_UPDATES, schedule.exchange_name):
+            option = Schedule.of(profile, name, lanes=schedule.lanes, bucket_mb=schedule.bucket_mb)
+            what = _DESCRIPTIONS.get(name, f"{name} on the wire")
+            prediction = predict(profile, network, option)
+            yield Remedy(name, what, prediction, lossy=not exchange.lossless, last=exchange.keeps)
 
 
 def faster_links(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
-    for name in (link.name for link in network.links if link.name in _LINKS):
-        for factor in _FASTER:
-            faster = predict(profile, network.with_faster(name, factor), schedule)
-            yield Remedy(f"{name} × {factor:g}", f"{_LINKS[name]} {factor:g} times as fast", faster, hardware=True)
+    names = [link.name for link in network.links if link.name != "local"]
+    for name, factor in itertools.product(names, _FASTER):
+        faster = predict(profile, network.with_faster(name, factor), schedule)
+        yield Remedy(f"{name} × {factor:g}", f"{CAUSES[name]} {factor:g} times as fast", faster, hardware=True)
 
 
 def even_ranks(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
@@ -169,16 +159,10 @@ def even_ranks(profile: Profile, network: Network, schedule: Schedule) -> Iterat
         yield Remedy("even ranks", "all ranks as fast as a typical one", even)
 
 
-REMEDIES: tuple[Callable[[Profile, Network, Schedule], Iterator[Remedy]], ...] = (
-    other_buckets,
-    more_lanes,
-    other_exchanges,
-    faster_links,
-    even_ranks,
-)
-"""Functions that simulate remedies. One yields nothing if its remedy does not apply. Add a new one to this tuple."""
+REMEDIES: list[Callable[[Profile, Network, Schedule], Iterator[Remedy]]]
+REMEDIES = [other_buckets, more_lanes, other_exchanges, faster_links, even_ranks]
+"""Functions that simulate remedies. One yields nothing if its remedy does not apply. Add a new one to this list."""
 
 
 def _fastest(profile: Profile, network: Network, options: list[Schedule]) -> Prediction:
-    predictions = [predict(profile, network, option) for option in options]
-    return min(predictions, key=lambda prediction: prediction.iteration_s)
+    return min((predict(profile, network, option) for option in options), key=lambda option: option.iteration_s)

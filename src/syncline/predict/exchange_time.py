@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from syncline.exchange import Cost, Phase, Topology, Tree
 from syncline.predict.timeline import Bucket, Capacity, Collective, simulate
+from syncline.records.link_costs import Collective as FittedCollective
 from syncline.records.network import Network
 
 _ROUNDS = 4  # iterations until the pace of chunks and the slowdown that follows from it agree
@@ -21,12 +22,13 @@ def topology_of(network: Network, tree: Tree | None = None) -> Topology:
     Its levels are those of `tree`; by default, the network's hosts and racks.
     """
     flat = Topology.flat(network.ranks, network.backend)
-    return dataclasses.replace(flat, levels=(tree or network.tree).levels, seconds=pricing(network))
+    levels, paced_bytes = (tree or network.tree).levels, network.paced_bytes
+    return dataclasses.replace(flat, levels=levels, seconds=pricing(network), paced_bytes=paced_bytes)
 
 
 def flow(network: Network, phase: Phase) -> Collective:
     """Return what the simulation needs to know of one collective."""
-    fitted, slowdown = network.collective(phase.kind, phase.level), _concurrent_groups_slowdown(network, phase)
+    fitted, slowdown = _cost_of(network, phase), _concurrent_groups_slowdown(network, phase)
     least_s = fitted.least_s(phase.sent_bytes) * slowdown
     serial_s = min(fitted.serial_s * slowdown, least_s)
     loads = network.loads(phase.kind, phase.elements, phase.itemsize, phase.level)
@@ -39,13 +41,18 @@ def flow(network: Network, phase: Phase) -> Collective:
     )
 
 
+def _cost_of(network: Network, phase: Phase) -> FittedCollective:
+    kind = network.protocol(phase.kind, phase.elements * phase.itemsize, phase.level)
+    return network.collective(kind, phase.level)
+
+
 def _concurrent_groups_slowdown(network: Network, phase: Phase) -> float:
     """Return the factor by which start-ups take longer than measured.
 
     Groups of one level that cross hosts run at the same time but were measured one at a time. If all hosts are emulated
     on one machine, they share its processors.
     """
-    shared = network.one_machine and network.crosses(phase.level)
+    shared = network.one_machine and network.crosses(phase.level.groups)
     return network.slowdown(len(phase.level.groups)) if shared else 1.0
 
 
@@ -82,7 +89,7 @@ def pricing(network: Network) -> Callable[[Cost], float]:
             transfer = flow(network, phase)
             busy_s = {name: nbytes / rates[name] for name, nbytes in transfer.load_bytes.items()}
             slowdown = _concurrent_groups_slowdown(network, phase)
-            startup_s = network.collective(phase.kind, phase.level).least_s(0) * slowdown
+            startup_s = _cost_of(network, phase).least_s(0) * slowdown
             known[key] = _PhaseTime(transfer.serial_s, transfer.spread_s, startup_s, busy_s)
         return known[key]
 

@@ -1,47 +1,42 @@
-"""Predict the time of one training step on a cluster, and what it loses to each cause.
-
-A step on the slowest rank consists of: DDP's broadcast of buffers; forward; backward, whose thread copies gradients
-into buckets and hands full buckets to their lanes; the exchanges on the lanes; copies out of the buckets; the
-optimizer.
-"""
+"""Predict the time of one training step on a cluster, and what it loses to each cause. A step on the slowest rank
+consists of: DDP's broadcast of buffers; forward; backward, whose thread copies gradients into buckets and hands full
+ones to their lanes; the exchanges on the lanes; copies out of the buckets; the optimizer. If updates are exchanged, the
+optimizer comes before the exchanges, and the time of a step is the mean over the steps in which all parts of the
+weights are exchanged once."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
-from syncline.exchange import Climbing, Cost, Phase, Topology
+from syncline.exchange import Climbing, Cost, Topology
 from syncline.predict.exchange_time import capacities, flow, solo_s, topology_of
 from syncline.predict.schedule import Schedule
 from syncline.predict.timeline import Bucket, Collective, Timeline, Work, simulate
 from syncline.records.network import Network
 from syncline.records.profile import Overheads, Profile
 
+_COPIES_BEFORE, _COPIES_AFTER = 2, 3
+"""Passes over a fragment, each about as long as a copy, to compute its update and to apply the result."""
 _NO_OVERHEADS = Overheads(copy_in_s_per_byte=0.0, copy_out_s_per_byte=0.0, hook_s=0.0, work={})
 
 
 class Losses(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Seconds of a step beyond the computation of a typical rank, by cause."""
 
-    startups_s: float
-    """Start-ups of collectives."""
-    links_s: dict[str, float]
-    """Busy links, by kind: `host`, `rack`, `local`."""
-    tail_s: float
-    """Gradients that wait for their bucket to fill, and so are sent after backward has ended."""
-    straggler_s: float
-    """Waiting for slower ranks."""
-    overhead_s: float
-    """Copies into and out of buckets, hooks, and the exchanges' own computation."""
-    buffers_s: float
-    """Broadcasts of buffers before forward."""
-    software_s: float
-    """The cost of collectives on infinitely fast links: processors, and protocols that do not fill a link."""
+    startups_s: float  # start-ups of collectives
+    links_s: dict[str, float]  # busy links, by kind: `host`, `rack`, `local`
+    tail_s: float  # gradients that wait for their bucket to fill, and so are sent after backward has ended
+    straggler_s: float  # waiting for slower ranks
+    overhead_s: float  # copies into and out of buckets, hooks, and the exchanges' own computation
+    buffers_s: float  # broadcasts of buffers before forward
+    software_s: float  # collectives on infinitely fast links: processors, and protocols that do not fill a link
 
     @property
     def by_cause(self) -> dict[str, float]:
@@ -49,56 +44,43 @@ class Losses(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         single = ("startups", "tail", "straggler", "overhead", "buffers", "software")
         return {name: getattr(self, f"{name}_s") for name in single} | self.links_s
 
-    @property
-    def total_s(self) -> float:
-        return sum(self.by_cause.values())
-
-
-@dataclass(frozen=True)
-class _Case:
-    """The inputs of a prediction, and which causes of loss it includes."""
-
-    profile: Profile
-    network: Network
-    schedule: Schedule
-    paced: bool
-    topology: Topology
-    """The topology with all causes, so that exchanges choose the same paths when a cause is removed."""
-    overheads: bool = True
-    straggler: bool = True
-    buffers: bool = True
-
 
 @dataclass(frozen=True)
 class Prediction:
     """One step of one schedule on one cluster. Properties that need further simulations are computed on first use."""
 
-    iteration_s: float
-    timeline: Timeline
-    """The exchanges, in seconds from the start of backward."""
-    _case: _Case
+    profile: Profile
+    network: Network
+    schedule: Schedule
+    paced: bool
+    topology: Topology  # with all causes, so that exchanges choose the same paths when a cause is removed
+    overheads: bool = True  # whether this cause of loss is included, as those below
+    straggler: bool = True
+    buffers: bool = True
+    iteration_s: float = field(init=False)
+    timeline: Timeline = field(init=False)  # the exchanges, in seconds from the start of backward
 
-    @property
-    def schedule(self) -> Schedule:
-        return self._case.schedule
+    def __post_init__(self) -> None:
+        for name, value in zip(("iteration_s", "timeline"), self._simulated(), strict=True):
+            object.__setattr__(self, name, value)
 
     @property
     def hosts(self) -> int:
-        return self._case.network.hosts
+        return self.network.hosts
 
     @property
     def ranks(self) -> int:
-        return self._case.network.ranks
+        return self.network.ranks
 
     @property
     def compute_s(self) -> float:
         """Time of the step on a typical rank alone."""
-        return self._case.profile.step_s
+        return self.profile.step_s
 
     @property
     def backward_s(self) -> float:
         """Backward of the slowest rank."""
-        return _pace(self._case)[1]
+        return self._pace[1]
 
     @property
     def scaling(self) -> float:
@@ -106,196 +88,199 @@ class Prediction:
         return self.compute_s / self.iteration_s if self.iteration_s else 1.0
 
     @property
-    def exposed_s(self) -> float:
-        """Communication after the end of backward."""
-        return max(0.0, max(self.timeline.end_s.values(), default=0.0) - self.backward_s)
+    def sent_bytes(self) -> int:
+        """Bytes per step sent by the busiest rank; for updates, the mean over the steps."""
+        costs = zip(self._costs, self.schedule.periods, strict=True)
+        return round(sum(phase.sent_bytes / period for cost, period in costs for phase in cost.phases))
 
     @property
-    def sent_bytes(self) -> int:
-        """Bytes per step sent by the busiest rank."""
-        return sum(phase.sent_bytes for phase in _phases(self._case))
-
-    def link_bytes(self, name: str) -> int:
-        """Return the bytes per step through the busiest link of a kind."""
-        loads = self._case.network.loads
-        phases = _phases(self._case)
-        return sum(loads(phase.kind, phase.elements, phase.itemsize, phase.level).get(name, 0) for phase in phases)
+    def link_bytes(self) -> Mapping[str, int]:
+        """Bytes per step through the busiest link of each kind; for updates, the mean over the steps."""
+        total = {link.name: 0.0 for link in self.network.links}
+        for cost, period in zip(self._costs, self.schedule.periods, strict=True):
+            for phase in cost.phases:
+                loads = self.network.loads(phase.kind, phase.elements, phase.itemsize, phase.level)
+                for name, nbytes in loads.items():
+                    total[name] += nbytes / period
+        return {name: round(nbytes) for name, nbytes in total.items()}
 
     @functools.cached_property
     def low_s(self) -> float:
         """Time of the step at the low ends of the network's intervals and the profile's quartiles."""
-        spread = self._case.profile.spread
+        bound, spread = dataclasses.replace(self, network=self.network.bound(high=False)), self.profile.spread
         faster_s = 0.0 if spread is None else min(0.0, spread.low_s - self.compute_s)
-        return max(self.compute_s, min(self._bound_s(high=False), self.iteration_s)) + faster_s
+        return max(self.compute_s, min(bound.iteration_s, self.iteration_s)) + faster_s
 
     @functools.cached_property
     def high_s(self) -> float:
         """Time of the step at the high ends of the network's intervals and the profile's quartiles."""
-        spread = self._case.profile.spread
+        bound, spread = dataclasses.replace(self, network=self.network.bound(high=True)), self.profile.spread
         slower_s = 0.0 if spread is None else max(0.0, spread.high_s - self.compute_s)
-        return max(self._bound_s(high=True), self.iteration_s) + slower_s
+        return max(bound.iteration_s, self.iteration_s) + slower_s
 
     @functools.cached_property
     def losses(self) -> Losses:
-        return _losses(self._case, self.iteration_s)
+        """Remove one cause after the other, and attribute the time that each saves to it, so that losses add up."""
+        causes, others = zip(*self._without_causes(), strict=True)
+        # Removing a cause may make a step longer: single gradients are padded one by one. That cause then counts as 0.
+        times = list(itertools.accumulate([self.iteration_s, *(other.iteration_s for other in others)], min))
+        times = [*(max(self.compute_s, time_s) for time_s in times[:-1]), self.compute_s]
+        lost = {name: before - after for name, (before, after) in zip(causes, itertools.pairwise(times), strict=True)}
+        links = {link.name for link in self.network.links}
+        links_s = {name: lost.pop(name) for name in causes if name in links}
+        return Losses(links_s=links_s, **{f"{name}_s": seconds for name, seconds in lost.items()})
 
-    def _bound_s(self, *, high: bool) -> float:
-        return _iteration(dataclasses.replace(self._case, network=self._case.network.bound(high=high)))[0]
+    def _without_causes(self) -> Iterator[tuple[str, Prediction]]:
+        """Yield the causes of loss, and the step without them and all earlier ones. The busiest link is the last."""
+        replace, link_bytes = dataclasses.replace, self.link_bytes
+        busy_s = {link.name: link_bytes[link.name] / link.bytes_per_s for link in self.network.links}
+        yield "buffers", (left := replace(self, buffers=False))
+        yield "overhead", (left := replace(left, overheads=False))
+        yield "startups", (left := replace(left, network=left.network.without(startups=True)))
+        yield "tail", (left := replace(left, schedule=self.schedule.one_by_one()))
+        for name in sorted(busy_s, key=lambda name: busy_s[name]):
+            yield name, (left := replace(left, network=left.network.without(link=name)))
+        yield "software", (left := replace(left, network=left.network.without(software=True)))
+        yield "straggler", replace(left, straggler=False)
+
+    def _simulated(self) -> tuple[float, Timeline]:
+        """Return the time of the step, and the timeline of its exchanges."""
+        if self.schedule.updates is not None:
+            return self._simulated_updates(self.schedule.updates.delay)
+        profile, schedule = self.profile, self.schedule
+        forward_s, backward_s, update_s = self._pace
+        ready_s, thread_s = self._ready(self._own, backward_s)
+        timeline = self._exchanges(range(len(schedule.buckets)), ready_s)
+        end_s = thread_s
+        for index, nbytes in enumerate(schedule.bucket_bytes(profile)):
+            end_s = max(end_s, timeline.end_s[str(index)]) + self._own.copy_out_s_per_byte * nbytes
+        buffers = profile.buffers if self.buffers else ()
+        buffers_s = sum(solo_s(self.network, "broadcast", entry.bytes, 1) for entry in buffers)
+        return buffers_s + forward_s + end_s + update_s + self._waiting_s, timeline
+
+    def _simulated_updates(self, delay: int) -> tuple[float, Timeline]:
+        """Return the mean time of a step in which updates are exchanged, and the timeline of the busiest one.
+
+        Each step computes, applies the results that are due, and sends the fragments whose turn it is. With a delay,
+        what was sent goes on during the next steps, and the exchanges of one step wait for those of the last.
+        """
+        fragments, compute_s = self.schedule.fragments, sum(self._pace)
+        sizes = self.schedule.bucket_bytes(self.profile)
+        before_s, after_s = (n * self._own.copy_in_s_per_byte for n in (_COPIES_BEFORE, _COPIES_AFTER))
+        turns: dict[tuple[int, ...], Timeline] = {}
+        busiest = Timeline((), {})
+        period, most_bytes = max(self.schedule.periods, default=1), -1
+        flights: deque[tuple[int, int, float]] = deque()  # fragment, step in which its result is due, end of exchange
+        now_s = free_s = began_s = 0.0
+        for step in range(2 * period):
+            if step == period:
+                began_s = now_s  # lanes are as busy as they will stay
+            now_s += compute_s
+            due = tuple(
+                index
+                for index, fragment in enumerate(fragments)
+                if (step - fragment.turn) % fragment.period == 0 and (self.buffers or not fragment.is_buffers)
+            )
+            now_s = self._applied_s(flights, step, now_s, after_s, sizes)
+            if due:
+                ready_s = list(itertools.accumulate(before_s * sizes[index] for index in due))
+                turns[due] = turns.get(due) or self._exchanges(due, ready_s)
+                now_s += self._waiting_s + self._own.hook_s * len(due)
+                later_s = max(0.0, free_s - now_s)  # lanes still send what the last step sent
+                ends = [(index, step + delay, now_s + later_s + turns[due].end_s[str(index)]) for index in due]
+                flights.extend(ends)
+                free_s = max(end_s for *_, end_s in ends)
+                now_s += ready_s[-1]
+                if (sent := sum(sizes[index] for index in due)) > most_bytes:
+                    most_bytes, busiest = sent, turns[due]
+            now_s = self._applied_s(flights, step, now_s, after_s, sizes)
+        return (now_s - began_s) / period, busiest.shifted(self._pace[1] + self._pace[2])
+
+    def _applied_s(
+        self, flights: deque[tuple[int, int, float]], step: int, now_s: float, s_per_byte: float, sizes: Sequence[int]
+    ) -> float:
+        """Apply the results that are due in this step, and return the time when that is done."""
+        while flights and flights[0][1] <= step:
+            index, _, end_s = flights.popleft()
+            now_s = max(now_s, end_s) + s_per_byte * sizes[index]
+        return now_s
+
+    def _exchanges(self, indices: Sequence[int], ready_s: Sequence[float]) -> Timeline:
+        """Simulate the exchanges of these buckets or fragments, which are handed to their lanes at these times."""
+        network, schedule = self.network, self.schedule
+        sizes, exchanges, buckets = schedule.bucket_bytes(self.profile), schedule.bucket_exchanges, []
+        for index, bucket_ready_s in zip(indices, ready_s, strict=True):
+            name, exchange = exchanges[index]
+            cost, work = self._costs[index], self._own.work.get(name)
+            own_s = work.fixed_s + work.s_per_byte * sizes[index] if work is not None else 0.0
+            stages: list[Work | Collective] = []
+            for phases in cost.parts:  # equal parts of the exchange's own work are around each collective of a chunk
+                part = Work(own_s / cost.chunks / (len(phases) + 1))
+                flows = [stage for phase in phases for stage in (flow(network, phase), part)]
+                stages += [part, *flows] if own_s else flows[::2]
+            waits, lane = exchange.waits and len(cost.phases) > 1, index % schedule.lanes
+            buckets.append(Bucket(str(index), bucket_ready_s, lane, tuple(stages), cost.chunks, waits))
+        return simulate(buckets, capacities(network), network.in_flight, network.slowdown, network.crowding)
+
+    @property
+    def _own(self) -> Overheads:
+        """The overheads, if they are included."""
+        return (self.profile.overheads if self.overheads and self.ranks > 1 else None) or _NO_OVERHEADS
+
+    @property
+    def _waiting_s(self) -> float:
+        """Time that a step waits for randomly late ranks, beyond the one that is always slowest."""
+        if not self.straggler or self.ranks < 2:
+            return 0.0
+        always_s = 0.0 if self.profile.slowest is None else self.profile.slowest.step_s - self.profile.step_s
+        return max(0.0, self.profile.jitter_s - max(0.0, always_s))
+
+    @property
+    def _pace(self) -> tuple[float, float, float]:
+        """Forward, backward and update of the slowest rank."""
+        profile = self.profile
+        slowest = profile.slowest if self.straggler and self.ranks > 1 else None
+        if slowest is None or slowest.step_s <= profile.step_s:  # the medians' sum may exceed the step of every rank
+            return profile.forward_s, profile.backward_s, profile.update_s
+        return slowest.forward_s, slowest.backward_s, slowest.update_s
+
+    def _ready(self, overheads: Overheads, backward_s: float) -> tuple[list[float], float]:
+        """Return when each bucket is handed to its lane, and when the thread that runs backward has finished."""
+        profile, buckets = self.profile, self.schedule.buckets
+        stretch = backward_s / profile.backward_s if profile.backward_s > 0 else 1.0
+        bucket_of = {gradient: bucket for bucket, gradients in enumerate(buckets) for gradient in gradients}
+        missing = [len(gradients) for gradients in buckets]
+        ready_s = [0.0] * len(missing)
+        late_s = now_s = 0.0
+        for index, gradient in enumerate(profile.gradients):
+            bucket, due_s = bucket_of[index], gradient.ready_s * stretch
+            extra_s = overheads.copy_in_s_per_byte * gradient.bytes
+            missing[bucket] -= 1
+            if not missing[bucket] and profile.device != "cuda":
+                extra_s += overheads.hook_s  # on CUDA the host is ahead of the device, so hooks do not delay a step
+            late_s = (max(0.0, now_s - due_s) if self.paced else late_s) + extra_s
+            ready_s[bucket] = now_s = due_s + late_s
+        # Buckets are launched in their order, even if a later one is full first.
+        ready_s = list(itertools.accumulate(ready_s, max))
+        return ready_s, max(now_s, backward_s + (0.0 if self.paced else late_s))
+
+    @functools.cached_property
+    def _costs(self) -> list[Cost]:
+        """The cost of each bucket's exchange."""
+        if self.ranks < 2:
+            return [Cost(())] * len(self.schedule.buckets)
+        contents = zip(self.schedule.bucket_exchanges, self.schedule.contents(self.profile), strict=True)
+        return [exchange.cost(numel, dtype, self.topology) for (_, exchange), (numel, dtype) in contents]
 
 
 def predict(
-    profile: Profile,
-    network: Network,
-    schedule: Schedule,
-    *,
-    paced: bool = False,
-    topology: Topology | None = None,
+    profile: Profile, network: Network, schedule: Schedule, *, paced: bool = False, topology: Topology | None = None
 ) -> Prediction:
-    """Predict the time of one step.
-
-    Args:
-        profile: The model.
-        network: The cluster.
-        schedule: Buckets, lanes and exchanges.
-        paced: Whether gradients are ready at fixed times, as in a replayed profile, even if copies and hooks delay the
-            thread that runs backward.
-        topology: The network's topology, to save time in repeated predictions.
-    """
+    """Predict the time of one step. With `paced`, gradients are ready at fixed times, as in a replayed profile, even if
+    copies and hooks delay the thread that runs backward. `topology` is the network's, to save time in repeated
+    predictions."""
     if topology is None:
-        exchanges = schedule.exchanges.values()
-        climbing = next((exchange for exchange in exchanges if isinstance(exchange, Climbing)), None)
-        tree = network.tree if climbing is None else climbing.tree(network.tree, network.ranks)
+        climbing = [exchange for exchange in schedule.exchanges.values() if isinstance(exchange, Climbing)]
+        tree = climbing[0].tree(network.tree, network.ranks) if climbing else network.tree
         topology = topology_of(network, tree)
-    case = _Case(profile, network, schedule, paced, topology)
-    iteration_s, timeline = _iteration(case)
-    return Prediction(iteration_s, timeline, case)
-
-
-def _losses(case: _Case, iteration_s: float) -> Losses:
-    """Remove one cause after the other, and attribute the time that each saves to it, so that losses add up."""
-    typical_s = case.profile.step_s
-    causes, cases = zip(*_without_causes(case), strict=True)
-    # Removing a cause may make a step longer: single gradients are padded one by one. That cause then counts as 0.
-    times = list(itertools.accumulate([iteration_s, *(_iteration(case)[0] for case in cases)], min))
-    times = [*(max(typical_s, time_s) for time_s in times[:-1]), typical_s]
-    lost = {name: before - after for name, (before, after) in zip(causes, itertools.pairwise(times), strict=True)}
-    links = [link.name for link in case.network.links]
-    return Losses(
-        **{f"{name}_s": seconds for name, seconds in lost.items() if name not in links},
-        links_s={name: seconds for name, seconds in lost.items() if name in links},
-    )
-
-
-def _without_causes(case: _Case) -> Iterator[tuple[str, _Case]]:
-    """Yield the causes of loss, and the case without them and all earlier ones. The busiest link is the last."""
-    replace = dataclasses.replace
-    busy_s = {link.name: 0.0 for link in case.network.links}
-    for phase in _phases(case):
-        for name, seconds in case.network.busy_s(phase.kind, phase.elements, phase.itemsize, phase.level).items():
-            busy_s[name] += seconds
-    yield "buffers", (case := replace(case, buffers=False))
-    yield "overhead", (case := replace(case, overheads=False))
-    yield "startups", (case := replace(case, network=case.network.without(startups=True)))
-    yield "tail", (case := replace(case, schedule=_one_by_one(case.schedule)))
-    for name in sorted(busy_s, key=lambda name: busy_s[name]):
-        yield name, (case := replace(case, network=case.network.without(link=name)))
-    yield "software", (case := replace(case, network=case.network.without(software=True)))
-    yield "straggler", replace(case, straggler=False)
-
-
-def _one_by_one(schedule: Schedule) -> Schedule:
-    """Return the schedule with one bucket for every gradient."""
-    buckets = [schedule.exchange_of(index) for index in range(len(schedule.buckets))]
-    each = {gradient: buckets[index] for index, bucket in enumerate(schedule.buckets) for gradient in bucket}
-    order = sorted(each)
-    return dataclasses.replace(
-        schedule, buckets=tuple((gradient,) for gradient in order), each=tuple(each[gradient] for gradient in order)
-    )
-
-
-def _iteration(case: _Case) -> tuple[float, Timeline]:
-    profile, network, schedule = case.profile, case.network, case.schedule
-    forward_s, backward_s, update_s = _pace(case)
-    overheads = (profile.overheads if case.overheads and network.ranks > 1 else None) or _NO_OVERHEADS
-    ready_s, thread_s = _ready(case, overheads, backward_s)
-    sizes = schedule.bucket_bytes(profile)
-    buckets = []
-    for index, (cost, nbytes) in enumerate(zip(_costs(case), sizes, strict=True)):
-        name, exchange = schedule.exchange_of(index)
-        work = overheads.work.get(name)
-        own_s = work.fixed_s + work.s_per_byte * nbytes if work is not None else 0.0
-        stages = [stage for phases in cost.parts for stage in _stages(network, phases, own_s / cost.chunks)]
-        waits, lane = exchange.waits and len(cost.phases) > 1, index % schedule.lanes
-        buckets.append(Bucket(str(index), ready_s[index], lane, tuple(stages), cost.chunks, waits))
-    timeline = simulate(buckets, capacities(network), network.in_flight, network.slowdown, network.crowding)
-    end_s = thread_s
-    for index, nbytes in enumerate(sizes):
-        end_s = max(end_s, timeline.end_s[str(index)]) + overheads.copy_out_s_per_byte * nbytes
-    waiting_s = _jitter_s(profile) if case.straggler and network.ranks > 1 else 0.0
-    return _buffers_s(case) + forward_s + end_s + update_s + waiting_s, timeline
-
-
-def _jitter_s(profile: Profile) -> float:
-    """Return the time that a step waits for randomly late ranks, beyond the rank that is always slowest."""
-    always_s = 0.0 if profile.slowest is None else profile.slowest.step_s - profile.step_s
-    return max(0.0, profile.jitter_s - max(0.0, always_s))
-
-
-def _pace(case: _Case) -> tuple[float, float, float]:
-    """Return forward, backward and update of the slowest rank."""
-    profile = case.profile
-    slowest = profile.slowest if case.straggler and case.network.ranks > 1 else None
-    if slowest is None or slowest.step_s <= profile.step_s:  # the medians' sum may exceed the step of every rank
-        return profile.forward_s, profile.backward_s, profile.update_s
-    return slowest.forward_s, slowest.backward_s, slowest.update_s
-
-
-def _ready(case: _Case, overheads: Overheads, backward_s: float) -> tuple[list[float], float]:
-    """Return when each bucket is handed to its lane, and when the thread that runs backward has finished."""
-    profile, schedule = case.profile, case.schedule
-    stretch = backward_s / profile.backward_s if profile.backward_s > 0 else 1.0
-    bucket_of = {gradient: bucket for bucket, gradients in enumerate(schedule.buckets) for gradient in gradients}
-    missing = [len(gradients) for gradients in schedule.buckets]
-    ready_s = [0.0] * len(missing)
-    late_s = now_s = 0.0
-    for index, gradient in enumerate(profile.gradients):
-        bucket = bucket_of[index]
-        due_s = gradient.ready_s * stretch
-        extra_s = overheads.copy_in_s_per_byte * gradient.bytes
-        missing[bucket] -= 1
-        if not missing[bucket] and profile.device != "cuda":
-            extra_s += overheads.hook_s  # on CUDA the host is ahead of the device, so hooks do not delay a step
-        late_s = (max(0.0, now_s - due_s) if case.paced else late_s) + extra_s
-        now_s = due_s + late_s
-        ready_s[bucket] = now_s
-    # Buckets are launched in their order, even if a later one is full first.
-    ready_s = list(itertools.accumulate(ready_s, max))
-    return ready_s, max(now_s, backward_s + (0.0 if case.paced else late_s))
-
-
-def _costs(case: _Case) -> list[Cost]:
-    """Return the cost of each bucket's exchange."""
-    if case.network.ranks < 2:
-        return [Cost(()) for _ in case.schedule.buckets]
-    exchanges = [case.schedule.exchange_of(index)[1] for index in range(len(case.schedule.buckets))]
-    contents = zip(exchanges, case.schedule.contents(case.profile), strict=True)
-    return [exchange.cost(numel, dtype, case.topology) for exchange, (numel, dtype) in contents]
-
-
-def _phases(case: _Case) -> list[Phase]:
-    return [phase for cost in _costs(case) for phase in cost.phases]
-
-
-def _stages(network: Network, phases: tuple[Phase, ...], own_s: float) -> tuple[Work | Collective, ...]:
-    """Return the stages of one chunk: its collectives, with equal parts of the exchange's own work around each."""
-    flows = tuple(flow(network, phase) for phase in phases)
-    if not flows or not own_s:
-        return flows
-    part = Work(own_s / (len(flows) + 1))
-    return (part, *(stage for collective in flows for stage in (collective, part)))
-
-
-def _buffers_s(case: _Case) -> float:
-    if not case.buffers or case.network.ranks < 2:
-        return 0.0
-    return sum(solo_s(case.network, "broadcast", entry.bytes, 1) for entry in case.profile.buffers)
+    return Prediction(profile, network, schedule, paced, topology)

@@ -2,87 +2,106 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES, Cost, Dense, Topology, default_lanes
+from syncline.exchange import EXCHANGES, ChunkedTopk, Dense, Exchange, OkTopk, default_lanes, for_updates
 from syncline.records.bucket_caps import filled
+from syncline.records.pieces import buffer_period, fragments_of
 from syncline.records.plan import MAX_LANES
-from syncline.records.profile import Gradient, Profile
+from syncline.records.profile import BUFFER_ITEM_BYTES, Gradient, Profile
 
 MIB = 1024 * 1024
 DDP_CAPS = (MIB, 25 * MIB)
 """Bytes at which plain DDP closes its buckets by default. The first bucket is small, so that sending starts early."""
 
 
-class Costed(Protocol):
-    """The properties of an exchange that a prediction uses. Every `Exchange` has them."""
+@dataclass(frozen=True)
+class Updates:
+    """An exchange of the optimizer's updates instead of gradients, with the settings of `attach`, after the warm-up."""
 
-    @property
-    def lossless(self) -> bool: ...
+    exchange_name: str  # under which a profile has the exchange's own work
+    exchange: Exchange
+    every: int = 1
+    delay: int = 0
 
-    @property
-    def waits(self) -> bool: ...
 
-    def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost: ...
+UPDATES: dict[str, Updates] = {
+    "oktopk-updates": Updates("oktopk", OkTopk(density=0.01)),
+    "local-15": Updates("topk-chunks", ChunkedTopk(density=0.03), every=15),
+    "local-15-late": Updates("topk-chunks", ChunkedTopk(density=0.03), every=15, delay=1),
+}
+"""Exchanges of updates by the names that predictions and the bench use."""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Weights or buffers that are exchanged together in some steps, instead of a bucket of gradients."""
+
+    elements: int
+    dtype: torch.dtype
+    period: int  # it is exchanged in one of so many steps
+    turn: int  # in which of them
+    is_buffers: bool = False
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Buckets in the order in which they are launched. A bucket is a tuple of indices into the profile's gradients."""
+    """Buckets in the order in which they are launched. A bucket is a tuple of indices into the profile's gradients.
+
+    With `updates`, there is a fragment in place of each bucket, which is empty.
+    """
 
     name: str
     buckets: tuple[tuple[int, ...], ...]
-    exchange: Costed = field(default_factory=Dense)
+    exchange: Exchange = field(default_factory=Dense)
     exchange_name: str = "dense"
     lanes: int = 1
     bucket_mb: float | None = None
-    each: tuple[tuple[str, Costed], ...] = ()
-    """Name and exchange of each bucket, if they differ between buckets."""
-
-    def exchange_of(self, bucket: int) -> tuple[str, Costed]:
-        return self.each[bucket] if self.each else (self.exchange_name, self.exchange)
+    each: tuple[tuple[str, Exchange], ...] = ()  # name and exchange of each bucket, if they differ between buckets
+    updates: Updates | None = None
+    fragments: tuple[Fragment, ...] = ()
 
     @property
-    def exchanges(self) -> dict[str, Costed]:
+    def bucket_exchanges(self) -> tuple[tuple[str, Exchange], ...]:
+        """Name and exchange of each bucket."""
+        return self.each or ((self.exchange_name, self.exchange),) * len(self.buckets)
+
+    @property
+    def exchanges(self) -> dict[str, Exchange]:
         """All exchanges of the schedule, by name."""
-        return dict(self.exchange_of(bucket) for bucket in range(len(self.buckets)))
+        return dict(self.bucket_exchanges)
 
     @property
     def lossless(self) -> bool:
-        return all(exchange.lossless for exchange in self.exchanges.values())
+        return self.updates is None and all(exchange.lossless for exchange in self.exchanges.values())
+
+    @property
+    def periods(self) -> tuple[int, ...]:
+        """For each bucket, the number of steps in which it is exchanged once."""
+        return tuple(fragment.period for fragment in self.fragments) or (1,) * len(self.buckets)
 
     @classmethod
     def of(
         cls,
         profile: Profile,
         name: str = "ddp",
-        *,
         lanes: int | None = None,
         bucket_mb: float | None = None,
         backend: str = "nccl",
     ) -> Schedule:
-        """Return a schedule with DDP's buckets and one exchange for all of them.
-
-        Args:
-            profile: The model.
-            name: `ddp`, or the name of an exchange.
-            lanes: Number of lanes. The default is that of `attach`.
-            bucket_mb: Size of the buckets. The default is DDP's.
-            backend: `gloo` or `nccl`, which decides the default number of lanes.
-
-        Raises:
-            UsageError: An argument is not valid.
-        """
-        if name != "ddp" and name not in EXCHANGES:
-            raise UsageError(f"no exchange is called {name!r}; known: ddp, {', '.join(EXCHANGES)}")
+        """Return a schedule with DDP's buckets and one exchange for all of them: `ddp`, or the name of an exchange; or
+        with fragments, for a name of `UPDATES`. By default, `bucket_mb` is DDP's, and `lanes` is that of `attach`,
+        which depends on the backend."""
+        if name != "ddp" and name not in EXCHANGES and name not in UPDATES:
+            raise UsageError(f"no exchange is called {name!r}; known: ddp, {', '.join((*EXCHANGES, *UPDATES))}")
         exchange_name = "dense" if name == "ddp" else name
-        exchange = EXCHANGES[exchange_name]()
+        exchange = UPDATES[name].exchange if name in UPDATES else EXCHANGES[exchange_name]()
         lanes = default_lanes(exchange, backend) if lanes is None else lanes
         if not 1 <= lanes <= MAX_LANES:
             raise UsageError(f"lanes is {lanes}: there may be 1 to {MAX_LANES}")
@@ -90,7 +109,24 @@ class Schedule:
             raise UsageError("plain DDP has one lane; for several, name an exchange: dense,lanes=4")
         if bucket_mb is not None and not 0 < bucket_mb < 1e6:
             raise UsageError(f"bucket_mb is {bucket_mb:g}: a bucket needs a positive size, in MB")
+        if name in UPDATES:
+            if bucket_mb is not None:
+                raise UsageError(f"{name} exchanges updates, not DDP's buckets: leave bucket_mb out")
+            return cls.of_updates(profile, name, UPDATES[name], lanes)
         return cls(name, ddp_buckets(profile.gradients, bucket_mb), exchange, exchange_name, lanes, bucket_mb)
+
+    @classmethod
+    def of_updates(cls, profile: Profile, name: str, updates: Updates, lanes: int) -> Schedule:
+        """Return the schedule of an exchange of updates, with the fragments of `attach` for a model with these
+        gradients, in the reverse of the order in which they are ready."""
+        exchange = for_updates(updates.exchange, updates.every)
+        fragments = fragments_in(profile, updates.every)
+        each = tuple(
+            ("dense", Dense()) if fragment.is_buffers else (updates.exchange_name, exchange) for fragment in fragments
+        )
+        buckets: tuple[tuple[int, ...], ...] = ((),) * len(fragments)
+        named = cls(name, buckets, exchange, updates.exchange_name, lanes, each=each)
+        return dataclasses.replace(named, updates=updates, fragments=fragments)
 
     @classmethod
     def parse(cls, profile: Profile, text: str, backend: str = "nccl") -> Schedule:
@@ -104,21 +140,33 @@ class Schedule:
             if match[1] in values:
                 raise UsageError(f"plan {text!r}: {match[1]} is given twice")
             values[match[1]] = float(match[2])
-        lanes = values.get("lanes")
-        if lanes is not None and lanes != int(lanes):
+        if not (lanes := values.get("lanes", 1.0)).is_integer():
             raise UsageError(f"plan {text!r}: lanes must be a whole number")
-        whole = None if lanes is None else int(lanes)
+        whole = int(lanes) if "lanes" in values else None
         return cls.of(profile, name.strip(), lanes=whole, bucket_mb=values.get("bucket_mb"), backend=backend)
 
     def bucket_bytes(self, profile: Profile) -> list[int]:
         """Return the bytes of each bucket."""
+        if self.fragments:
+            return [fragment.elements * fragment.dtype.itemsize for fragment in self.fragments]
         return [sum(profile.gradients[index].bytes for index in indices) for indices in self.buckets]
 
     def contents(self, profile: Profile) -> list[tuple[int, torch.dtype]]:
         """Return the number of elements and the dtype of each bucket."""
-        dtypes = [real_dtype(profile.gradients[indices[0]].dtype) for indices in self.buckets]
-        sizes = self.bucket_bytes(profile)
-        return [(nbytes // dtype.itemsize, dtype) for nbytes, dtype in zip(sizes, dtypes, strict=True)]
+        if self.fragments:
+            return [(fragment.elements, fragment.dtype) for fragment in self.fragments]
+        dtypes = (real_dtype(profile.gradients[indices[0]].dtype) for indices in self.buckets)
+        sizes = zip(self.bucket_bytes(profile), dtypes, strict=True)
+        return [(nbytes // dtype.itemsize, dtype) for nbytes, dtype in sizes]
+
+    def one_by_one(self) -> Schedule:
+        """Return the schedule with one bucket for every gradient. Fragments, which wait for no gradient, stay."""
+        if self.updates is not None:
+            return self
+        buckets = zip(self.buckets, self.bucket_exchanges, strict=True)
+        each = {gradient: exchange for bucket, exchange in buckets for gradient in bucket}
+        singles = tuple((gradient,) for gradient in sorted(each))
+        return dataclasses.replace(self, buckets=singles, each=tuple(each[gradient] for (gradient,) in singles))
 
     def describe(self) -> str:
         """Return the schedule as `parse` reads it."""
@@ -130,6 +178,26 @@ def real_dtype(name: str) -> torch.dtype:
     """Return the dtype of a bucket: DDP stores complex numbers as pairs of real ones."""
     dtype: torch.dtype = getattr(torch, {"complex64": "float32", "complex128": "float64"}.get(name, name))
     return dtype
+
+
+def fragments_in(profile: Profile, every: int) -> tuple[Fragment, ...]:
+    """Return the fragments into which `attach` divides a model with these gradients, and its buffers."""
+    weights = {
+        gradient.name: torch.empty(gradient.shape, dtype=real_dtype(gradient.dtype), device="meta")
+        for gradient in reversed(profile.gradients)
+    }
+    buffers = {
+        entry.dtype: torch.empty(entry.bytes // BUFFER_ITEM_BYTES[entry.dtype], dtype=dtype, device="meta")
+        for entry in profile.buffers
+        if (dtype := real_dtype(entry.dtype)).is_floating_point
+    }
+    found = []
+    for tensors, period, is_buffers in ((weights, every, False), (buffers, buffer_period(every), True)):
+        for turn, pieces in fragments_of(tensors, 1 if is_buffers else every):
+            dtype = torch.promote_types(tensors[pieces[0].name].dtype, torch.float32)
+            elements = sum(piece.numel for piece in pieces)
+            found.append(Fragment(elements, dtype, period, turn, is_buffers))
+    return tuple(found)
 
 
 def ddp_caps(bucket_mb: float | None = None) -> tuple[int, ...]:

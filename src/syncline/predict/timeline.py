@@ -1,17 +1,17 @@
 """An event simulation of collectives on lanes, over shared links.
 
 A collective begins with its serial start-up. Then its bytes flow at a speed that is limited by its own start-ups and
-processors, and by its share of the links that it crosses (max-min fairness). An idle link has credit: it carries its
-burst before its rate applies. Concurrent collectives slow each other down by measured factors (`Network.overlap`). Only
-the busiest link of each kind is simulated, so the run time does not depend on the number of ranks.
+processors, and by its share of the links (max-min fairness), of which only the busiest of each kind is simulated. An
+idle link carries its burst before its rate applies. Concurrent collectives slow each other down (`Network.overlap`).
 """
 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 _EPSILON = 1e-12
 _PEAK = 20.0  # speed of a link while it has credit, as a multiple of its rate
@@ -70,6 +70,13 @@ class Timeline:
     spans: tuple[Span, ...]  # sorted by their end
     end_s: Mapping[str, float]  # by bucket
 
+    def shifted(self, seconds: float) -> Timeline:
+        """Return the timeline with all times later by some seconds."""
+        spans = (
+            dataclasses.replace(span, start_s=span.start_s + seconds, end_s=span.end_s + seconds) for span in self.spans
+        )
+        return Timeline(tuple(spans), {name: end_s + seconds for name, end_s in self.end_s.items()})
+
 
 @dataclass(frozen=True)
 class Capacity:
@@ -113,11 +120,9 @@ class _LinkState:
         return math.inf if self.limited or drain <= 0 else self.credit_bytes / drain
 
     def pass_time(self, seconds: float) -> None:
-        if self.until_empty_s() <= seconds * (1 + 1e-9):
-            self.credit_bytes = 0.0
-        else:
-            gained = (self.capacity.bytes_per_s - self.used_bytes_per_s) * seconds
-            self.credit_bytes = min(self.capacity.burst_bytes, max(0.0, self.credit_bytes + gained))
+        gained = (self.capacity.bytes_per_s - self.used_bytes_per_s) * seconds
+        empties = self.until_empty_s() <= seconds * (1 + 1e-9)
+        self.credit_bytes = 0.0 if empties else min(self.capacity.burst_bytes, max(0.0, self.credit_bytes + gained))
 
 
 def simulate(
@@ -127,47 +132,35 @@ def simulate(
     slowdown: Callable[[int], float] = lambda streams: 1.0,
     crowding: Callable[[int], float] = lambda streams: 1.0,
 ) -> Timeline:
-    """Simulate `buckets` and return the start and end of each stage.
-
-    Args:
-        buckets: The buckets; those of one lane in the order in which it starts them.
-        links: The busiest link of each kind.
-        in_flight: Number of buckets that a lane runs at a time, and of chunks of a bucket that are in the same stage.
-        slowdown: The factor by which start-ups take longer while a number of collectives runs.
-        crowding: The factor by which bytes take longer while a number of collectives shares the links.
-    """
-    queues: dict[int, list[Bucket]] = {}
+    """Simulate buckets, those of one lane in the order in which it starts them, over the busiest link of each kind.
+    `in_flight` is the number of buckets that a lane runs at a time, and of chunks of a bucket in the same stage. While
+    a number of collectives runs, start-ups take longer by the factor `slowdown`, and bytes by the factor `crowding`."""
+    simulation = _Simulation(in_flight, slowdown, crowding)
     for bucket in reversed(buckets):
-        queues.setdefault(bucket.lane, []).append(bucket)
-    states = {name: _LinkState(capacity, capacity.burst_bytes) for name, capacity in links.items()}
-    return _Simulation(queues, states, in_flight, slowdown, crowding).run()
+        simulation.queues.setdefault(bucket.lane, []).append(bucket)
+    simulation.links = {name: _LinkState(capacity, capacity.burst_bytes) for name, capacity in links.items()}
+    while simulation.admit():
+        simulation.set_speeds()
+        simulation.advance()
+    return Timeline(tuple(simulation.spans), simulation.end_s)
 
 
-@dataclass
 class _Simulation:
-    queues: dict[int, list[Bucket]]  # lane → buckets that it has not started, the next one last
-    links: dict[str, _LinkState]
-    in_flight: int
-    slowdown: Callable[[int], float]
-    crowding: Callable[[int], float]
-    running: dict[int, dict[str, int]] = field(default_factory=lambda: collections.defaultdict(dict))
-    """Lane → running buckets → number of stages that have not ended."""
-    blocked: dict[int, bool] = field(default_factory=dict)  # lane → whether the last bucket that it started blocks it
-    ended: set[tuple[str, int]] = field(default_factory=set)
-    now_s: float = 0.0
-    active: list[_Active] = field(default_factory=list)
-    spans: list[Span] = field(default_factory=list)
-    end_s: dict[str, float] = field(default_factory=dict)
+    def __init__(self, in_flight: int, slowdown: Callable[[int], float], crowding: Callable[[int], float]) -> None:
+        self.in_flight, self.slowdown, self.crowding = in_flight, slowdown, crowding
+        self.queues: dict[int, list[Bucket]] = {}  # lane → buckets that it has not started, the next one last
+        self.links: dict[str, _LinkState] = {}
+        # Lane → running buckets → number of stages that have not ended.
+        self.running: dict[int, dict[str, int]] = collections.defaultdict(dict)
+        self.blocked: dict[int, bool] = {}  # lane → whether the last bucket that it started blocks it
+        self.ended: set[tuple[str, int]] = set()
+        self.now_s = 0.0
+        self.active: list[_Active] = []
+        self.spans: list[Span] = []
+        self.end_s: dict[str, float] = {}
 
-    def run(self) -> Timeline:
-        while True:
-            self._admit()
-            if not self.active and not any(self.queues.values()):
-                return Timeline(tuple(self.spans), self.end_s)
-            self._set_speeds()
-            self._advance(self._next_event_s())
-
-    def _admit(self) -> None:
+    def admit(self) -> bool:
+        """Start the buckets that are ready on lanes that are free. Return whether anything is left to do."""
         for lane, queue in self.queues.items():
             while queue and self._open(lane) and queue[-1].ready_s <= self.now_s + _EPSILON:
                 bucket = queue.pop()
@@ -178,6 +171,7 @@ class _Simulation:
                 self.blocked[lane] = bucket.waits
                 for chunk in range(min(self.in_flight, bucket.chunks)):
                     self._begin(bucket, chunk * bucket.each)
+        return bool(self.active) or any(self.queues.values())
 
     def _open(self, lane: int) -> bool:
         """Return whether the lane can start another bucket."""
@@ -189,18 +183,7 @@ class _Simulation:
         serial_s = current.serial_s if isinstance(current, Collective) else 0.0
         self.active.append(_Active(bucket, stage, current, self.now_s, serial_s))
 
-    def _follow(self, bucket: Bucket, stage: int) -> None:
-        """Start the stages that waited for this one: the chunk's next stage, and the same stage of a later chunk."""
-        chunk, position = divmod(stage, bucket.each)
-        if position + 1 < bucket.each:
-            before = chunk - self.in_flight
-            if before < 0 or (bucket.name, before * bucket.each + position + 1) in self.ended:
-                self._begin(bucket, stage + 1)
-        later = (chunk + self.in_flight) * bucket.each + position
-        if later < len(bucket.stages) and (position == 0 or (bucket.name, later - 1) in self.ended):
-            self._begin(bucket, later)
-
-    def _set_speeds(self) -> None:
+    def set_speeds(self) -> None:
         slowdown = self.slowdown(max(1, sum(isinstance(active.current, Collective) for active in self.active)))
         flowing: list[tuple[_Active, Collective, float]] = []
         for active in self.active:
@@ -226,7 +209,11 @@ class _Simulation:
         while open_flows:
             # Each link offers equal shares to its open flows; a flow gets the worst of its offers.
             users = {name: sum(1 for _, stage, _ in open_flows if stage.load_bytes.get(name)) for name in left}
-            offers = [_worst_offer(stage, left, users) for _, stage, _ in open_flows]
+            offers = []  # the flow's speed, and bytes per second of that link
+            for _, stage, _ in open_flows:
+                loads = [(name, load) for name, load in stage.load_bytes.items() if load and name in left]
+                shares = [(left[name] / users[name] / load, left[name] / users[name]) for name, load in loads]
+                offers.append(min(shares, default=(math.inf, math.inf)))
             settled = [index for index, (_, _, cap) in enumerate(open_flows) if cap <= offers[index][0]]
             # If every flow wants more than its share, settle the flow on the fullest link.
             settled = settled or [min(range(len(offers)), key=lambda index: offers[index][1])]
@@ -238,20 +225,16 @@ class _Simulation:
                         left[name] = max(0.0, left[name] - active.speed * load)
             open_flows = [flow for index, flow in enumerate(open_flows) if index not in settled]
         for name, state in self.links.items():
-            state.used_bytes_per_s = crowding * sum(
-                active.speed * stage.load_bytes.get(name, 0.0)
-                for active, stage, _ in flowing
-                if math.isfinite(active.speed)
-            )
+            finite = [(active, stage) for active, stage, _ in flowing if math.isfinite(active.speed)]
+            used = sum(active.speed * stage.load_bytes.get(name, 0.0) for active, stage in finite)
+            state.used_bytes_per_s = crowding * used
 
-    def _next_event_s(self) -> float:
-        """Return the seconds until something changes."""
+    def advance(self) -> None:
+        """Let time pass until something changes."""
         waits = [active.left_s() for active in self.active]
         waits += [state.until_empty_s() for state in self.links.values()]
         waits += [queue[-1].ready_s - self.now_s for lane, queue in self.queues.items() if queue and self._open(lane)]
-        return max(0.0, min(waits))
-
-    def _advance(self, seconds: float) -> None:
+        seconds = max(0.0, min(waits))
         self.now_s += seconds
         for state in self.links.values():
             state.pass_time(seconds)
@@ -278,14 +261,10 @@ class _Simulation:
         if not running[bucket.name]:
             del running[bucket.name]
             self.end_s[bucket.name] = self.now_s
-        self._follow(bucket, active.stage)
-
-
-def _worst_offer(stage: Collective, left: Mapping[str, float], users: Mapping[str, int]) -> tuple[float, float]:
-    """Return the smallest offer of a flow's links, as the flow's speed and as bytes per second of that link."""
-    offers = [
-        (left[name] / users[name] / load, left[name] / users[name])
-        for name, load in stage.load_bytes.items()
-        if load and name in left
-    ]
-    return min(offers, default=(math.inf, math.inf))
+        # The chunk's next stage and the same stage of a later chunk may have waited for this one.
+        position, window = active.stage % bucket.each, self.in_flight * bucket.each
+        following, later = active.stage + 1, active.stage + window
+        if position + 1 < bucket.each and (following <= window or (bucket.name, following - window) in self.ended):
+            self._begin(bucket, following)
+        if later < len(bucket.stages) and (position == 0 or (bucket.name, later - 1) in self.ended):
+            self._begin(bucket, later)

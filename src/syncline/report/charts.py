@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import ClassVar
+
+import msgspec
 
 from syncline.units import duration_text, size_text
 
@@ -28,40 +28,29 @@ KINDS = {
     "predicted": "predicted",
 }
 """What a bar's colour means, the same on every chart."""
-_SMALLEST = 1e-300
-"""Anything smaller is drawn as 0: there are no round numbers below it."""
+_SMALLEST = 1e-300  # anything smaller is drawn as 0: there are no round numbers below it
 
 
-@dataclass(frozen=True)
-class Bar:
+class Bar(msgspec.Struct, frozen=True):
     """One bar of a row; a bar of kind `predicted` is drawn as a tick at its start."""
 
     kind: str
     start: float
     end: float
     tooltip: str
-    data: Mapping[str, str | float] = field(default_factory=dict)
-    label: str = ""
-    """Drawn on the bar if it is wide enough."""
-    line: int = 0
-    """Line of the row, for bars that overlap in time."""
-    inner: bool = False
-    """True for a part of another bar, drawn thinly on top of it."""
+    data: Mapping[str, str | float] = {}
+    label: str = ""  # drawn on the bar if it is wide enough
+    line: int = 0  # line of the row, for bars that overlap in time
+    inner: bool = False  # true for a part of another bar, drawn thinly on top of it
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(msgspec.Struct, frozen=True):
     name: str
     bars: tuple[Bar, ...] = ()
-    cells: tuple[str, ...] = ()
-    """Texts to the right of the bars, one per column."""
+    cells: tuple[str, ...] = ()  # texts to the right of the bars, one per column
     quartiles: tuple[float, float] | None = None
     note: str = ""
     strong: bool = False
-
-    @property
-    def lines(self) -> int:
-        return 1 + max((bar.line for bar in self.bars), default=0)
 
 
 def time_bar(kind: str, seconds: float, tooltip: str, start: float = 0.0, **data: str | float) -> Bar:
@@ -78,32 +67,23 @@ def stacked(parts: Iterable[tuple[str, float, str]], **data: str | float) -> tup
     return tuple(bars)
 
 
-@dataclass(frozen=True)
-class Bars:
+class Bars(msgspec.Struct, frozen=True):
     """Rows of bars on one scale that starts at 0."""
 
     caption: str
     rows: Sequence[Row]
-    columns: Sequence[str] = ()
-    """Names of the cells; narrow screens show only the first two."""
-    source: str = ""
-    """`measured`, `predicted` or what else the badge says."""
-    limit: tuple[float, str] | None = None
-    """A vertical line through all rows, and its name."""
+    columns: Sequence[str] = ()  # names of the cells; narrow screens show only the first two
+    source: str = ""  # `measured`, `predicted` or what else the badge says
+    limit: tuple[float, str] | None = None  # a vertical line through all rows, and its name
     note: str = ""
-    unit: str = "seconds"
-    """`seconds` or `bytes`."""
-    compact: bool = False
-    """True for a timeline: no space between rows."""
-    common_end: float = 0.0
-    """End of the scale where several charts share one."""
-    template: ClassVar[str] = "bars"
+    unit: str = "seconds"  # `seconds` or `bytes`
+    compact: bool = False  # true for a timeline: no space between rows
+    common_end: float = 0.0  # end of the scale where several charts share one
 
     @property
     def end(self) -> float:
-        ends = [bar.end for row in self.rows for bar in row.bars]
-        ends += [row.quartiles[1] for row in self.rows if row.quartiles is not None]
-        end = max([self.common_end, *ends])
+        whiskers = [row.quartiles[1] for row in self.rows if row.quartiles is not None]
+        end = max([self.common_end, *whiskers, *(bar.end for row in self.rows for bar in row.bars)])
         return end if math.isfinite(end) and end > 0 else 1.0
 
     @property
@@ -113,13 +93,11 @@ class Bars:
 
     @property
     def legend_entries(self) -> list[tuple[str, str]]:
-        """CSS class and text."""
         drawn = {bar.kind for row in self.rows for bar in row.bars}
         return [(f"k-{kind}", text) for kind, text in KINDS.items() if kind in drawn]
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(msgspec.Struct, frozen=True):
     name: str
     low: float
     high: float
@@ -173,28 +151,23 @@ def _round_numbers(largest: float, wanted: int = 5) -> tuple[float, ...]:
     return tuple(step * index for index in range(int(largest / step * (1 + 1e-9)) + 1))
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(msgspec.Struct, frozen=True):
     x: float
     y: float
     tooltip: str
     quartiles: tuple[float, float] | None = None
 
 
-@dataclass(frozen=True)
-class Series:
+class Series(msgspec.Struct, frozen=True):
     name: str
     line: Sequence[tuple[float, float]] = ()
     points: Sequence[Point] = ()
-    band: Sequence[tuple[float, float, float]] = ()
-    """x, low and high."""
+    band: Sequence[tuple[float, float, float]] = ()  # x, low and high
     dashed: bool = False
-    color: int = 0
-    """0 to 7."""
+    color: int = 0  # 0 to 7
 
 
-@dataclass(frozen=True)
-class Lines:
+class Lines(msgspec.Struct, frozen=True):
     """Lines, points and bands over two axes."""
 
     caption: str
@@ -203,9 +176,7 @@ class Lines:
     series: Sequence[Series]
     source: str = ""
     note: str = ""
-    quiet: bool = False
-    """Show points only when they are pointed at."""
-    template: ClassVar[str] = "lines"
+    quiet: bool = False  # show points only when they are pointed at
 
     @property
     def legend_entries(self) -> list[tuple[str, str]]:
@@ -218,23 +189,19 @@ class Lines:
         return self.path([*((x, high) for x, _, high in band), *((x, low) for x, low, _ in reversed(band))]) + " Z"
 
 
-@dataclass(frozen=True)
-class HeatCell:
+class HeatCell(msgspec.Struct, frozen=True):
     text: str
     tooltip: str
-    heat: int
-    """0 to 8: how strong its colour is."""
+    heat: int  # 0 to 8: how strong its colour is
     value: float
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(msgspec.Struct, frozen=True):
     caption: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str | HeatCell]]
     source: str = ""
     note: str = ""
-    template: ClassVar[str] = "table"
 
     @property
     def heated(self) -> bool:
@@ -243,26 +210,17 @@ class Table:
     @property
     def text_columns(self) -> set[int]:
         """Columns that hold words, which are aligned to the left."""
-        return {
-            column
-            for row in self.rows
-            for column, cell in enumerate(row)
-            if isinstance(cell, str) and cell and cell != "–" and not cell[0].isdigit()
-        }
+        cells = [(column, cell) for row in self.rows for column, cell in enumerate(row) if isinstance(cell, str)]
+        return {column for column, cell in cells if cell and cell != "–" and not cell.lstrip("+-")[:1].isdigit()}
 
 
 Chart = Bars | Lines | Table
 
 
-@dataclass(frozen=True)
-class Section:
-    name: str
-    """Also its address on the page: `#timeline`."""
+class Section(msgspec.Struct, frozen=True):
+    name: str  # also its address on the page: `#timeline`
     title: str
     lead: str = ""
-    charts: Sequence[Chart | Sequence[Lines]] = ()
-    """Line charts in a sequence of their own are drawn small and side by side."""
-    points: Sequence[str] = ()
-    """Sentences, as a list."""
-    commands: Sequence[tuple[str, str]] = ()
-    """Pairs of a purpose, such as "Predict again", and a command."""
+    charts: Sequence[Chart | Sequence[Lines]] = ()  # line charts in an inner sequence are drawn small, side by side
+    points: Sequence[str] = ()  # sentences, as a list
+    commands: Sequence[tuple[str, str]] = ()  # pairs of a purpose, such as "Predict again", and a command

@@ -3,39 +3,46 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import datetime
 import hashlib
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from importlib import resources
+from typing import Any, NamedTuple
 
 import jinja2
+import msgspec
 from markupsafe import Markup
 
 from syncline._version import __version__
 from syncline.files import write_text
-from syncline.report import summary
+from syncline.records.bench_result import DemoRow
+from syncline.records.bench_result import Row as BenchRow
+from syncline.records.run_record import FINISHED, RUNNING, RunRecord
+from syncline.report import sentences
 from syncline.report.charts import Section
-from syncline.report.forecast import forecast_for
-from syncline.report.inputs import Inputs
+from syncline.report.inputs import Inputs, ModelData, all_networks, forecast_for
 from syncline.report.sections import all_sections
-from syncline.report.summary import Fact
+from syncline.units import count_text, milliseconds_text, ranks_text, rate_text, size_text
 
-_MOST_MODELS = 6
+_MOST_MODELS, _MOST_FACTS = 6, 4
+
+
+class Fact(NamedTuple):
+    name: str
+    value: str
+    note: str  # one of the few large numbers at the top
+
+
 _BEFORE_UNIT = re.compile(r"(?<=[0-9]) (?=(?:m?s|µs|[kMG]?B|[kMG]?bit/s|hosts?|ranks?)\b)")
 """The space between a number and its unit, at which no line may break."""
 
 
-@dataclass(frozen=True)
-class Page:
-    about: str
-    """The model and the cluster."""
+class Page(msgspec.Struct, frozen=True):
+    about: str  # the model and the cluster
     verdict: str
-    more: Sequence[str]
-    """Further sentences below the verdict."""
+    more: Sequence[str]  # further sentences below the verdict
     facts: Sequence[Fact]
     sections: Sequence[Section]
     warning: str
@@ -52,30 +59,20 @@ def write_report(path: str | os.PathLike[str], inputs: Inputs) -> None:
 
 def build_page(inputs: Inputs) -> Page:
     """Decide what the page shows; nothing is drawn yet."""
-    models = [
-        dataclasses.replace(model, forecast=forecast_for(inputs, model)) for model in inputs.models[:_MOST_MODELS]
-    ]
-    verdict, *more = summary.verdict_sentences(inputs, models)
-    return Page(
-        about=summary.about(inputs, models),
-        verdict=verdict,
-        more=more,
-        facts=list(summary.facts(inputs, models))[:4],
-        sections=list(all_sections(inputs, models)),
-        warning=summary.warning(inputs, models),
-    )
+    shown = inputs.models[:_MOST_MODELS]
+    models = [msgspec.structs.replace(model, forecast=forecast_for(inputs, model)) for model in shown]
+    verdict, *more = [sentence for sentence in _said(inputs, models) if sentence] or ["There is nothing to show yet."]
+    facts, sections = list(_facts(inputs, models))[:_MOST_FACTS], list(all_sections(inputs, models))
+    return Page(_about(inputs, models), verdict, more, facts, sections, " ".join(_warnings(inputs, models)))
 
 
 def render(page: Page) -> str:
     """Return the page as HTML."""
     folder = resources.files("syncline") / "report"
     style, script = ((folder / name).read_text("utf-8") for name in ("page.css", "page.js"))
+    loader = jinja2.PackageLoader("syncline", "report")
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("syncline", "report"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {
         "keep_units": lambda text: _BEFORE_UNIT.sub("\u00a0", text),
@@ -101,3 +98,108 @@ def _percent(value: float, end: float = 100.0) -> str:
 
 def _hash(text: str) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+def _about(inputs: Inputs, models: Sequence[ModelData]) -> str:
+    parts, first = [", ".join(model.name for model in models if model.name)], models[0]
+    if len(models) == 1:
+        known: list[Any] = [*(record for _, record in first.records), *(bench.model for bench in inputs.benches)]
+        parts += [f"{entry.parameters:,} parameters" for entry in known[:1]]
+        sizes = [entry.gradient_bytes for entry in (first.profile, *known) if entry is not None]
+        sizes += [sum(gradient.nbytes for gradient in plan.gradients) for plan in first.plans.values()]
+        parts += [f"{size_text(nbytes)} of gradients" for nbytes in sizes[:1]]
+    return " · ".join(filter(None, [*parts, _cluster(inputs, first)]))
+
+
+def _cluster(inputs: Inputs, model: ModelData) -> str:
+    network = model.network if model.forecast is None else model.forecast.network
+    if network is None and not model.records and (measured := [inputs.demo] if inputs.demo else inputs.benches):
+        return sentences.bench_cluster(measured[0].cluster)
+    known = [(record.host_of_rank, record.backend) for _, record in model.records]
+    known += [(network.host_of_rank, network.backend)] if network is not None else []
+    known += [(plan.where.host_of_rank, plan.where.backend) for plan in model.plans.values()]
+    if not known:
+        return ""
+    host_of_rank, backend = known[0]
+    hosts, ranks = len(set(host_of_rank)), len(host_of_rank)
+    parts = [count_text(hosts, "host")] if hosts else []  # a run may not know its hosts
+    parts += [count_text(ranks, "rank")] if ranks != hosts else []
+    if network is not None and (link := network.link("host")) is not None:
+        parts.append(f"{rate_text(link.nominal_bps or link.bytes_per_s * 8)} links")
+    return " · ".join(filter(None, [", ".join(parts), backend]))
+
+
+def _said(inputs: Inputs, models: Sequence[ModelData]) -> list[str]:
+    """Return the verdict and the sentences below it: measurements before predictions."""
+    said = [] if inputs.demo is None else sentences.demo(inputs.demo)
+    if inputs.runs and not any(model.records for model in models):
+        said.append("The script built no DistributedDataParallel model, so there was nothing to record.")
+    for record in [record for model in models for _, record in model.records[:1]]:
+        said += [sentences.run(record), record.outcome]
+        if record.plan is not None and not record.plan.lossless and record.way in sentences.PLAN_NAMES:
+            said.append("The plan changes numerics, which was allowed.")
+        said.append(sentences.between_steps(record))
+    for result in inputs.benches:
+        said += [sentences.bench(result), sentences.prediction_error(result)]
+    for model in models:
+        if inputs.demo is None and not model.records:
+            said += [plan.reason for plan in model.plans.values()]
+        if (forecast := model.forecast) is not None:
+            name = f"{model.name}, {forecast.name}" if len(models) > 1 else forecast.name
+            text = sentences.diagnosis(forecast.diagnosis)
+            said.append(f"Predicted for {name}: {text[:1].lower()}{text[1:]}")
+    if not said:
+        said += [sentences.network(network) for network in all_networks(models)]
+        said += [sentences.profile(model.profile) for model in models if model.profile is not None]
+    return said
+
+
+def _facts(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[Fact]:
+    """Yield the numbers that people repeat, the most important first."""
+    for model in models:
+        for pace in model.records[0][1].paces[-2:] if model.records else ():
+            yield Fact(pace.way, milliseconds_text(pace.step_s), f"per step of {model.name}, measured")
+    result = inputs.demo or next(iter(inputs.benches), None)
+    if result is not None and result.rows:
+        measured: Sequence[BenchRow | DemoRow] = result.rows
+        rows = {row.method: row for row in sorted(measured, key=lambda row: row.step_ms)}
+        best = next((method for method in rows if method != "nosync"), "nosync")
+        for method in dict.fromkeys(name for name in ("nosync", "ddp", best) if name in rows):
+            yield Fact(sentences.method(method), milliseconds_text(rows[method].step_ms / 1e3), "per step, measured")
+        if inputs.demo is not None:
+            accuracy, plain = (inputs.demo.row(name).held_out_accuracy or 0 for name in (best, "ddp"))
+            yield Fact("accuracy", f"{accuracy:.1%}", f"plain DDP: {plain:.1%}")
+    if (forecast := models[0].forecast) is not None:
+        for name, prediction in list(forecast.predictions.items())[:2]:
+            yield Fact(name, milliseconds_text(prediction.iteration_s), "per step, predicted")
+        now, remedies = forecast.diagnosis.prediction, forecast.diagnosis.remedies
+        change = next((remedy for remedy in remedies if not (remedy.lossy or remedy.hardware)), None)
+        if change is not None and len(forecast.predictions) == 1:
+            yield Fact("best lossless change", milliseconds_text(change.prediction.iteration_s), change.what)
+        yield Fact("scaling", f"{now.scaling:.0%}", f"{forecast.name} on {count_text(now.hosts, 'host')}")
+        yield Fact("computation", milliseconds_text(now.compute_s), "per step, on a single rank")
+    elif (profile := models[0].profile) is not None:
+        yield Fact("computation", milliseconds_text(profile.step_s), "per step")
+        yield Fact("gradients", size_text(profile.gradient_bytes), count_text(len(profile.gradients), "tensor"))
+
+
+def _warnings(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[str]:
+    """Say what readers must know before they believe the rest."""
+    unfinished = sorted((run for run in inputs.runs if run.ended != FINISHED), key=_likely_cause)
+    for run in unfinished[:1]:
+        text = run.state if len(run.state) <= 160 else f"{run.state[:159]}…"
+        before = f", before {count_text(len(unfinished) - 1, 'other rank')}" if len(unfinished) > 1 else ""
+        yield f"The run did not finish: rank {run.rank}{before}: {text}."
+    if 0 < len(inputs.runs) < inputs.runs[0].ranks:
+        missing = sorted(set(range(inputs.runs[0].ranks)) - {run.rank for run in inputs.runs})
+        yield f"There is no record of {ranks_text(missing, 8)}."
+    if any(not network.measured for network in all_networks(models)):
+        yield "Link speeds are assumed, not measured: syncline probe measures yours."
+    if hidden := len(inputs.models) - len(models):
+        yield f"{count_text(hidden, 'more model')} of this script not shown."
+
+
+def _likely_cause(run: RunRecord) -> tuple[bool, bool, float]:
+    """Sort the rank that failed first to the front: an exception says more than a lost connection."""
+    lost = any(word in run.ended for word in ("Connection closed", "Connection reset", "NCCL", "imed out"))
+    return run.ended == RUNNING, lost, run.seconds

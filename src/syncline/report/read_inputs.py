@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import msgspec
 
 from syncline.errors import UsageError
-from syncline.files import FileError, read_json
+from syncline.files import read_json
 from syncline.records.bench_result import BenchResult, DemoResult
 from syncline.records.network import Network
 from syncline.records.plan import Plan
@@ -19,14 +18,14 @@ from syncline.records.profile import Profile
 from syncline.records.run_record import RunRecord
 from syncline.report.inputs import Inputs
 
-_KINDS: tuple[tuple[str, str, type[msgspec.Struct]], ...] = (
-    ("alternatives", "plan", Plan),
-    ("forward_s", "profile", Profile),
-    ("collectives", "network", Network),
-    ("models", "run", RunRecord),
-    ("epochs", "demo", DemoResult),
-    ("cluster", "bench", BenchResult),
-)
+_KINDS: dict[str, tuple[str, type[msgspec.Struct]]] = {
+    "alternatives": ("plan", Plan),
+    "forward_s": ("profile", Profile),
+    "collectives": ("network", Network),
+    "models": ("run", RunRecord),
+    "epochs": ("demo", DemoResult),
+    "cluster": ("bench", BenchResult),
+}
 """A key that identifies each kind of file; the first that is found decides."""
 
 
@@ -39,10 +38,11 @@ def read_inputs(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
     Example:
         >>> read_inputs(["profile.json", "network.json", "plan.json"])
     """
+    kind_of = {struct: kind for kind, struct in _KINDS.values()}
     found: dict[str, list[tuple[Path, Any]]] = {}
     for path in _expand(paths):
-        kind, content = _read(path)
-        found.setdefault(kind, []).append((path, content))
+        content = read_json(path, _struct_of)
+        found.setdefault(kind_of[type(content)], []).append((path, content))
 
     def only(kind: str) -> Any:
         (path, content), *others = found.get(kind, [(None, None)])
@@ -73,18 +73,11 @@ def _expand(paths: Sequence[str | os.PathLike[str]]) -> Iterator[Path]:
         seen.update(file.resolve() for file in files)
 
 
-def _read(path: Path) -> tuple[str, Any]:
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        Profile.load(path)  # raises an error that says what is wrong with the file
-        raise
+def _struct_of(tree: Any) -> type[msgspec.Struct]:
     keys = tree if isinstance(tree, dict) else {}
-    for key, kind, type in _KINDS:
+    for key, (_, struct) in _KINDS.items():
         if key in keys:
-            return kind, read_json(path, type)
+            return struct
     if "culprit" in keys:
-        raise FileError(f"{path}: was written by syncline predict --json: pass the profile and the network instead")
-    raise FileError(
-        f"{path}: is none of Syncline's files: pass what profile, probe, plan, bench, demo (--json) or run wrote"
-    )
+        raise ValueError("was written by syncline predict --json: pass the profile and the network instead")
+    raise ValueError("is none of Syncline's files: pass what profile, probe, plan, bench, demo (--json) or run wrote")

@@ -9,21 +9,12 @@ from syncline.records.bench_result import BenchResult, Cluster, DemoResult
 from syncline.records.network import Network
 from syncline.records.profile import Profile
 from syncline.records.run_record import ModelRecord, Pace
-from syncline.report.forecast import Forecast
 from syncline.units import count_text, duration_text, milliseconds_text, rate_text, size_text, speedup_text
 
-PLAN_NAMES = ("plan", "the plan")
-"""What a run's record calls a plan."""
+PLAN_NAMES = ("plan", "the plan")  # what a run's record calls a plan
 PLAIN_DDP = "plain DDP"
-METHODS = {
-    "nosync": "no communication",
-    "ddp": PLAIN_DDP,
-    "tune": "tuned, lossless",
-    "tune-bf16": "tuned, 16 bits allowed",
-}
-"""Methods of the bench and the demo, in words."""
-_SAME = 0.03
-"""Relative difference of two step times that is not worth a sentence."""
+_METHODS = {"nosync": "no communication", "tune": "tuned, lossless", "tune-bf16": "tuned, 16 bits allowed"}
+_SAME = 0.03  # relative difference of two step times that is not worth a sentence
 
 
 def capitalized(text: str) -> str:
@@ -34,47 +25,36 @@ def share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "–"
 
 
+def method(name: str) -> str:
+    """Return a method of the bench or the demo, in words."""
+    return PLAIN_DDP if name == "ddp" else _METHODS.get(name, name)
+
+
 def diagnosis(found: Diagnosis) -> str:
     """Say how well a schedule scales, and what most of the lost time goes to."""
-    prediction = found.prediction
+    prediction, why = found.prediction, found.why
     if prediction.ranks == 1:
         return "One rank exchanges nothing, so there is no scaling to predict."
-    if found.culprit is None:
-        return f"Scaling is {prediction.scaling:.0%}: {found.why}."
-    lost_s = prediction.iteration_s - prediction.compute_s
-    part = min(lost_to(prediction.losses)[found.culprit] / lost_s, 1.0)
-    return (
-        f"Scaling is {prediction.scaling:.0%}: of {milliseconds_text(prediction.iteration_s)} per step, "
-        f"{milliseconds_text(lost_s)} are lost, {part:.0%} of that to {CAUSES[found.culprit]}: {found.why}."
-    )
-
-
-def fastest(made: Forecast) -> str:
-    """Say which schedule is the fastest, if it is clearly faster than the first one."""
-    now_s, others = made.diagnosis.prediction.iteration_s, made.others
-    best = min(others, key=lambda other: others[other].iteration_s, default=None)
-    if best is None or others[best].iteration_s >= 0.98 * now_s:
-        return ""
-    seconds, lossy = others[best].iteration_s, "" if others[best].schedule.lossless else " It changes numerics."
-    return (
-        f"{capitalized(best)} is predicted to take {milliseconds_text(seconds)} per step instead of "
-        f"{milliseconds_text(now_s)} with {made.name}: {speedup_text(seconds / now_s)}.{lossy}"
-    )
+    if found.culprit is not None:
+        lost_s = prediction.iteration_s - prediction.compute_s
+        part = min(lost_to(prediction.losses)[found.culprit] / lost_s, 1.0)
+        step, lost = milliseconds_text(prediction.iteration_s), milliseconds_text(lost_s)
+        why = f"of {step} per step, {lost} are lost, {part:.0%} of that to {CAUSES[found.culprit]}: {why}"
+    return f"Scaling is {prediction.scaling:.0%}: {why}."
 
 
 def demo(result: DemoResult) -> list[str]:
     floor, plain, lossless, bf16 = (result.row(name) for name in ("nosync", "ddp", "tune", "tune-bf16"))
     exposed = max(0.0, 1 - floor.step_ms / plain.step_ms) if plain.step_ms else 0.0
-    weights = "the same weights, bit for bit" if lossless.difference == 0 else "the same weights to summation order"
-    difference = abs((bf16.held_out_accuracy or 0) - (plain.held_out_accuracy or 0))
-    outcomes = {method: " ".join(text.split("\n")) for method, text in result.said.items()}
+    weights = ", bit for bit" if lossless.difference == 0 else " to summation order"
+    points = 100 * abs((bf16.held_out_accuracy or 0) - (plain.held_out_accuracy or 0))
+    said, said_bf16 = (result.said.get(name, "").replace("\n", " ") for name in ("tune", "tune-bf16"))
+    faster, faster_bf16 = (speedup_text(row.vs_ddp, _SAME) for row in (lossless, bf16))
     return [
         f"Plain DDP spends {exposed:.0%} of each step on communication that computation does not hide.",
-        f"tune, without loss: {outcomes.get('tune', '')} In training: {speedup_text(lossless.vs_ddp, _SAME)}, "
-        f"{weights}.",
-        f"tune, with 16 bits allowed: {outcomes.get('tune-bf16', '')} In training: "
-        f"{speedup_text(bf16.vs_ddp, _SAME)}; accuracy on 1,000 held-out digits differs by {difference * 100:.1f} "
-        "points.",
+        f"tune, without loss: {said} In training: {faster}, the same weights{weights}.",
+        f"tune, with 16 bits allowed: {said_bf16} In training: {faster_bf16}; accuracy on 1,000 held-out digits "
+        f"differs by {points:.1f} points.",
     ]
 
 
@@ -110,12 +90,13 @@ def run(model: ModelRecord) -> str:
     last = last_pace(model)
     if last is None:
         return f"{model.name} took {count_text(model.steps, 'step')}, too few to say how long they take."
-    start = f"A step of {model.name} takes {milliseconds_text(last.step_s)} {_with(last.way)}"
+    way = "the plan" if last.way in PLAN_NAMES else last.way
+    start = f"A step of {model.name} takes {milliseconds_text(last.step_s)} with {way}"
     before = next((pace for pace in model.paces if pace.way == PLAIN_DDP != last.way), None)
     if before is None or not before.step_s:
         return f"{start}, {share(last.exposed_s, last.step_s)} of it exposed communication."
     ratio = speedup_text(last.step_s / before.step_s, _SAME)
-    return f"{start}, and took {milliseconds_text(before.step_s)} {_with(before.way)}: {ratio}."
+    return f"{start}, and took {milliseconds_text(before.step_s)} with {PLAIN_DDP}: {ratio}."
 
 
 def between_steps(model: ModelRecord) -> str:
@@ -123,14 +104,8 @@ def between_steps(model: ModelRecord) -> str:
     pace = last_pace(model)
     if pace is None or pace.between_s < 0.05 * pace.step_s:
         return ""
-    return (
-        f"Between two steps of {model.name}, {milliseconds_text(pace.between_s)} pass: backward passes that only "
-        "accumulate, the optimizer, data loading and whatever else the script does."
-    )
-
-
-def _with(way: str) -> str:
-    return "with the plan" if way in PLAN_NAMES else "with plain DDP" if way == PLAIN_DDP else f"through {way}"
+    activities = "backward passes that only accumulate, the optimizer, data loading and whatever else the script does"
+    return f"Between two steps of {model.name}, {milliseconds_text(pace.between_s)} pass: {activities}."
 
 
 def last_pace(model: ModelRecord) -> Pace | None:
@@ -139,29 +114,28 @@ def last_pace(model: ModelRecord) -> Pace | None:
 
 
 def network(cluster: Network) -> str:
-    link = cluster.link("host") or next(iter(cluster.links), None)
-    rates = "" if link is None else f", links that carry {rate_text(link.bytes_per_s * 8)}"
-    all_reduce = next((entry for entry in cluster.collectives if entry.kind == "all_reduce"), None)
-    startup = "" if all_reduce is None else f"; starting an all-reduce takes {duration_text(all_reduce.startup_s)}"
-    return f"{count_text(cluster.hosts, 'host')} with {count_text(cluster.ranks, 'rank')}{rates}{startup}."
+    text = f"{count_text(cluster.hosts, 'host')} with {count_text(cluster.ranks, 'rank')}"
+    if link := cluster.link("host") or next(iter(cluster.links), None):
+        text += f", links that carry {rate_text(link.bytes_per_s * 8)}"
+    if all_reduce := next((entry for entry in cluster.collectives if entry.kind == "all_reduce"), None):
+        text += f"; starting an all-reduce takes {duration_text(all_reduce.startup_s)}"
+    return f"{text}."
 
 
 def profile(measured: Profile) -> str:
     last, total = measured.gradients[-1], measured.gradient_bytes
     early = sum(gradient.bytes for gradient in measured.gradients if gradient.ready_s <= measured.backward_s / 2)
     step, backward, ready = map(milliseconds_text, (measured.step_s, measured.backward_s, last.ready_s))
-    return (
-        f"A step of {measured.model} computes for {step}, {backward} of it backward. Half-way through backward, "
-        f"{share(early, total)} of the {size_text(total)} of gradients are ready; the last one, {last.name}, is ready "
-        f"after {ready}."
-    )
+    text = f"A step of {measured.model} computes for {step}, {backward} of it backward. Half-way through backward, "
+    text += f"{share(early, total)} of the {size_text(total)} of gradients are ready; the last one, {last.name}, is "
+    return f"{text}ready after {ready}."
 
 
 def bench_cluster(cluster: Cluster) -> str:
-    ranks = ""
+    parts = [count_text(cluster.hosts, "host")]
     if isinstance(cluster.per_host, list):
-        ranks = f"{count_text(sum(cluster.per_host), 'rank')} in all"
+        parts.append(f"{count_text(sum(cluster.per_host), 'rank')} in all")
     elif cluster.per_host > 1:
-        ranks = f"{count_text(cluster.per_host, 'rank')} each"
+        parts.append(f"{count_text(cluster.per_host, 'rank')} each")
     links = f"{rate_text(cluster.rate_bps)} links" if cluster.emulated else "loopback, links not shaped"
-    return ", ".join(filter(None, [count_text(cluster.hosts, "host"), ranks, links]))
+    return ", ".join([*parts, links])

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from syncline.files import FileError, write_text
-from syncline.records.run_record import BucketSpan, ModelRecord, RunRecord, StepSpan
+from syncline.records.run_record import BucketSpan, RunRecord, StepSpan
 
 Event = dict[str, Any]
 _Row = tuple[int, bool, int]
@@ -41,11 +41,10 @@ def trace_of(records: Sequence[RunRecord]) -> dict[str, Any]:
     """Return the trace of a run, given one record per rank in any order."""
     records = sorted(records, key=lambda record: record.rank)
     # Wall clocks count from 1970, too coarse to subtract two of them: only their difference is added.
-    offsets_s = [record.clock_s - records[0].clock_s for record in records]
+    models = [(record, record.clock_s - records[0].clock_s, model) for record in records for model in record.models]
     starts_s = [
         offset_s + start_s
-        for record, offset_s in zip(records, offsets_s, strict=True)
-        for model in record.models
+        for _, offset_s, model in models
         for span in model.spans
         for start_s in (span.start_s, *(bucket.start_s for bucket in span.buckets))
     ]
@@ -53,47 +52,39 @@ def trace_of(records: Sequence[RunRecord]) -> dict[str, Any]:
     names: list[Event] = []
     slices: list[Event] = []
     first_id = 1
-    for record, offset_s in zip(records, offsets_s, strict=True):
-        for model in record.models:
-            process = _Process(offset_s - zero_s)
-            for step in sorted(model.spans, key=lambda step: step.start_s):
-                process.add_step(step)
-            # Viewers identify threads by number alone, so no two threads of a trace may share one.
-            threads = {row: first_id + index for index, row in enumerate(sorted(process.free_from))}
-            names += _names(first_id, _title(record, model), threads)
-            slices += ({**event, "pid": first_id, "tid": threads[row]} for row, event in process.slices)
-            first_id += 1 + len(threads)
+    for record, offset_s, model in models:
+        process = _Process(offset_s - zero_s)
+        for step in sorted(model.spans, key=lambda step: step.start_s):
+            process.add_step(step)
+        # Viewers identify threads by number alone, so no two threads of a trace may share one.
+        threads = {row: first_id + index for index, row in enumerate(sorted(process.free_from))}
+        # A model on some of the ranks has its own numbering, and its record does not say how it maps to the run's.
+        host = f" on host {model.host_of_rank[record.rank]}" if len(model.host_of_rank) == record.ranks else ""
+        names += _names(first_id, f"rank {record.rank}{host}: {model.name}", threads)
+        slices += ({**event, "pid": first_id, "tid": threads[row]} for row, event in process.slices)
+        first_id += 1 + len(threads)
     slices.sort(key=lambda event: event["ts"])
     about = {name: getattr(records[0], name) for name in ("command", "date", "syncline", "torch")} if records else {}
     return {"traceEvents": [*names, *slices], "displayTimeUnit": "ms", "otherData": about}
-
-
-def _title(record: RunRecord, model: ModelRecord) -> str:
-    # A model on some of the ranks has its own numbering, and its record does not say how it maps to the run's.
-    known = len(model.host_of_rank) == record.ranks
-    host = f" on host {model.host_of_rank[record.rank]}" if known else ""
-    return f"rank {record.rank}{host}: {model.name}"
 
 
 @dataclass
 class _Process:
     """One model of one rank. Times are whole microseconds, so that what lies inside a slice stays inside it."""
 
-    offset_s: float
-    """Added to the rank's times, it gives the time since the first step of the run."""
+    offset_s: float  # added to the rank's times, it gives the time since the first step of the run
     free_from: dict[_Row, int] = field(default_factory=lambda: {(-1, False, 0): 0})
     slices: list[tuple[_Row, Event]] = field(default_factory=list)
 
     def add_step(self, step: StepSpan) -> None:
-        times_s = (step.start_s, step.backward_s, step.backward_end_s, step.end_s)
-        start, backward, backward_end, end = map(self._us, times_s)
+        times = map(self._us, (step.start_s, step.backward_s, step.backward_end_s, step.end_s))
+        start, backward, backward_end, end = times
         row = self._free_row(-1, False, start, end)
         args = {"step": step.step, "way": step.way}
-        self._add(row, f"step {step.step}", "computation", start, end, args)
-        self._add(row, "forward", "computation", start, backward, args)
-        self._add(row, "backward", "computation", backward, backward_end, args)
-        if end > backward_end:
-            self._add(row, "waiting for gradients", "computation", backward_end, end, args)
+        parts = [(f"step {step.step}", start, end), ("forward", start, backward), ("backward", backward, backward_end)]
+        parts += [("waiting for gradients", backward_end, end)] if end > backward_end else []
+        for name, began, ended in parts:
+            self._add(row, name, "computation", began, ended, args)
         for bucket in sorted(step.buckets, key=lambda bucket: (bucket.start_s, bucket.end_s)):
             self._add_bucket(bucket, args)
 
@@ -133,12 +124,8 @@ def _names(process_id: int, title: str, threads: dict[_Row, int]) -> Iterator[Ev
     """Yield the names of a process and of its threads, and the order in which they are shown."""
     entries = [("process", process_id, title)]
     for (lane, inner, copy), thread in threads.items():
-        name = "computation" if lane < 0 else f"lane {lane}"
-        if inner:
-            name += f", collectives ({copy + 2})"
-        elif copy:
-            name += f" ({copy + 1})"
-        entries.append(("thread", thread, name))
+        suffix = f", collectives ({copy + 2})" if inner else f" ({copy + 1})" if copy else ""
+        entries.append(("thread", thread, ("computation" if lane < 0 else f"lane {lane}") + suffix))
     for kind, number, name in entries:
         event = {"ph": "M", "pid": process_id, "tid": number, "ts": 0}
         yield {**event, "name": f"{kind}_name", "args": {"name": name}}

@@ -8,8 +8,7 @@ from syncline.records.link_costs import Collective
 from syncline.records.network import Network
 from syncline.report import sentences
 from syncline.report.charts import Chart, HeatCell, Lines, Point, Section, Series, Table, log_axis
-from syncline.report.inputs import PROBE, Inputs, ModelData
-from syncline.report.summary import all_networks
+from syncline.report.inputs import PROBE, Inputs, ModelData, all_networks
 from syncline.units import count_text, duration_text, rate_text, size_text
 
 _MOST_HOSTS, _MOST_FITS, _STRONGEST_HEAT = 16, 12, 8
@@ -24,57 +23,44 @@ def network_sections(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[Se
         if not network.measured:
             lead += f" This is not measured: {network.how}."
         if network.links:
-            charts.append(_links(network))
+            charts.append(links(network))
         if network.matrix_bytes_per_s:
             charts.append(_matrix(network))
-        fitted = [collective for collective in network.collectives if collective.points]
-        if fitted:
+        if fits := [_fit(collective) for collective in network.collectives if collective.points][:_MOST_FITS]:
             lead += " In the small charts, points are measurements with their quartiles, and lines are fits."
-            charts.append([_fit(collective) for collective in fitted[:_MOST_FITS]])
+            charts.append(fits)
         if network.collectives:
             charts.append(collectives(network))
         name = "links" if number == 1 else f"links-{number}"
-        reproduce = inputs.again(*PROBE)
-        yield Section(name, "Network links", lead, charts, commands=reproduce)
+        yield Section(name, "Network links", lead, charts, commands=inputs.again(*PROBE))
 
 
-def _source(network: Network) -> str:
-    return "measured" if network.measured else "assumed"
-
-
-def _links(network: Network) -> Table:
+def links(network: Network) -> Table:
     rows = []
     for link in network.links:
-        rate, low, high = (
-            rate_text(8 * value) for value in (link.bytes_per_s, link.low_bytes_per_s, link.high_bytes_per_s)
-        )
+        rate, low, high = (rate_text(8 * n) for n in (link.bytes_per_s, link.low_bytes_per_s, link.high_bytes_per_s))
         nominal = "–" if link.nominal_bps is None else rate_text(link.nominal_bps)
-        burst = size_text(link.burst_bytes or None)
-        rows.append((_LINKS.get(link.name, link.name), rate, f"{low} and {high}", nominal, burst))
-    columns = ("", "rate", "between", "nominal", "burst")
-    return Table("Payload that links carry, in each direction", columns, rows, _source(network))
+        name, burst = _LINKS.get(link.name, link.name), size_text(link.burst_bytes or None)
+        rows.append((name, rate, f"{low} and {high}", nominal, burst))
+    columns, source = ("", "rate", "between", "nominal", "burst"), "measured" if network.measured else "assumed"
+    return Table("Payload that links carry, in each direction", columns, rows, source)
 
 
 def _matrix(network: Network) -> Table:
-    rates = network.matrix_bytes_per_s
-    shown = range(min(network.hosts, _MOST_HOSTS))
+    rates, shown = network.matrix_bytes_per_s, range(min(network.hosts, _MOST_HOSTS))
     fastest = max((value for row in rates for value in row), default=0.0) or 1.0
     rows: list[list[str | HeatCell]] = []
     for source in shown:
         rows.append([f"host {source}"])
         for target in shown:
             value, text = rates[source][target], rate_text(rates[source][target] * 8)
-            heat = round(_STRONGEST_HEAT * value / fastest)
-            cell = HeatCell(text, f"from host {source} to host {target}: {text}", heat, value)
+            tooltip = f"from host {source} to host {target}: {text}"
+            cell = HeatCell(text, tooltip, round(_STRONGEST_HEAT * value / fastest), value)
             rows[-1].append("" if source == target else cell)
-    note = "The stronger the colour, the faster."
-    return Table(
-        "From host to host, while every host sends to one other",
-        ("from ↓ to →", *(f"host {target}" for target in shown)),
-        rows,
-        "measured",
-        note if network.hosts <= _MOST_HOSTS else f"The first {_MOST_HOSTS} of {network.hosts} hosts. {note}",
-    )
+    caption = "From host to host, while every host sends to one other"
+    columns = ("from ↓ to →", *(f"host {target}" for target in shown))
+    note = "" if network.hosts <= _MOST_HOSTS else f"The first {_MOST_HOSTS} of {network.hosts} hosts. "
+    return Table(caption, columns, rows, "measured", f"{note}The stronger the colour, the faster.")
 
 
 def _name_and_ranks(collective: Collective) -> tuple[str, str]:
@@ -88,20 +74,14 @@ def _fit(collective: Collective) -> Lines:
     measured = []
     for point in points:
         median, low, high, fitted = map(duration_text, (point.median_s, point.low_s, point.high_s, point.fitted_s))
-        tooltip = (
-            f"{name} of {size_text(point.bytes)}: {median}, quartiles {low} to {high}, fitted {fitted}; "
-            f"{count_text(point.repeats, 'repeat')}"
-        )
+        tooltip = f"{name} of {size_text(point.bytes)}: {median}, quartiles {low} to {high}, fitted {fitted}; "
+        tooltip += count_text(point.repeats, "repeat")
         measured.append(Point(float(point.bytes), point.median_s, tooltip, (point.low_s, point.high_s)))
     times = [value for point in points for value in (point.low_s, point.high_s, point.fitted_s)]
     fit = [(float(point.bytes), point.fitted_s) for point in points]
-    return Lines(
-        f"{name}, {ranks}",
-        log_axis("bytes", [float(point.bytes) for point in points], size_text),
-        log_axis("time", times, duration_text),
-        [Series("fitted", fit, color=7), Series("measured", points=measured)],
-        "measured",
-    )
+    x, y = log_axis("bytes", [at for at, _ in fit], size_text), log_axis("time", times, duration_text)
+    series = [Series("fitted", fit, color=7), Series("measured", points=measured)]
+    return Lines(f"{name}, {ranks}", x, y, series, "measured")
 
 
 def collectives(network: Network) -> Table:
@@ -120,7 +100,7 @@ def collectives(network: Network) -> Table:
         "Collectives, from the fits",
         ("collective", "among", "start-up", "90 %", "per MB", "of link", "error"),
         rows,
-        _source(network),
+        "measured" if network.measured else "assumed",
         note="Start-up: time without any bytes, with its 90 % interval. Per MB: time for each MB that the busiest rank "
         "sends. Of link: share of the link’s rate that the largest size reached. Error: root mean square of the fit’s "
         "relative errors.",

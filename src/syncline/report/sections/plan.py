@@ -1,47 +1,54 @@
-"""A plan: its reason, what it was chosen from, and its buckets."""
+"""Plans, with their reasons, alternatives and buckets; and predicted step times on more hosts."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
+from syncline.exchange import name_of
+from syncline.predict import Prediction
 from syncline.records.plan import Alternative, Plan
-from syncline.report.charts import Bars, Chart, Row, Section, Table, time_bar
-from syncline.report.inputs import PLAN, Inputs, ModelData
+from syncline.report.charts import (
+    Bars,
+    Chart,
+    Lines,
+    Point,
+    Row,
+    Section,
+    Series,
+    Table,
+    count_axis,
+    linear_axis,
+    log_axis,
+    time_bar,
+)
+from syncline.report.inputs import PLAN, PREDICT, Forecast, Inputs, ModelData
 from syncline.report.sentences import capitalized, share
-from syncline.units import count_text, milliseconds_text, size_text
+from syncline.units import count_text, duration_text, milliseconds_range, milliseconds_text, size_text
 
 _MOST_BUCKETS = 40
-_SIMILAR = 0.03
-"""Relative difference of two predictions that is not worth a sentence."""
+_LOGARITHMIC_FROM = 6  # range of step times, as a multiple of the computation, that needs a logarithmic axis
+_SIMILAR = 0.03  # relative difference of two predictions that is not worth a sentence
 
 
 def plan_sections(inputs: Inputs, model: ModelData) -> Iterator[Section]:
     for number, (name, plan) in enumerate(model.plans.items(), 1):
         charts: list[Chart] = [alternatives(plan)] if plan.alternatives else []
-        reproduce = inputs.again(*PLAN)
+        reproduce, lead = inputs.again(*PLAN), plan.reason
         if not plan.nothing:
             charts.append(buckets(plan))
-            if (path := inputs.file("plan")) is not None:
-                reproduce += (("Apply it", f'model = syncline.wrap(net, "{path}")'),)
-        lead = plan.reason + _outdated(name, plan, model)
+            paths = inputs.files.get("plan", ())[:1]
+            reproduce += tuple(("Apply it", f'model = syncline.wrap(net, "{path}")') for path in paths)
+        again = None if model.forecast is None else model.forecast.predictions.get(name)
+        if again is not None and plan.iteration_s and abs(again.iteration_s / plan.iteration_s - 1) > _SIMILAR:
+            lead += (
+                f" It was made with other measurements and predicts {milliseconds_text(plan.iteration_s)}; with the "
+            )
+            lead += f"measurements on this page, the prediction is {milliseconds_text(again.iteration_s)}."
         yield Section("plan" if number == 1 else f"plan-{number}", capitalized(name), lead, charts, commands=reproduce)
 
 
-def _outdated(name: str, plan: Plan, model: ModelData) -> str:
-    """Say so if the plan's own prediction differs from the one made with the measurements on this page."""
-    again = None if model.forecast is None else model.forecast.predictions.get(name)
-    if again is None or not plan.iteration_s or abs(again.iteration_s / plan.iteration_s - 1) <= _SIMILAR:
-        return ""
-    return (
-        f" It was made with other measurements and predicts {milliseconds_text(plan.iteration_s)}; with the "
-        f"measurements on this page, the prediction is {milliseconds_text(again.iteration_s)}."
-    )
-
-
 def alternatives(plan: Plan) -> Bars:
-    nothing = plan.alternatives[0]
-    rows = []
+    nothing, rows = plan.alternatives[0], []
     if not plan.nothing:
         time, low, high = map(milliseconds_text, (plan.iteration_s, plan.low_s, plan.high_s))
         bar = time_bar("chosen", plan.iteration_s, f"the plan: {time}, expected between {low} and {high}")
@@ -51,13 +58,8 @@ def alternatives(plan: Plan) -> Bars:
         tooltip = f"{other.name}: {milliseconds_text(other.iteration_s)} per step{lossy}"
         bar = time_bar("plain" if other is nothing else "other", other.iteration_s, tooltip)
         rows.append(Row(other.name, (bar,), _cells(plan, other), strong=plan.nothing and other is nothing))
-    return Bars(
-        "The alternatives, and the predicted step time of each",
-        rows,
-        ("per step", "faster", "scaling", ""),
-        "predicted",
-        limit=(plan.compute_s, "computation alone"),
-    )
+    caption, columns = "The alternatives, and the predicted step time of each", ("per step", "faster", "scaling", "")
+    return Bars(caption, rows, columns, "predicted", limit=(plan.compute_s, "computation alone"))
 
 
 def _cells(plan: Plan, shown: Plan | Alternative) -> tuple[str, str, str, str]:
@@ -67,13 +69,13 @@ def _cells(plan: Plan, shown: Plan | Alternative) -> tuple[str, str, str, str]:
 
 
 def buckets(plan: Plan) -> Table:
-    sizes = {gradient.name: gradient.bytes for gradient in plan.gradients}
+    sizes = {gradient.name: gradient.nbytes for gradient in plan.gradients}
     rows = []
     for index, (bucket, exchange) in enumerate(zip(plan.buckets, plan.exchanges, strict=True)):
         names = bucket.parameters
         gradients = names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
         size = size_text(sum(sizes[name] for name in names))
-        rows.append((str(index), str(bucket.lane), size, _exchange_text(exchange), gradients))
+        rows.append((str(index), str(bucket.lane), size, name_of(exchange), gradients))
     hidden = len(rows) - _MOST_BUCKETS
     return Table(
         f"Its {count_text(len(rows), 'bucket')} on {count_text(plan.lanes, 'lane')}",
@@ -83,12 +85,56 @@ def buckets(plan: Plan) -> Table:
     )
 
 
-def _exchange_text(exchange: object) -> str:
-    """Format an exchange as its type and those of its settings that differ from the defaults."""
-    defaults = type(exchange)()
-    parts = []
-    for field in dataclasses.fields(exchange):  # type: ignore[arg-type]
-        value = getattr(exchange, field.name)
-        if value != getattr(defaults, field.name):
-            parts.append(f"{field.name}={_exchange_text(value) if dataclasses.is_dataclass(value) else repr(value)}")
-    return f"{type(exchange).__name__}({', '.join(parts)})"
+def scaling_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
+    forecast = model.forecast
+    if forecast is None or not forecast.curves:
+        return
+    name, predictions = next(iter(forecast.curves.items()))
+    last = predictions[-1]
+    step, low, high = map(milliseconds_text, (last.iteration_s, last.low_s, last.high_s))
+    lead = f"On {count_text(last.hosts, 'host')}, a step with {name} is predicted to take {step}, between {low} and "
+    lead += f"{high}: scaling {last.scaling:.0%}."
+    charts: list[Chart] = [_chart(forecast), numbers(forecast.curves)]
+    yield Section("scaling", "Scaling to more hosts", lead, charts, commands=inputs.again(*PREDICT))
+
+
+def _chart(forecast: Forecast) -> Lines:
+    predictions = [prediction for curve in forecast.curves.values() for prediction in curve]
+    compute_s = forecast.diagnosis.prediction.compute_s
+    x = count_axis("hosts", [prediction.hosts for prediction in predictions])
+    times_s = [compute_s, *(prediction.high_s for prediction in predictions)]
+    y = linear_axis("per step", times_s, duration_text)
+    if 0 < _LOGARITHMIC_FROM * compute_s < max(times_s):
+        y = log_axis("per step, logarithmic", times_s, duration_text)
+    series = [Series("computation alone", line=((x.low, compute_s), (x.high, compute_s)), dashed=True, color=7)]
+    series += [_series(name, curve, color % 8) for color, (name, curve) in enumerate(forecast.curves.items())]
+    return Lines("Step time by number of hosts", x, y, series, forecast.source, "Bands are the ranges below.")
+
+
+def _series(name: str, predictions: tuple[Prediction, ...], color: int) -> Series:
+    points = []
+    for prediction in predictions:
+        step, low, high = map(milliseconds_text, (prediction.iteration_s, prediction.low_s, prediction.high_s))
+        hosts = count_text(prediction.hosts, "host")
+        tooltip = f"{name} on {hosts}: {step} per step, {low} to {high}; scaling {prediction.scaling:.0%}"
+        points.append(Point(float(prediction.hosts), prediction.iteration_s, tooltip))
+    band = [(float(prediction.hosts), prediction.low_s, prediction.high_s) for prediction in predictions]
+    return Series(name, [(point.x, point.y) for point in points], points, band, color=color)
+
+
+def numbers(curves: Mapping[str, Sequence[Prediction]]) -> Table:
+    """List predictions, given by the name of their plan and links; a single name is left out."""
+    rows = []
+    for name, predictions in curves.items():
+        for row in predictions:
+            times = milliseconds_text(row.iteration_s), milliseconds_range(row.low_s, row.high_s)
+            cells = (name, f"{row.hosts:,}", *times, f"{row.scaling:.0%}", size_text(row.sent_bytes))
+            rows.append(cells[len(curves) == 1 :])
+    return Table(
+        "Step times in numbers",
+        ("plan and links", "hosts", "per step", "range", "scaling", "sent")[len(curves) == 1 :],
+        rows,
+        note="Range: over the 90 % intervals of the network’s measurements (of assumed links: start-ups of 1/3 to 3 "
+        "times, and rates of 80 to 100 %) and, with more hosts, over start-ups that grow as in a tree or as in a ring. "
+        "Scaling: step time of a single rank, divided by this one. Sent: by the busiest rank.",
+    )
