@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -230,8 +231,11 @@ def open_groups() -> int:
 
 
 def native_threads() -> int:
-    """Gloo's own among them, which Python does not see."""
-    return len(list(Path("/proc/self/task").iterdir()))
+    """Gloo's own among them, which Python does not see, but not the heartbeat's, which live as long as the group."""
+    heartbeats = [
+        thread for thread in threading.enumerate() if thread.name in ("syncline-heartbeat", "syncline-watchdog")
+    ]
+    return len(list(Path("/proc/self/task").iterdir())) - len(heartbeats)
 
 
 def assert_back_to(groups: int, threads: int) -> None:

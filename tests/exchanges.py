@@ -1,4 +1,4 @@
-"""The smallest exchange with a residual, for tests of checkpoints and of code that runs exchanges."""
+"""Exchanges for tests: variants whose buckets are sparse also if they are small, and the smallest with a residual."""
 
 from __future__ import annotations
 
@@ -8,7 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from syncline.exchange import Comm, Cost, Layout, Phase, Rounding, State, Topology, Work
+from syncline.exchange import AllgatherTopk, ChunkedTopk, Exchange, Hierarchical, OkTopk
+from syncline.exchange.base import Comm, Rounding, State, Work
+from syncline.exchange.layout import Layout
+from syncline.exchange.topology import Cost, Phase, Topology
+
+VARIANTS: dict[str, Exchange] = {
+    "oktopk, contributors": OkTopk(density=0.2, mean="contributors"),
+    "oktopk, fp32, contributors": OkTopk(density=0.2, values="fp32", mean="contributors"),
+    "oktopk, fp16, contributors, decay": OkTopk(density=0.2, values="fp16", mean="contributors", decay=0.95),
+    "oktopk, decay": OkTopk(density=0.2, decay=0.95),
+    "topk-allgather, contributors": AllgatherTopk(density=0.1, mean="contributors"),
+    "topk-allgather, contributors, decay": AllgatherTopk(density=0.1, mean="contributors", decay=0.95),
+    "topk-chunks, contributors, decay": ChunkedTopk(density=0.05, chunk=128, mean="contributors", decay=0.95),
+    "topk-chunks, int4": ChunkedTopk(density=0.05, chunk=64, values="int4"),
+    "hierarchical, chunks": Hierarchical(across=ChunkedTopk(density=0.05, chunk=128, mean="contributors")),
+    "hierarchical, contributors, decay": Hierarchical(across=OkTopk(density=0.2, mean="contributors", decay=0.95)),
+}
+"""Exchanges with settings that those in `EXCHANGES` do not have."""
 
 
 @dataclass(frozen=True)

@@ -118,6 +118,7 @@ RICH_NETWORK = Network(
     startups=(Startup(ranks=2, seconds=0.0005), Startup(ranks=3, seconds=0.0012)),
     matrix_bytes_per_s=((0.0, 1e8, 5e7), (1e8, 0.0, 5e7), (5e7, 5e7, 0.0)),
     one_machine=True,
+    paced_bytes=250_000,
     where="nowhere",
     how="by hand",
     date="2025-01-01T00:00:00+00:00",

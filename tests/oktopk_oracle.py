@@ -104,8 +104,10 @@ class Step:
 class Plain:
     """The definition of `OkTopk`, with a sort for each selection and a dense buffer for each residual."""
 
-    def __init__(self, slots: Slots, dtype: torch.dtype = torch.float32, momentum: float = 0.0) -> None:
-        self.slots, self.dtype, self.momentum = slots, dtype, momentum
+    def __init__(
+        self, slots: Slots, dtype: torch.dtype = torch.float32, momentum: float = 0.0, contributors: bool = False
+    ) -> None:
+        self.slots, self.dtype, self.momentum, self.contributors = slots, dtype, momentum, contributors
         self.kept = [torch.zeros(slots.numel) for _ in range(slots.regions)]
         self.velocity = [torch.zeros(slots.numel) for _ in range(slots.regions)]
 
@@ -121,12 +123,15 @@ class Plain:
         kept = [(held * ratio + given).to(torch.float32) for held, given in zip(self.kept, incoming, strict=True)]
 
         sent: list[list[tuple[Tensor, Tensor]]] = []
-        sums = torch.zeros(slots.numel)
+        sums, count = torch.zeros(slots.numel), torch.zeros(slots.numel)
         for rank in ranks:
             chosen = [largest(kept[rank], there, slots.entries) for there in places]
             sent.append([(where, as_sent(kept[rank][where], slots.values)) for where in chosen])
             for where, values in sent[rank]:
                 sums[where] += values
+                count[where] += 1
+        if self.contributors:
+            sums *= torch.full_like(count, slots.regions) / count.clamp(min=1)
 
         picked, applied = [], torch.zeros(slots.numel)
         for region in ranks:
@@ -135,7 +140,8 @@ class Plain:
             picked.append((where, values))
             applied[where] = values.to(self.dtype).to(torch.float32)
             counts = applied[where] != 0
-            kept[region][where[counts]] += (sums - applied)[where[counts]]
+            lost = (sums - applied) * (count / torch.full_like(count, slots.regions) if self.contributors else 1)
+            kept[region][where[counts]] += lost[where[counts]]
         for rank in ranks:
             for where, values in sent[rank]:
                 counts = applied[where] != 0

@@ -12,6 +12,7 @@ from syncline import __version__
 from syncline.bench.demo import CONTENDERS
 from syncline.cli import app
 from syncline.records.plan import Plan
+from syncline.units import milliseconds_text
 
 runner = CliRunner()
 
@@ -62,8 +63,8 @@ def test_help_fits_a_screen(command: list[str]) -> None:
         (["plan", "--profile", "bert-base-cuda"], "the rate of the hosts' links is needed"),
         (["plan", "--profile", "nope", "--rate", "1gbit"], "is neither a file nor a shipped profile"),
         (
-            ["plan", "--profile", "cnn-cpu", "--rate", "1gbit", "--allow", "int8"],
-            "allow='int8': must be one of bf16, fp16, sparse",
+            ["plan", "--profile", "cnn-cpu", "--rate", "1gbit", "--allow", "int5"],
+            "allow='int5': must be one of bf16, fp16, int8, int4, int3, sparse",
         ),
         (["plan", "--profile", "cnn-cpu", "--rate", "fast"], "rate 'fast' is not a rate"),
         (["plan", "--profile", "cnn-cpu", "--network", "nope.json"], "nope.json: cannot be read"),
@@ -117,7 +118,7 @@ def test_bench_shows_a_table_and_writes_the_file(tmp_path: Path) -> None:
     rows = result["rows"]
     assert [row["method"] for row in rows] == ["ddp", "dense"]
     for row in rows:
-        assert f"{row['step_ms']:.1f}" in answer.stdout
+        assert milliseconds_text(row["step_ms"] / 1e3, unit="") in answer.stdout
         assert f'data-step-ms="{row["step_ms"]:.6g}"' in page.read_text()
     assert all(len(line) <= 80 for line in answer.stdout.splitlines() if str(page) not in line)
     # The file has the inputs of the predictions, so a report that is made from it later shows the same.

@@ -85,9 +85,9 @@ def test_help_shows_the_current_names_and_defaults() -> None:
 
 
 def test_modules_of_commands_are_not_hidden_by_their_options() -> None:
-    """`syncline.cli.plan` is the module that does the work, not the one with the options."""
-    assert run_python("from syncline.cli import app, plan, run; print(plan.__name__, run.__name__)").split() == [
-        "syncline.cli.plan",
+    """`syncline.cli.predict` is the module that does the work, not the one with the options."""
+    assert run_python("from syncline.cli import app, predict, run; print(predict.__name__, run.__name__)").split() == [
+        "syncline.cli.predict",
         "syncline.cli.run",
     ]
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from syncline.cli.app import cluster_app
 from syncline.cluster import ClusterSpec, run_command, why_not_shaped
-from syncline.cluster.command import commands_of
+from syncline.cluster.environment import variables_of
 
 needs_namespaces = pytest.mark.skipif(why_not_shaped() is not None, reason=f"no namespaces: {why_not_shaped()}")
 TWO = ClusterSpec(hosts=2)
@@ -46,7 +46,7 @@ def syncline_cluster_run(*arguments: str) -> Result:
 @needs_namespaces
 def test_each_host_has_what_torchrun_and_torch_distributed_read() -> None:
     spec = ClusterSpec(hosts=2, per_host=(3, 1))
-    first, second = (command.variables for command in commands_of(spec, shaped=True))
+    first, second = (variables_of(spec, host, None, shaped=True) for host in range(2))
     assert first.items() >= {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "3"}.items()
     assert second.items() >= {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_NPROC_PER_NODE": "1"}.items()
     assert second.items() >= {"NNODES": "2", "NODE_RANK": "1", "NPROC_PER_NODE": "1", "SYNCLINE_HOST": "1"}.items()
@@ -61,20 +61,20 @@ def test_each_host_has_what_torchrun_and_torch_distributed_read() -> None:
 def test_each_rank_has_its_own_number_and_no_torchrun() -> None:
     spec = ClusterSpec(hosts=2, per_host=(2, 1), rank_order="scrambled")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SYNCLINE_HOST")
-    commands = commands_of(spec, shaped=False, port=1234, per_rank=True)
-    found = [tuple(command.variables[name] for name in names) for command in commands]
+    ranks = [variables_of(spec, *slot, shaped=False, port=1234) for slot in [(0, 0), (0, 1), (1, 0)]]
+    found = [tuple(variables[name] for name in names) for variables in ranks]
     assert found == [("0", "0", "3", "2", "0"), ("2", "1", "3", "2", "0"), ("1", "0", "3", "1", "1")]
-    assert {command.variables["MASTER_PORT"] for command in commands} == {"1234"}
-    assert not any(name.startswith("PET_") for command in commands for name in command.variables)
+    assert {variables["MASTER_PORT"] for variables in ranks} == {"1234"}
+    assert not any(name.startswith("PET_") for variables in ranks for name in variables)
 
 
 def test_ranks_that_share_a_gpu_have_different_nccl_host_ids() -> None:
     spec = ClusterSpec(hosts=2, per_host=(2, 2), device="cuda")
-    ranks = commands_of(spec, shaped=False, per_rank=True)
-    assert len({command.variables["NCCL_HOSTID"] for command in ranks}) == 4
-    assert {command.variables["NCCL_NET"] for command in ranks} == {"Socket"}
-    hosts = commands_of(spec, shaped=False)
-    assert len({command.variables["NCCL_HOSTID"] for command in hosts}) == 2
+    ranks = [variables_of(spec, host, local_rank, shaped=False) for host, local_rank in spec.slots]
+    assert len({variables["NCCL_HOSTID"] for variables in ranks}) == 4
+    assert {variables["NCCL_NET"] for variables in ranks} == {"Socket"}
+    hosts = [variables_of(spec, host, None, shaped=False) for host in range(2)]
+    assert len({variables["NCCL_HOSTID"] for variables in hosts}) == 2
 
 
 @both_ways

@@ -192,6 +192,17 @@ def test_a_rank_that_dies_is_noticed_at_once_and_named(shaped: bool, end: object
     assert [outcome.error for outcome in outcomes] == ["still running when another rank failed", error]
 
 
+@both_ways
+def test_a_host_that_dies_ends_the_run_at_once(shaped: bool) -> None:
+    def main(rank: Rank) -> None:
+        if rank.rank == 1:
+            os.kill(os.getppid(), signal.SIGKILL)
+        wait_for_ever()
+
+    outcomes = launch_outcomes(TWO, main, deadline_s=600, grace_s=600, shaped=shaped)
+    assert [outcome.error for outcome in outcomes] == ["a host died", "a host died"]
+
+
 def test_a_rank_killed_in_the_middle_of_a_message_is_still_named() -> None:
     def main(rank: Rank) -> None:
         os.write(rank._pipe, b'{"event": "half')

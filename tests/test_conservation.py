@@ -26,7 +26,7 @@ import syncline
 from ddp_helpers import on_ranks
 from syncline.cluster import Rank
 from syncline.dist.comm import gather_bytes
-from syncline.exchange import EXCHANGES, Exchange, Hierarchical, OkTopk
+from syncline.exchange import EXCHANGES, Exchange, Hierarchical, OkTopk, Quantized
 from syncline.exchange import settings as exchange_settings
 from syncline.records.plan import Plan, PlannedBucket, PlannedGradient, Where
 
@@ -53,6 +53,13 @@ def variants() -> dict[str, Exchange]:
 
 
 VARIANTS = variants()
+
+
+def is_exact(exchange: Exchange) -> bool:
+    """Whether whole numbers are conserved exactly. Scales of `Quantized` are no powers of two, so its residual has more
+    digits in every step, until fp32 rounds it."""
+    quantized = isinstance(getattr(exchange, "across", exchange), Quantized)
+    return exchange.lossless or (exchange.keeps and not quantized)
 
 
 class Numbers(nn.Module):
@@ -132,7 +139,7 @@ class Books:
 
     def add(self, sequence: Sequence, number: int, step: Step) -> None:
         bounds = [VARIANTS[name].rounding(torch.float32, RANKS) for name in sequence.exchanges]
-        exact = all(VARIANTS[name].lossless or VARIANTS[name].keeps for name in sequence.exchanges)
+        exact = all(is_exact(VARIANTS[name]) for name in sequence.exchanges)
         for which, used in enumerate((step.used, step.accumulated)):
             for rank, names in enumerate(used):
                 drawn = whole_numbers(sequence, rank, number, which)
@@ -364,8 +371,8 @@ def conserve(host: str, examples: int) -> None:
 
 
 def test_nothing_is_lost_through_ddp() -> None:
-    conserve("ddp", 5)
+    conserve("ddp", 3)
 
 
 def test_nothing_is_lost_through_layerwise() -> None:
-    conserve("layerwise", 3)
+    conserve("layerwise", 2)

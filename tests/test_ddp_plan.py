@@ -37,7 +37,7 @@ from ddp_helpers import (
     train,
 )
 from syncline.cluster import Rank
-from syncline.ddp import buckets
+from syncline.ddp import reducer
 from syncline.exchange import Dense, Exchange, settings
 from syncline.predict.schedule import DDP_CAPS
 from syncline.records.network import Network
@@ -334,7 +334,7 @@ def noisy_step(rank: Rank) -> Callable[[nn.Module], None]:
 
 
 def test_tuning_changes_nothing_but_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.tuning.trial._MAX_RATIO", float("inf"))
+    monkeypatch.setattr("syncline.tuning.tune._MAX_RATIO", float("inf"))
 
     def main(rank: Rank) -> tuple[bool, str]:
         model, other = DDP(seeded(Noisy)), DDP(seeded(Noisy))
@@ -392,11 +392,11 @@ def test_if_no_plan_is_better_plain_ddp_stays_and_nothing_leaks(capfd: pytest.Ca
 
 
 def test_a_plan_that_is_not_faster_when_tried_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.tuning.trial._MAX_RATIO", 0.0)
+    monkeypatch.setattr("syncline.tuning.tune._MAX_RATIO", 0.0)
 
     def main(rank: Rank) -> None:
         model = DDP(seeded(Noisy), bucket_cap_mb=0.01)
-        config = buckets.own(model)
+        config = reducer.own(model)
         tuned = syncline.tune(model, noisy_step(rank), allow=("bf16",), budget_s=5, network=links(1.0), quiet=True)
         assert tuned.trial is not None and not tuned.trial.won and tuned.handle is None
         assert "plain DDP stays" in tuned.describe()
@@ -408,7 +408,7 @@ def test_a_plan_that_is_not_faster_when_tried_is_not_kept(monkeypatch: pytest.Mo
 
 
 def test_tuning_again_replaces_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.tuning.trial._MAX_RATIO", float("inf"))
+    monkeypatch.setattr("syncline.tuning.tune._MAX_RATIO", float("inf"))
 
     def main(rank: Rank) -> None:
         model = DDP(seeded(Noisy))
@@ -418,12 +418,12 @@ def test_tuning_again_replaces_what_was_chosen(monkeypatch: pytest.MonkeyPatch) 
         second = syncline.tune(model, step, allow=("bf16",), budget_s=5, network=links(2.0), quiet=True)
         assert "detached" in refusal(lambda: first.handle.stats())
         assert second.handle is not None and second.handle.stats().steps == 0
-        own = buckets.own(model)
+        own = reducer.own(model)
         third = syncline.tune(model, step, budget_s=5, network=links(1e6, startup_s=1e-7), quiet=True)
         assert third.plan.nothing and model._bucket_config is own and not model._comm_hooks and open_groups() == 1
         net = seeded(Mlp)
         wrapped = syncline.wrap(net, plan_for(net, layout_of(1, 1, 4)))
-        assert buckets.own_caps(wrapped) == DDP_CAPS
+        assert reducer.own_caps(wrapped) == DDP_CAPS
 
     on_ranks(2, main)
 
@@ -436,7 +436,7 @@ def test_what_cannot_be_tuned_is_refused() -> None:
         def tuning(step: Callable[[nn.Module], object] = step, **arguments: Any) -> Callable[[], object]:
             return lambda: syncline.tune(model, step, **{"network": network, "budget_s": 5, **arguments})
 
-        assert "allow='int8': must be one of bf16" in refusal(tuning(allow=("int8",)))
+        assert "allow='int5': must be one of bf16" in refusal(tuning(allow=("int5",)))
         assert "pass a tuple" in refusal(tuning(allow="bf16"))
         assert "budget_s is 1" in refusal(tuning(budget_s=1))
         assert "wrap it" in refusal(lambda: syncline.tune(Noisy(), step))
@@ -455,7 +455,7 @@ def test_what_cannot_be_tuned_is_refused() -> None:
 def test_tuning_in_the_middle_of_training_does_not_change_the_result(
     worth: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncline.tuning.trial._MAX_RATIO", worth)
+    monkeypatch.setattr("syncline.tuning.tune._MAX_RATIO", worth)
 
     def main(rank: Rank) -> None:
         step = square_loss_step(rank)
@@ -490,7 +490,7 @@ def test_tuning_in_the_middle_of_training_does_not_change_the_result(
         if result.handle is not None:
             assert result.handle.mismatch is None
             result.handle.detach()
-        assert buckets.own_caps(tuned) == DDP_CAPS and not tuned._comm_hooks and not tuned._forward_pre_hooks
+        assert reducer.own_caps(tuned) == DDP_CAPS and not tuned._comm_hooks and not tuned._forward_pre_hooks
 
     on_ranks(2, main)
 

@@ -23,7 +23,7 @@ from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.errors import SynclineError
 from syncline.exchange import AllgatherTopk
 from syncline.runtime import topology
-from syncline.runtime.state_files import sealed
+from syncline.runtime.checkpoint import sealed
 
 SPARSE = syncline.OkTopk(density=0.1, values="fp32")
 BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.004}

@@ -28,7 +28,7 @@ def staged(request: pytest.FixtureRequest) -> tuple[Case, Diagnosis]:
 def test_a_staged_cause_is_named(staged: tuple[Case, Diagnosis]) -> None:
     case, found = staged
     assert found.culprit == case.culprit
-    assert lost_to(found.prediction.losses)[case.culprit] > 0.5 * found.prediction.losses.total_s
+    assert lost_to(found.prediction.losses)[case.culprit] > 0.5 * sum(found.prediction.losses.by_cause.values())
 
 
 def test_the_best_remedy_is_against_the_cause(staged: tuple[Case, Diagnosis]) -> None:
@@ -46,9 +46,9 @@ def test_remedies_save_time_and_the_best_is_first(staged: tuple[Case, Diagnosis]
 def test_what_changes_how_a_model_trains_is_named_last_and_as_lossy(staged: tuple[Case, Diagnosis]) -> None:
     _, found = staged
     for remedy in found.remedies:
-        assert remedy.last == ("oktopk" in remedy.name)
+        assert remedy.last == any(word in remedy.name for word in ("oktopk", "int8", "int4", "int3"))
         assert remedy.lossy or not remedy.last
-        assert remedy.name != "topk-allgather"
+        assert remedy.name not in ("topk-allgather", "topk-chunks")
 
 
 def test_a_remedy_is_worth_what_trying_it_predicts() -> None:

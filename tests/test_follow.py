@@ -190,7 +190,7 @@ def test_copies_of_a_followed_model_are_not_followed_and_it_is_freed_with_its_la
         attached = DDP(net())
         other = syncline.follow(attached, exchange=syncline.OkTopk(density=0.5), quiet=True)
         train(attached, 3)
-        lanes = [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+        lanes = [thread for thread in threading.enumerate() if thread.name.startswith("syncline-lane")]
         assert lanes
         gone, weight = weakref.ref(attached), weakref.ref(attached.module[0].weight)
         gc.collect()

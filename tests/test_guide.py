@@ -287,7 +287,7 @@ def show_trace(model: nn.Module, train_a_step: Callable[[], object]) -> None:
             took_ms = 1000 * (collective.end_s - collective.start_s)
             print(f"bucket {bucket.bucket}: {collective.name}, {collective.sent_bytes} bytes, {took_ms:.2f} ms")
     # trace: ends
-    assert [one.name for bucket in handle.stats().buckets for one in bucket.phases][:2] == ["all_to_all", "all_gather"]
+    assert [one.name for bucket in handle.stats().buckets for one in bucket.phases][:1] == ["all_reduce"]
 
 
 def show_curves(model: nn.Module, folder: Path, train_some_steps: Callable[[], object]) -> None:

@@ -490,7 +490,7 @@ def test_one_rank_per_host_or_one_host_is_flat(hosts: int, per_host: int, backen
 
 
 def test_flat_sends_across_what_hosts_have_and_within_what_one_host_has() -> None:
-    exchange = Hierarchical(across=Dense(wire="bf16"))
+    exchange = Hierarchical(across=Dense(wire="bf16", roundings="two"))
     apart, together = (topology_of(assumed_network(*size, 1_000_000_000, "gloo")) for size in ((4, 1), (1, 4)))
     assert [phase.itemsize for phase in exchange.cost(LARGE, torch.float32, apart).phases] == [2, 2]
     assert [phase.itemsize for phase in exchange.cost(LARGE, torch.float32, together).phases] == [4]

@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "run.__main__": {"cli", "startup"},
     "syncline": {
         *("_version", "errors"),
-        *("ddp", "exchange", "layerwise", "measure", "plan", "records", "runtime", "tuning"),
+        *("ddp", "exchange", "layerwise", "measure", "plan", "records", "runtime", "tuning", "updates"),
     },
     "testing": {"dist", "errors", "exchange"},
     # What people start.
@@ -36,13 +36,17 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"_version", "errors", "exchange", "files", "predict", "records", "units"},
     "doctor": {"_version", "cluster", "ddp", "dist", "errors", "files", "health", "measure", "records", "units"},
     "bench": {
-        *("_version", "errors", "memory_meter"),
+        *("_version", "errors", "memory_meter", "units"),
         *("cluster", "ddp", "exchange", "layerwise", "measure", "models", "plan", "predict", "records", "tuning"),
     },
-    "integrations": {"ddp", "errors", "exchange", "files", "health", "measure", "records", "runtime", "tuning"},
+    "integrations": {"ddp", "errors", "exchange", "health", "measure", "records", "runtime", "tuning"},
     # Training.
-    "tuning": {"ddp", "dist", "errors", "exchange", "health", "measure", "plan", "predict", "records", "runtime"},
-    "ddp": {"dist", "errors", "exchange", "health", "predict", "records", "runtime"},
+    "tuning": {
+        *("ddp", "dist", "errors", "exchange", "health", "measure", "plan", "predict", "records", "runtime"),
+        "updates",
+    },
+    "ddp": {"dist", "errors", "exchange", "health", "predict", "records", "runtime", "updates"},
+    "updates": {"dist", "errors", "exchange", "health", "records", "runtime"},
     "layerwise": {
         *("errors", "memory_meter", "units"),
         *("dist", "exchange", "health", "measure", "predict", "records", "runtime"),

@@ -6,6 +6,7 @@ JSON.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -45,6 +46,7 @@ class Seen:
     flats: list[Tensor]
     kept: list[Tensor]
     velocity: list[Tensor]
+    flags: list[Tensor]
     finite: list[bool]
 
 
@@ -58,6 +60,7 @@ class World:
         self.kernels = [make() for _ in ranks]
         self._memory = torch.zeros(slots.regions, 2, 4, slots.numel, device=device)
         self.kept, self.velocity = self._memory[:, 0, 1:3], self._memory[:, 1, 1:3]
+        self.flags = torch.full((slots.regions, slots.numel), 7, dtype=torch.int8, device=device)
         self.turns = [torch.zeros((), dtype=torch.int32, device=device) for _ in ranks]
         self.sent = torch.full((slots.regions, slots.regions, slots.bytes), 0xAB, dtype=torch.uint8, device=device)
         self.picked = torch.full((slots.regions, slots.bytes), 0xAB, dtype=torch.uint8, device=device)
@@ -77,7 +80,8 @@ class World:
         finite = []
         for rank in ranks:
             finite.append(bool(self.kernels[rank].spread(self.picked.clone(), flats[rank])))
-            self.kernels[rank].release(flats[rank], self.kept[rank], self.turns[rank], self.velocity[rank])
+            kept, velocity, turn = self.kept[rank], self.velocity[rank], self.turns[rank]
+            self.kernels[rank].release(flats[rank], kept, turn, velocity, self.flags[rank])
             self.turns[rank] = 1 - self.turns[rank]
         assert self.guarded(), "something was written outside of the residuals"
         return Seen(
@@ -87,6 +91,7 @@ class World:
             [flat.cpu() for flat in flats],
             [self.kept[rank, int(self.turns[rank])].cpu().clone() for rank in ranks],
             [self.velocity[rank, int(self.turns[rank])].cpu().clone() for rank in ranks],
+            [flags.cpu().clone() for flags in self.flags],
             finite,
         )
 
@@ -134,14 +139,22 @@ def any_slots(draw: st.DrawFn) -> Slots:
     dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float64]),
     ratio=st.sampled_from([None, None, 1.0, 0.5, 4.0, 0.3]),
     share=st.sampled_from([1.0, 0.5, 1 / 3]),
+    contributors=st.booleans(),
     seed=st.integers(0, 999),
 )
-@settings(max_examples=100)
+@settings(max_examples=150)
 def test_slots_sums_and_what_is_kept_are_those_of_plain_sorting(
-    slots: Slots, steps: list[tuple[str, int]], dtype: torch.dtype, ratio: float | None, share: float, seed: int
+    slots: Slots,
+    steps: list[tuple[str, int]],
+    dtype: torch.dtype,
+    ratio: float | None,
+    share: float,
+    contributors: bool,
+    seed: int,
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    world, plain = World(slots, lambda: CpuKernels(slots)), Plain(slots, dtype)
+    world = World(slots, lambda: CpuKernels(slots, contributors=contributors))
+    plain = Plain(slots, dtype, contributors=contributors)
     for kind, octaves in steps:
         gradients = [(made(kind, slots, generator) * 2.0**octaves).to(dtype) for _ in range(slots.regions)]
         seen = world.step(gradients, ratio, share)
@@ -157,7 +170,9 @@ def test_slots_sums_and_what_is_kept_are_those_of_plain_sorting(
             assert torch.equal(values, expected.picked[rank][1])
             assert torch.equal(seen.flats[rank], expected.applied)
             assert torch.equal(seen.kept[rank], plain.kept[rank])
-            assert torch.equal(seen.velocity[rank] == 0, plain_released(expected.sent[rank], expected.applied))
+            released = plain_released(expected.sent[rank], expected.applied)
+            assert torch.equal(seen.velocity[rank] == 0, released)
+            assert torch.equal(seen.flags[rank].view(torch.bool), released)
         assert all(seen.finite)
 
 
@@ -570,15 +585,20 @@ def check_refused_or_valid(slots: Slots, rows: Tensor, rank: int) -> None:
 # --- on CUDA: the same bits -------------------------------------------------------------------------------------
 
 
+Make = Callable[[Slots, bool], Kernels]
+"""Returns kernels for slots, with or without `contributors`."""
+
+
 @dataclass(frozen=True)
 class Case:
     """Steps to run, each with a kind of data, octaves by which it is larger, and the factor for the residual. `share`
-    is the factor for the gradients."""
+    is the factor for the gradients. `contributors`: sums are scaled by the number of ranks that sent each entry."""
 
     slots: Slots
     steps: tuple[tuple[str, int, float | None], ...]
     dtype: torch.dtype = torch.float32
     share: float = 1 / 3
+    contributors: bool = False
 
 
 CASES = {
@@ -604,6 +624,20 @@ CASES = {
     "fp16 buckets, fp16 values": Case(
         Slots(1003, 2, 25, 256, torch.float16), (("the end", 0, None), ("one non-zero", 0, 0.5)), torch.float16
     ),
+    "contributors, bf16 values": Case(
+        Slots(1501, 3, 38, 256, torch.bfloat16),
+        (("normal", 0, None), ("heavy-tailed", 0, 0.95), ("equal", 1, 0.95)),
+        contributors=True,
+    ),
+    "contributors, fp16 values, bf16 buckets, full cells": Case(
+        Slots(1103, 3, 40, 128, torch.float16),
+        (("normal", 0, None), ("the first cell", 0, 0.95), ("few magnitudes", 0, None)),
+        torch.bfloat16,
+        contributors=True,
+    ),
+    "contributors, fp32 values": Case(
+        Slots(701, 3, 30, 128, torch.float32), (("heavy-tailed", 0, None), ("denormal", 0, 0.95)), contributors=True
+    ),
 }
 
 LARGE = {
@@ -618,18 +652,21 @@ LARGE = {
     )
     for values, cell in ((torch.bfloat16, 32), (torch.float16, 1024), (torch.float32, 1 << 15))
 }
+LARGE |= {f"{name}, contributors": dataclasses.replace(case, contributors=True) for name, case in LARGE.items()}
 """Cases that are too large for the interpreter."""
 
 
-def difference(case: Case, make: Callable[[Slots], Kernels], device: str) -> str:
+def difference(case: Case, make: Make, device: str) -> str:
     """Describe the first difference from the CPU kernels; return an empty string if all bits are the same."""
     slots = case.slots
     generator = torch.Generator().manual_seed(slots.numel)
-    reference, world = World(slots, lambda: CpuKernels(slots)), World(slots, lambda: make(slots), device)
+    contributors = case.contributors
+    reference = World(slots, lambda: CpuKernels(slots, contributors=contributors))
+    world = World(slots, lambda: make(slots, contributors), device)
     for number, (kind, octaves, ratio) in enumerate(case.steps):
         gradients = [(made(kind, slots, generator) * 2.0**octaves).to(case.dtype) for _ in range(slots.regions)]
         ours, theirs = (ranks.step(gradients, ratio, case.share) for ranks in (reference, world))
-        for what in ("slots", "sums", "gathered", "flats", "kept", "velocity"):
+        for what in ("slots", "sums", "gathered", "flats", "kept", "velocity", "flags"):
             for rank, (mine, other) in enumerate(zip(getattr(ours, what), getattr(theirs, what), strict=True)):
                 unequal = mine.view(torch.uint8) != other.view(torch.uint8)
                 if bool(unequal.any()):
@@ -639,9 +676,13 @@ def difference(case: Case, make: Callable[[Slots], Kernels], device: str) -> str
     return ""
 
 
-def harm(rows: Tensor, make: Callable[[Slots], Kernels], device: str) -> str:
+def harm(rows: Tensor, make: Make, device: str) -> str:
     """Describe the harm that damaged slots do: a step that is applied, or a write outside of the buffers."""
-    kernels, found = make(ODD), []
+    return ", ".join(harm_by(kernels, rows, device) for kernels in (make(ODD, False), make(ODD, True))).strip(", ")
+
+
+def harm_by(kernels: Kernels, rows: Tensor, device: str) -> str:
+    found = []
     memory = torch.zeros(3 * ODD.numel, device=device)
     flat, beside = memory[ODD.numel : 2 * ODD.numel], memory.view(3, ODD.numel)[::2]
     if bool(kernels.spread(rows.to(device), flat)):
@@ -661,12 +702,12 @@ def harm(rows: Tensor, make: Callable[[Slots], Kernels], device: str) -> str:
     return ", ".join(found)
 
 
-def not_finite(make: Callable[[Slots], Kernels], device: str) -> str:
+def not_finite(make: Make, device: str) -> str:
     slots = Slots(400, 2, 5, 128, torch.bfloat16)
     for culprit in (float("nan"), -float("inf")):
         gradients = [torch.ones(400), torch.ones(400)]
         gradients[1][399] = culprit
-        seen = World(slots, lambda: make(slots), device).step(gradients)
+        seen = World(slots, lambda: make(slots, False), device).step(gradients)
         if any(seen.finite) or bool(seen.flats[0][399].isfinite()):
             return f"{culprit} passes for a number"
     return ""
@@ -696,7 +737,7 @@ def carried(device: str) -> str:
     return "" if torch.equal(again.cpu(), starts) else "cells start elsewhere in what was received"
 
 
-def report(make: Callable[[Slots], Kernels], device: str) -> dict[str, str]:
+def report(make: Make, device: str) -> dict[str, str]:
     """Run all checks and return what is wrong, by check; empty strings if nothing is."""
     cases = CASES if device == "cpu" else {**CASES, **LARGE}
     return {
@@ -746,7 +787,7 @@ def test_cuda_kernels_give_the_bits_of_the_cpu_s_and_damage_does_no_harm(check: 
 @pytest.fixture(scope="module")
 def on_cuda() -> dict[str, str]:
     pytest.importorskip("triton")
-    return report(lambda slots: kernels_for(slots, torch.device("cuda")), "cuda")
+    return report(lambda slots, counted: kernels_for(slots, torch.device("cuda"), contributors=counted), "cuda")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -810,7 +851,8 @@ def main() -> None:
     from syncline.kernels.cuda import CudaKernels
 
     torch.set_num_threads(1)
-    print(json.dumps(report(lambda slots: CudaKernels(slots, torch.device("cpu")), "cpu")))
+    cpu = torch.device("cpu")
+    print(json.dumps(report(lambda slots, counted: CudaKernels(slots, cpu, contributors=counted), "cpu")))
 
 
 if __name__ == "__main__":

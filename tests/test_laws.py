@@ -11,9 +11,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from exchanges import VARIANTS
 from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.errors import MismatchError, UsageError
-from syncline.exchange import EXCHANGES, Comm, Cost, Dense, Layout, Level, Phase, Rounding, State, Topology, Work
+from syncline.exchange import (
+    EXCHANGES,
+    Comm,
+    Cost,
+    Dense,
+    Layout,
+    Level,
+    OkTopk,
+    Phase,
+    Rounding,
+    State,
+    Topology,
+    Work,
+)
 from syncline.testing import LAWS, LawBrokenError, check_laws, run_steps
 
 
@@ -22,14 +36,15 @@ def hosts(*groups: tuple[int, ...]) -> Topology:
     return dataclasses.replace(Topology.flat(sum(map(len, groups))), levels=(Level("host", groups),))
 
 
+EVERY = {**{name: make() for name, make in EXCHANGES.items()}, **VARIANTS}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("name", EVERY)
 def test_every_exchange_keeps_every_law(name: str, law: str, device: str) -> None:
-    exchange = EXCHANGES[name]()
+    exchange = EVERY[name]
     for ranks in (1, 2, 3, 7):
         for numel in (1, 3, 64, 1001):
             LAWS[law](exchange, ranks, numel, torch.float32, device)
@@ -37,9 +52,9 @@ def test_every_exchange_keeps_every_law(name: str, law: str, device: str) -> Non
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("name", EVERY)
 def test_laws_hold_for_buckets_of_other_types(name: str, dtype: torch.dtype, device: str) -> None:
-    check_laws(EXCHANGES[name](), ranks=(1, 3), numels=(1, 50), dtypes=(dtype,), device=device)
+    check_laws(EVERY[name], ranks=(1, 3), numels=(1, 50, 501), dtypes=(dtype,), device=device)
 
 
 @settings(max_examples=60, deadline=None)
@@ -114,6 +129,8 @@ class _Broken:
         comm.all_reduce(flat).wait()
         if self.defect == "loses":
             flat[0] = 0
+        if self.defect == "miscounts":
+            flat *= 1.25
         if self.defect == "disagrees" and comm.rank:
             flat += 1e-3
         if self.defect == "chatters":
@@ -164,6 +181,26 @@ def test_each_law_catches_the_exchange_that_breaks_it(defect: str, law: str) -> 
     with pytest.raises(LawBrokenError):
         LAWS[law](_Broken(defect), 3, 10, torch.float32, "cpu")
     LAWS[law](_Broken("none"), 3, 10, torch.float32, "cpu")
+
+
+def test_a_weight_must_be_a_number_of_ranks_and_a_decay_must_be_stated() -> None:
+    @dataclass(frozen=True)
+    class Weighted(_Broken):
+        mean: str = "contributors"
+        decay: float | None = None
+
+    LAWS["conservation"](Weighted("none"), 3, 10, torch.float32, "cpu")
+    with pytest.raises(LawBrokenError, match="conservation"):
+        LAWS["conservation"](Weighted("miscounts"), 3, 10, torch.float32, "cpu")  # neither of 1, 2 or 3 thirds
+    LAWS["conservation"](OkTopk(density=0.2, decay=0.5), 3, 501, torch.float32, "cpu")
+
+    @dataclass(frozen=True)
+    class Hidden(OkTopk):
+        def prepare(self, layout: Layout, comm: Comm) -> State:
+            return dataclasses.replace(OkTopk(self.density), decay=0.5).prepare(layout, comm)
+
+    with pytest.raises(LawBrokenError, match="conservation"):
+        LAWS["conservation"](Hidden(density=0.2), 3, 501, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

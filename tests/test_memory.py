@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
+from made_up import network as made_up_network
 from made_up import profile as made_up_profile
 from syncline.cli import app
-from syncline.cli import plan as cli_plan
+from syncline.cli import predict as cli_predict
 from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, Layout
 from syncline.exchange.workspace import Workspace
 from syncline.layerwise.activations import Managed, find_blocks
-from syncline.layerwise.measure_blocks import measure_activations
+from syncline.layerwise.memory_budget import measure_activations
 from syncline.memory_meter import metered
 from syncline.models import gpt, zoo
 from syncline.plan.memory import MemoryPlan, MemoryRow
@@ -289,7 +290,8 @@ def plan(*options: str) -> Any:
 def test_what_is_best_is_what_is_to_be_applied(best: MemoryRow, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     plain = MemoryRow(name="plain DDP", lossless=True, batch=8, step_s=1.0)
     rows = (best,) if best == plain else (best, plain)
-    cli_plan._show_memory(MemoryPlan(model="m", budget_bytes=2**30, ranks=4, unit="sample", rows=rows), True)
+    answer = MemoryPlan(model="m", budget_bytes=2**30, ranks=4, unit="sample", rows=rows)
+    cli_predict._show_memory(answer, made_up_network())
     shown = capsys.readouterr().out
     assert f"Best: {best.name}, {best.batch} sample" in shown and shown.rstrip().splitlines()[-1].startswith(told)
 

@@ -237,9 +237,13 @@ def test_nan_is_refused_in_every_field(path: Path, place: Place, value: float) -
         (("buckets", 0, "exchange", "type"), None, "buckets[0].exchange: no exchange is of type None"),
         (("buckets", 0, "exchange"), {}, "buckets[0].exchange: no exchange is of type None"),
         (("buckets", 0, "exchange"), [], "buckets[0].exchange: expected object, got array"),
-        (("buckets", 0, "exchange", "wires"), 1, "buckets[0].exchange: Dense has no setting 'wires'; it has: wire"),
+        (
+            ("buckets", 0, "exchange", "wires"),
+            1,
+            "buckets[0].exchange: Dense has no setting 'wires'; it has: roundings",
+        ),
         (("buckets", 1, "exchange", "wire"), "fp8", "buckets[1].exchange: Dense(wire='fp8'): wire must be one of"),
-        (("buckets", 1, "exchange", "wire"), ["bf16"], "buckets[1].exchange: Dense: "),
+        (("buckets", 1, "exchange", "wire"), ["bf16"], "buckets[1].exchange: Dense(wire=['bf16']): "),
         (("buckets", 2, "exchange", "across", "density"), 7, "buckets[2].exchange: OkTopk(density=7): density must be"),
         (("buckets", 2, "exchange", "across", "k"), 7, "buckets[2].exchange: OkTopk has no setting 'k'"),
         (("buckets", 2, "exchange", "across", "type"), "Mine", "buckets[2].exchange: no exchange is of type 'Mine'"),
@@ -425,11 +429,14 @@ def test_settings_that_are_left_out_are_the_usual_ones() -> None:
 @pytest.mark.parametrize(
     ("described", "expected"),
     [
-        ({}, "no exchange is of type None; known: Dense, Hierarchical, OkTopk, AllgatherTopk"),
+        ({}, "no exchange is of type None; known: Dense, Hierarchical, Quantized, OkTopk, AllgatherTopk, ChunkedTopk"),
         ({"type": ["Dense"]}, "no exchange is of type"),
         ({"type": "dense"}, "no exchange is of type 'dense'"),
-        ({"type": "Dense", "wire": ["bf16"]}, "^Dense: "),
-        ({"type": "OkTopk", "k": 3}, "OkTopk has no setting 'k'; it has: density, momentum, values, warmup"),
+        ({"type": "Dense", "wire": ["bf16"]}, r"^Dense\(wire=\['bf16'\]\): wire must be one of fp32, bf16, fp16"),
+        (
+            {"type": "OkTopk", "k": 3},
+            "OkTopk has no setting 'k'; it has: decay, density, mean, momentum, values, warmup",
+        ),
         ({"type": "OkTopk", "warmup": 1.5}, r"OkTopk\(warmup=1.5\): warmup must be a number of steps"),
         ({"type": "Hierarchical", "across": {"type": "Hierarchical"}}, "use one Hierarchical, with as many levels"),
         ({"type": "Hierarchical", "within": {"type": "OkTopk"}}, "within must be a Dense exchange"),

@@ -52,7 +52,10 @@ def test_a_probed_network_survives_its_file(probed: list[Network], tmp_path: Pat
 
 def test_every_collective_was_measured_at_several_sizes(probed: list[Network]) -> None:
     network = probed[0]
-    assert [(entry.level, entry.kind) for entry in network.collectives] == [(WORLD, kind) for kind in wire.KINDS]
+    assert [(entry.level, entry.kind) for entry in network.collectives] == [
+        (WORLD, kind) for kind in (*wire.KINDS, wire.PACED)
+    ]
+    assert network.paced_bytes is not None
     for entry in network.collectives:
         sizes = [point.bytes for point in entry.points]
         assert len(sizes) >= 5 and sizes == sorted(set(sizes))

@@ -339,10 +339,6 @@ def test_alternatives_remedies_and_scaling_are_the_plans_and_the_predictors_own(
     for hosts in (2, 4, 64):
         expected = predict(PROFILE, NETWORK.with_hosts(hosts), Schedule.of(PROFILE)).iteration_s
         assert dots["plain DDP", hosts] == pytest.approx(expected, rel=1e-5)
-    measured = [
-        mark.value("y") for mark in seen.of("scaling", "data-y") if mark.attributes["data-series"] == "measured"
-    ]
-    assert measured == near([row.step_ms / 1e3 for row in BENCH.rows if row.method == "ddp"])
 
 
 def test_links_are_the_networks_matrix_and_the_points_of_every_sweep() -> None:
@@ -462,7 +458,7 @@ def _many() -> Inputs:
     network = assumed_network(2, 1, 10**9)
     buckets = tuple(tuple(range(first, first + 10)) for first in range(0, 5000, 10))
     one = predict(profile, network, Schedule("each", buckets))
-    plan = plan_for(profile, network, one, plain_s=0.3, reason="each")
+    plan = plan_for(one, plain_s=0.3, reason="each")
     return Inputs(profile, network, {"the plan": plan}, hosts=(2, 4))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.cli.app import run_script
@@ -40,7 +41,8 @@ def as_a_script(rank: Rank, arguments: list[str]) -> dict[str, Any]:
     """Run `syncline run`, and return how the interpreter would see it end."""
     rank.init_process_group()
     torch.set_num_threads(1)
-    init, backward = DDP.__init__, torch.Tensor.backward
+    wrapped = {DDP: "__init__", torch.Tensor: "backward", torch.optim.Optimizer: "__init__", GradScaler: "step"}
+    originals = {owner: getattr(owner, name) for owner, name in wrapped.items()}
     sys.stderr = open(os.devnull, "w")  # noqa: PTH123, SIM115 - messages are not tested here
     ended: dict[str, Any] = {}
     try:
@@ -49,8 +51,7 @@ def as_a_script(rank: Rank, arguments: list[str]) -> dict[str, Any]:
         ended["status"] = exit_.code
     except BaseException as error:  # noqa: BLE001 - raised by the script
         ended["error"] = f"{type(error).__name__}: {error}"
-    assert DDP.__init__ is init
-    assert torch.Tensor.backward is backward
+    assert originals == {owner: getattr(owner, name) for owner, name in wrapped.items()}
     return ended
 
 
@@ -149,6 +150,54 @@ def test_a_requested_exchange_is_attached(tmp_path: Path) -> None:
     assert all(bucket.phases for span in detailed for bucket in span.buckets)  # the trace shows them
 
 
+@pytest.mark.parametrize(
+    ("flags", "script"),
+    [
+        (["--warmup", "4"], []),
+        (["--warmup", "0"], ["--optimizers", "early"]),
+        (["--warmup", "2", "--every", "3", "--delay", "1"], ["--accumulate", "2", "--models", "2"]),
+        (["--warmup", "0"], ["--scaler"]),
+    ],
+    ids=["a warm-up", "the optimizer before DDP", "local steps of two models with accumulation", "a scaler that skips"],
+)
+def test_updates_of_the_scripts_optimizer_are_exchanged(flags: list[str], script: list[str], tmp_path: Path) -> None:
+    out, steps = tmp_path / "out", 12
+    command = ["--exchange", "oktopk", "--updates", *flags, "--out", str(out), str(SCRIPT), "--steps", str(steps)]
+    ended = launch(TWO, lambda rank: as_a_script(rank, [*command, *script, "--losses", str(tmp_path)]))
+    assert ended == [{"status": 0}] * 2
+    for rank in range(2):
+        record = RunRecord.load(out / f"rank-{rank:04d}.json")
+        for model in record.models:
+            assert model.way == "updates by oktopk"
+            assert model.outcome.startswith("As requested, updates by OkTopk(density=0.01")
+            assert model.outcome.endswith("updates of SGD from step 1 on.")
+            skipped = 1 if "--scaler" in script and rank == 1 else 0  # it counts with the next step
+            assert model.steps == steps - skipped
+            warm = int(flags[1])
+            counts = {pace.way: pace.steps for pace in model.paces}
+            assert counts[model.way] == steps - 1 - warm - skipped
+            assert counts.get("the warm-up", 0) == (warm if warm > 2 else 0)  # the first two steps do not count
+            assert next(pace for pace in model.paces if pace.way == model.way).sent_bytes > 0
+            assert len(model.losses) == steps - skipped
+    weights = [json.loads((tmp_path / f"weights-{rank}.json").read_text()) for rank in range(2)]
+    if "--every" not in flags:
+        assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("two", "--updates: 2 optimizers have parameters of Sequential (Adam and SGD): use one optimizer with"),
+        ("none", "--updates: no optimizer of torch has the parameters of Sequential, which has made a step: use a"),
+    ],
+)
+def test_a_script_without_one_optimizer_is_refused_with_one_line(script: str, message: str, tmp_path: Path) -> None:
+    command = ["--exchange", "oktopk", "--updates", "--out", str(tmp_path / "out"), str(SCRIPT)]
+    command += ["--optimizers", script, "--losses", str(tmp_path)]
+    assert launch(TWO, lambda rank: as_a_script(rank, command)) == [{"status": 2}] * 2
+    assert f"UsageError: {message}" in RunRecord.load(tmp_path / "out" / "rank-0000.json").ended
+
+
 def test_observing_changes_nothing_and_reports_the_plan(tmp_path: Path) -> None:
     command = ["--observe-only", "--network", str(network(tmp_path)), "--out", str(tmp_path / "out"), str(SCRIPT)]
     flags = ["--steps", "16", "--losses", str(tmp_path)]
@@ -179,6 +228,10 @@ def test_a_plan_for_another_model_is_one_line_and_status_2(tmp_path: Path) -> No
         (["--exchange", "bf16", "--plan", "p.json", "x.py"], "exclude each other"),
         (["--exchange", "bf16", "--observe-only", "x.py"], "are for tuning, which --exchange and --plan replace"),
         (["--allow", "everything", str(SCRIPT)], "everything"),
+        (["--updates", str(SCRIPT)], "--updates needs the exchange to use: add --exchange"),
+        (["--exchange", "oktopk", "--every", "5", str(SCRIPT)], "--every, --warmup and --delay are for updates"),
+        (["--exchange", "oktopk", "--updates", "--every", "0", str(SCRIPT)], "every is 0: it must be a number of"),
+        (["--exchange", "oktopk", "--updates", "--delay", "1", str(SCRIPT)], "delay is 1, but with every=1"),
         (["--plan", "nowhere.json", str(SCRIPT)], "nowhere.json: cannot be read"),
         (["--probe", "0", str(SCRIPT)], "1 to 3600 seconds"),
         (["--timeout", "0", str(SCRIPT)], "--timeout 0: must be greater than 0"),

@@ -379,10 +379,11 @@ def test_what_is_allowed_is_not_used_where_links_are_fast() -> None:
 )
 def test_hierarchies_are_offered_only_where_hosts_have_several_ranks(hosts: tuple[int, ...], leveled: bool) -> None:
     network = made_up.network(hosts) if len(hosts) > 1 else made_up.network().with_hosts(1)
-    flat = {"dense", "bf16", "fp16", "oktopk"}
-    hierarchical = {"hierarchical", "hierarchical+bf16", "hierarchical+oktopk"}
+    flat = {"dense", "bf16", "fp16", "int8", "int4", "int3", "oktopk"}
+    hierarchical = {"hierarchical", "hierarchical+bf16", "hierarchical+int4", "hierarchical+oktopk"}
     assert set(options(network)) == ({"dense", "hierarchical"} if leveled else {"dense"})
-    assert set(options(network, EVERYTHING)) == (flat | hierarchical if leveled else flat)
+    allow = (*EVERYTHING, "int8", "int4", "int3")
+    assert set(options(network, allow)) == (flat | hierarchical if leveled else flat)
     assert all(exchange.lossless for exchange in options(network).values())
 
 
@@ -404,7 +405,7 @@ def test_hosts_of_several_ranks_on_slow_links_are_summed_inside_first() -> None:
 def test_what_may_be_allowed_is_checked_and_put_in_order() -> None:
     assert check_allowed(()) == ()
     assert check_allowed(["sparse", "bf16", "sparse"]) == ("bf16", "sparse")
-    with pytest.raises(UsageError, match="allow='fp8': must be one of bf16, fp16, sparse"):
+    with pytest.raises(UsageError, match="allow='fp8': must be one of bf16, fp16, int8, int4, int3, sparse"):
         check_allowed(("bf16", "fp8"))
     with pytest.raises(UsageError, match=r"allow='bf16': pass a tuple of names, like \('bf16',\)"):
         check_allowed("bf16")

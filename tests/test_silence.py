@@ -34,9 +34,8 @@ from syncline.cluster import Rank
 from syncline.cluster.environment import reserved_port
 from syncline.dist.comm import group_timeout
 from syncline.errors import UsageError
-from syncline.health import heartbeat, silence
-from syncline.health.silence import SilenceLog
-from syncline.health.suspects import Beat, Heartbeats
+from syncline.health import heartbeat, suspects
+from syncline.health.suspects import Beat, Heartbeats, Kind
 from syncline.measure.assumed_network import assumed_links
 from syncline.records.run_record import LOST, RUNNING, RunRecord
 from syncline.report.inputs import Inputs
@@ -176,7 +175,8 @@ def test_every_other_rank_logs_once_that_a_rank_is_stopped_and_once_that_it_is_b
         assert ranks[0].said("Nothing that is allowed is faster than plain DDP")
     for other in others:
         assert len(other.said("no heartbeat")) == len(other.said("is back")) == 1
-    assert not halted.said("heartbeat") and not halted.said("store")  # a rank that was stopped itself names no other
+    # A rank that was stopped itself names no other.
+    assert not halted.said("heartbeat") and not halted.said("the job's store")
 
 
 def test_a_stopped_rank_that_serves_the_store_is_named(tmp_path: Path, python: Interpreter) -> None:
@@ -218,7 +218,7 @@ def test_the_timeout_bounds_plain_ddps_collectives(tmp_path: Path, python: Inter
 
 def test_a_rank_that_computes_for_long_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
-    monkeypatch.setattr(silence, "ALARM_S", 1.0)
+    monkeypatch.setattr(suspects, "ALARM_S", 1.0)
 
     def main(rank: Rank) -> list[str]:
         said: list[str] = []
@@ -240,16 +240,15 @@ class Clock:
     """The heartbeats of rank 1, which rank 0 reads once per second."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s, self.count, self.heartbeats, self.log = 100.0, 0, Heartbeats(1.0), SilenceLog(0, 1.0)
-        monkeypatch.setattr(silence.time, "monotonic", lambda: self.now_s)
+        self.now_s, self.count, self.heartbeats = 100.0, 0, Heartbeats(1.0)
+        monkeypatch.setattr(suspects.time, "monotonic", lambda: self.now_s)
 
     def goes(self, seconds: int, *, beats: bool, **more: Any) -> list[str]:
         lines = []
         for _ in range(seconds):
             self.now_s += 1.0
             self.count += beats
-            self.heartbeats.update({1: Beat(self.count, **more)})
-            lines += self.log.update(self.heartbeats, [1, 2])
+            lines += self.heartbeats.update({1: Beat(self.count, **more)})
         return lines
 
 
@@ -257,8 +256,8 @@ def test_silence_and_its_end_are_logged_once(monkeypatch: pytest.MonkeyPatch) ->
     clock = Clock(monkeypatch)
     assert clock.goes(3, beats=True) == clock.goes(4, beats=False) == clock.goes(3, beats=True) == []
     (line,) = clock.goes(60, beats=False)
-    assert line.startswith("rank 0: no heartbeat from rank 1 for 5 s: ")
-    assert clock.goes(3, beats=True) == ["rank 0: rank 1 is back after 61 s without a heartbeat"]
+    assert line.startswith("no heartbeat from rank 1 for 5 s: ")
+    assert clock.goes(3, beats=True) == ["rank 1 is back after 61 s without a heartbeat"]
     assert len(clock.goes(8, beats=False)) == 1
     assert len(clock.goes(1, beats=True)) == 1
     assert clock.goes(8, beats=False) == [], "a rank that comes back every time is given more time"
@@ -266,7 +265,7 @@ def test_silence_and_its_end_are_logged_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "last", [{"detached": True}, {"ended": "its program ended"}, {"failed": "it met with a failure"}]
+    "last", [{"kind": Kind.ENDED, "why": "its program ended"}, {"kind": Kind.VICTIM, "why": "it met with a failure"}]
 )
 def test_a_rank_that_announced_its_end_is_not_called_silent(
     last: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -279,7 +278,7 @@ def test_a_rank_that_announced_its_end_is_not_called_silent(
 def test_a_program_that_ends_early_is_not_called_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a launcher whose store outlives the ranks."""
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
-    monkeypatch.setattr(silence, "ALARM_S", 1.0)
+    monkeypatch.setattr(suspects, "ALARM_S", 1.0)
 
     def main(rank: Rank) -> list[str]:
         said: list[str] = []
@@ -298,7 +297,7 @@ def test_a_program_that_ends_early_is_not_called_silent(tmp_path: Path, monkeypa
 
 
 def ends_early(rank: int, port: int, ended: Any, said: Any) -> None:
-    heartbeat.BEAT_S, silence.ALARM_S = 0.2, 1.0
+    heartbeat.BEAT_S, suspects.ALARM_S = 0.2, 1.0
     heartbeat.log = said.put
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     syncline.follow(DDP(seeded(Mlp)), change=False, quiet=True)

@@ -35,13 +35,12 @@ from syncline.health import failure, heartbeat, meeting, watchdog
 from syncline.health.failure import FailureReport
 from syncline.health.stragglers import Stragglers
 from syncline.health.suspects import (
-    Absence,
+    Awaited,
     Beat,
     Heartbeats,
     Kind,
     Progress,
     StoreState,
-    absent_from_collective,
     is_backends,
     is_collective,
 )
@@ -151,7 +150,7 @@ def test_a_rank_that_waits_in_the_first_step_is_not_suspected() -> None:
 
 @pytest.mark.parametrize(
     ("how", "why"),
-    [("detached", "it had nothing attached at its last heartbeat"), ("ended", "its program ended")],
+    [("detached", "alive, but has nothing attached"), ("ended", "its program ended")],
 )
 def test_a_rank_that_detached_or_ended_is_not_called_silent(how: str, why: str) -> None:
     """As under torchrun, whose store outlives its ranks."""
@@ -387,7 +386,7 @@ def own(*seconds: float | None) -> dict[int, Progress]:
 
 
 def test_a_straggler_is_a_rank_that_stays_the_slowest() -> None:
-    stragglers = Stragglers((0, 1, 2))
+    stragglers = Stragglers(3)
     for progress in (
         own(0.1, 0.1, 0.3),  # once may be chance
         own(0.1, 0.1, 0.11),
@@ -417,7 +416,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_error(
     (tmp_path / "file").write_text("")
     folder = {"nowhere": "/proc/nowhere", "a file": str(tmp_path / "file"), "asked not to": ""}[where]
     monkeypatch.setenv(failure.FOLDER_VARIABLE, folder)
-    explanation = watchdog_of_one(5).explain("it failed", cause=RuntimeError("Connection closed by peer"))
+    explanation = watchdog_of_one(5).explain("it failed", RuntimeError("Connection closed by peer"))
     expected = "" if where == "asked not to" else "; this rank's failure report could not be written: "
     assert explanation.startswith(expected) and bool(explanation) == bool(expected)
     assert "\n" not in explanation
@@ -437,22 +436,25 @@ def test_an_error_is_explained_even_if_the_device_does_not_answer(
     dog = watchdog_of_one(5)
     job = Job(bucket=3, lane=0, flat=torch.zeros(2), run=nothing, waits=False, on_done=nothing, marks=Broken())
     dog.bucket_submitted(job, 7)
-    assert dog.explain("it failed", own=True) == f"; this rank's failure report is {tmp_path / 'rank-0.json'}"
+    assert dog.explain("it failed") == f"; this rank's failure report is {tmp_path / 'rank-0.json'}"
     assert [(one.step, one.bucket) for one in FailureReport.load(tmp_path / "rank-0.json").pending] == [(7, 3)]
     monkeypatch.setattr(failure, "write_json", lambda *_: 1 // 0)
-    explanation = watchdog_of_one(5).explain("it failed", own=True)
+    explanation = watchdog_of_one(5).explain("it failed")
     assert explanation == "; this rank's failure report could not be written: integer division or modulo by zero"
+
+
+NOTHING = Awaited("call", "attach")
 
 
 def named(
     heartbeats: Heartbeats,
     others: list[int],
     asked_s: float,
-    absence: Absence = lambda beat: None,
-    store: StoreState = StoreState.ANSWERS,
+    awaited: Awaited = NOTHING,
+    store: StoreState = "answers",
     rank: int = 0,
 ) -> list[str]:
-    return [str(suspect) for suspect in heartbeats.find_suspects(rank, others, absence, asked_s, store)]
+    return [str(suspect) for suspect in heartbeats.find_suspects(rank, others, awaited, asked_s, store)]
 
 
 def test_only_heartbeats_after_the_failure_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,51 +470,46 @@ def test_only_heartbeats_after_the_failure_count(monkeypatch: pytest.MonkeyPatch
     receive(100.0, Beat(1))
     receive(101.0, Beat(2))
     asked_s = now_s = 110.0  # the store was not read in between
-    assert not heartbeats.is_known(1, asked_s)
+    assert heartbeats.judge(1, asked_s) is None
     receive(110.0, Beat(11))  # it may have been sent long ago
-    assert not heartbeats.is_known(1, asked_s)
+    assert heartbeats.judge(1, asked_s) is None
     receive(110.5, Beat(12))
-    assert heartbeats.is_known(1, asked_s) and not named(heartbeats, others, asked_s)
+    assert heartbeats.judge(1, asked_s) is Kind.ELSEWHERE and not named(heartbeats, others, asked_s)
 
     asked_s = now_s = 111.0
     receive(111.1, Beat(12))  # it ended just before
-    assert not heartbeats.is_known(1, asked_s)
+    assert heartbeats.judge(1, asked_s) is None
     receive(113.0, Beat(12))
-    assert heartbeats.is_known(1, asked_s)
+    assert heartbeats.judge(1, asked_s) is heartbeats.judge(1) is Kind.SILENT
     assert named(heartbeats, others, asked_s) == ["rank 1 (no heartbeat for 2 s)"]
-    assert list(map(str, heartbeats.culprits(others))) == ["rank 1 (no heartbeat for 2 s)"]
 
-    assert not heartbeats.have_failed(others)
     receive(113.5, Beat(13))
     assert not named(heartbeats, others, 113.0)
-    outside = named(heartbeats, others, 113.0, absent_from_collective("model"))
+    outside = named(heartbeats, others, 113.0, Awaited("collective", "model"))
     assert outside == ["rank 1 (alive, but has not reached this collective)"]
-    receive(114.0, Beat(14, failed="it met with a failure", own=False))
-    assert not heartbeats.is_known(1, 115.0) and heartbeats.is_known(1, 114.0) and heartbeats.is_done(1)
-    assert not heartbeats.culprits(others)
+    receive(114.0, Beat(14, kind=Kind.VICTIM, why="it met with a failure"))
+    assert heartbeats.judge(1, 115.0) is None and heartbeats.judge(1, 114.0) is Kind.VICTIM and heartbeats.is_done(1)
     assert named(heartbeats, others, 114.0) == ["rank 1 (it failed too: it met with a failure)"]
-    assert heartbeats.have_failed(others)
-    receive(114.5, Beat(15, failed="it met with a failure", asking=True))
+    receive(114.5, Beat(15, kind=Kind.VICTIM, why="it met with a failure", asking=True))
     assert not heartbeats.is_done(1)
-    receive(115.0, Beat(16, ended="its program ended: ValueError: no"))
-    assert list(map(str, heartbeats.culprits(others))) == ["rank 1 (its program ended: ValueError: no)"]
+    receive(115.0, Beat(16, kind=Kind.ENDED, why="its program ended: ValueError: no"))
+    assert named(heartbeats, others, 115.0) == ["rank 1 (its program ended: ValueError: no)"]
 
 
 def test_a_rank_that_has_not_read_the_store_calls_no_other_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 100.0
     monkeypatch.setattr("syncline.health.suspects.time.monotonic", lambda: now_s)
-    heartbeats, others = Heartbeats(1.0), [1, 2, 3]
-    beats = {1: Beat(1), 3: Beat(1, detached=True)}
-    heartbeats.update(beats)
+    heartbeats, others = Heartbeats(1.0), [1, 2]
+    heartbeats.update({1: Beat(1)})
     now_s = 120.0  # this rank was stopped, and rank 2 may have sent its first heartbeat meanwhile
-    assert named(heartbeats, others, 109.0) == ["rank 3 (it had nothing attached at its last heartbeat)"]
-    assert [rank for rank in others if heartbeats.is_unclear(rank, 109.0)] == [1]
-    heartbeats.update(beats)
+    assert not named(heartbeats, others, 109.0)
+    assert heartbeats.judge(1, 109.0) is heartbeats.judge(2, 109.0) is None
+    heartbeats.update({1: Beat(1)})
     assert named(heartbeats, others, 109.0) == ["rank 2 (it has sent no heartbeat)"]
     now_s = 120.5
-    heartbeats.update(beats)
+    heartbeats.update({1: Beat(1)})
     assert named(heartbeats, others, 109.0) == ["rank 1 (no heartbeat for 2 s)", "rank 2 (it has sent no heartbeat)"]
-    assert heartbeats.is_done(3) and not heartbeats.is_unclear(1, 109.0)
+    assert heartbeats.is_done(1)
 
 
 def test_without_a_store_the_last_heartbeats_or_its_server_are_suspected() -> None:
@@ -522,13 +519,13 @@ def test_without_a_store_the_last_heartbeats_or_its_server_are_suspected() -> No
         return named(heartbeats, others, 0.0, store=store, rank=rank)
 
     heartbeats.update({0: Beat(1), 1: Beat(1)})
-    assert suspects(StoreState.MUTE) == ["rank 0 (the job's store does not answer, or this rank's own link is down)"]
-    assert suspects(StoreState.GONE) == ["rank 0 (it or its launcher served the job's store, which has ended)"]
-    heartbeats.update({0: Beat(2, failed="Connection closed")})
-    assert suspects(StoreState.GONE) == ["rank 0 (it failed too, and ended the job's store: Connection closed)"]
-    heartbeats.update({1: Beat(2, failed="out of memory", own=True)})
-    assert suspects(StoreState.GONE) == ["rank 1 (out of memory)"]
-    assert suspects(StoreState.UNUSABLE) == suspects(StoreState.MUTE, rank=0) == suspects(StoreState.GONE, rank=0) == []
+    assert suspects("mute") == ["rank 0 (the job's store does not answer, or this rank's own link is down)"]
+    assert suspects("gone") == ["rank 0 (it or its launcher served the job's store, which has ended)"]
+    heartbeats.update({0: Beat(2, kind=Kind.VICTIM, why="Connection closed")})
+    assert suspects("gone") == ["rank 0 (it failed too: Connection closed)"]
+    heartbeats.update({1: Beat(2, kind=Kind.FAILED, why="out of memory")})
+    assert suspects("gone") == ["rank 1 (out of memory)"]
+    assert suspects("unusable") == suspects("mute", rank=0) == suspects("gone", rank=0) == []
 
 
 @pytest.mark.parametrize(
@@ -581,17 +578,17 @@ def test_a_stuck_exchange_on_a_device_is_warned_about_once_each_time(
         assert FailureReport.load(tmp_path / "rank-0.json").error in warned[-1]
         job.marks.mark("end")
         overdue(job, 9.5)
-    explanation = dog.explain("it failed", own=True)  # later, about another failure
+    explanation = dog.explain("it failed")  # later, about another failure
     assert FailureReport.load(tmp_path / "rank-0.json").error == "it failed" and "NCCL" not in explanation
 
 
 def test_only_its_owner_can_read_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
     monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path / "reports"))
     dog = watchdog_of_one(5)
-    explanation = dog.explain("it failed", own=True)
+    explanation = dog.explain("it failed")
     path = tmp_path / "reports" / "rank-0.json"
     assert explanation == f"; this rank's failure report is {path}"
-    assert dog.explain("it failed again", own=True) == explanation  # once
+    assert dog.explain("it failed again") == explanation  # once
     assert FailureReport.load(path).error == "it failed"
     assert stat.S_IMODE(path.parent.stat().st_mode) & 0o077 == 0
 
@@ -612,21 +609,22 @@ def test_an_error_comes_from_a_collective_or_from_this_rank(error: BaseException
     assert is_collective(error) == others
 
 
-def test_after_the_last_detach_no_thread_is_left() -> None:
-    def main(rank: Rank) -> list[list[str]]:
+def test_the_heartbeat_ends_with_the_process_group() -> None:
+    def main(rank: Rank) -> None:
         def threads() -> list[str]:
             return [thread.name for thread in threading.enumerate() if thread.name.startswith("syncline")]
 
-        seen = []
         model, other = DDP(seeded(Mlp), **SMALL_BUCKETS), DDP(seeded(Mlp), **SMALL_BUCKETS)
         first, second = syncline.attach(model), syncline.attach(other)
-        seen.append(threads())
+        assert threads().count("syncline-watchdog") == threads().count("syncline-heartbeat") == 1
         first.detach()
-        seen.append(threads())
         second.detach()
-        seen.append(threads())
-        return seen
+        assert sorted(threads()) == ["syncline-heartbeat", "syncline-watchdog"]
+        dist.barrier()
+        dist.destroy_process_group()
+        until_s = time.monotonic() + 20
+        while threads() and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert threads() == []
 
-    for both, one, none in on_ranks(2, main):
-        assert both.count("syncline-watchdog") == one.count("syncline-watchdog") == 1
-        assert none == []
+    on_ranks(2, main)

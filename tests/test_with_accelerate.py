@@ -123,7 +123,7 @@ def test_it_tunes_during_training(runs: Any) -> None:
         synced = runs.Run(kwargs, joins=False)
         assert distance(synced.train(), runs.Run().train()) < 1e-6
         assert kwargs.handle is None
-        assert not kwargs._followed[0].following.done
+        assert not kwargs.followed[0].following.done
 
     on_torchrun_ranks(main)
 

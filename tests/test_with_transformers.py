@@ -93,7 +93,7 @@ def test_it_tunes_and_extends_another_trainer(runs: Any, tmp_path: Path) -> None
         assert synced.batches == 6
         assert distance(synced.model, plain.model) < 1e-4
         assert synced.handle is None
-        assert not synced.syncline._followed[0].following.done
+        assert not synced.syncline.followed[0].following.done
         synced.train()
         assert synced.batches == 12
 

@@ -21,7 +21,7 @@ from faults import stories
 from faults.checker import Expected, Ran, check, raised_after_s
 from faults.injury import Injury, moment_of, mount_small_disk
 from faults.journal import Journal, read
-from faults.stories import FAULT_STEP, SAVE_STEP, SPARSE, Story, Told
+from faults.stories import FAULT_STEP, FEW_BITS, SAVE_STEP, SPARSE, Story, Told
 from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
 from syncline.cluster.launch import RankMain
 from syncline.exchange import Dense, Exchange, Hierarchical
@@ -58,9 +58,13 @@ PHASES = {
     "member": Phase(HOSTS, 3, Told(Hierarchical())),
     "leader": Phase(HOSTS, 2, Told(Hierarchical(across=SPARSE))),
     "sparse": Phase(FLAT, 2, Told(SPARSE)),
+    "few bits": Phase(FLAT, 2, Told(FEW_BITS)),
     "layerwise": Phase(FLAT, 1, Told(SPARSE, layerwise=True)),
+    "updates": Phase(FLAT, 2, Told(SPARSE, every=1)),
+    "local steps": Phase(FLAT, 1, Told(SPARSE, every=2, delay=1)),
     "tune": Phase(FLAT, 1, Told(Dense()), stories.tune),
     "checkpoint": Phase(FLAT, 1, Told(SPARSE), stories.save, SAVE_STEP),
+    "checkpoint of updates": Phase(FLAT, 1, Told(SPARSE, every=2), stories.save, SAVE_STEP),
 }
 
 FATAL = ("kill", "stop", "cut", "oom", "raise", "linger")
@@ -142,6 +146,7 @@ class Cell:
             skipped=self.struck_step if self.fault in ("nan", "inf") and self.phase != "tune" else None,
             like=like,
             or_torch=self._may_meet_ddp,
+            ahead=max(0, self.where.told.every - 1) + self.where.told.delay,
             raises=self.fault in DISKS,
         )
 
@@ -209,6 +214,11 @@ def _cells() -> Iterator[Cell]:
         "sparse-nan-within",
         "sparse-inf-within",
         "sparse-caught-forward",
+        "few-bits-nan-within",
+        "updates-kill-timed",
+        "updates-nan-within",
+        "local-steps-stop-timed",
+        "checkpoint-of-updates-kill-draft",
         "dense-kill-hook-notes-full",
     }
     for cell in _all_cells():
@@ -276,6 +286,31 @@ def _all_cells() -> Iterator[Cell]:
         yield Cell(phase, "nan", "within")
         yield Cell(phase, "inf", "within")
         yield Cell(phase, "caught", "forward", step=FAULT_STEP if phase == "warm-up" else None)
+    yield Cell("few bits", "kill", "hook")
+    yield Cell("few bits", "stop", "timed")
+    yield Cell("few bits", "cut", "timed")
+    yield Cell("few bits", "oom", "hook")
+    for fault in ("pause", "slow", "nan", "inf"):
+        yield Cell("few bits", fault, "within" if fault in ("nan", "inf") else "timed")
+    for place in ("before", "hook", "timed", "after", "between"):
+        yield Cell("updates", "kill", place)
+    for phase in ("updates", "local steps"):
+        yield Cell(phase, "stop", "timed")
+        yield Cell(phase, "cut", "timed")
+        yield Cell(phase, "raise", "forward")
+        yield Cell(phase, "pause", "timed")
+        yield Cell(phase, "slow", "timed")
+    yield Cell("updates", "stop", "after")
+    yield Cell("updates", "oom", "hook")
+    yield Cell("updates", "nan", "within")
+    yield Cell("updates", "inf", "within")
+    yield Cell("local steps", "kill", "hook")
+    yield Cell("local steps", "kill", "timed")
+    yield Cell("local steps", "kill", "between")
+    for place in ("timed", "draft", "placing"):
+        yield Cell("checkpoint of updates", "kill", place)
+    yield Cell("checkpoint of updates", "raise", "before")
+    yield Cell("checkpoint of updates", "efbig", "within")
     yield Cell("attach", "pause", "inside")
     yield Cell("attach", "slow", "inside")
     yield Cell("tune", "pause", "plan hook")
@@ -334,7 +369,7 @@ def _judged(cell: Cell, ran: Ran) -> Result:
 def injury_of(cell: Cell, rank: int, journal: Journal, seed: int) -> Injury | None:
     if rank != cell.struck:
         return None
-    span_s = 0.1 if cell.struck_step < 0 else 0.03 if cell.phase == "checkpoint" else 0.08
+    span_s = 0.1 if cell.struck_step < 0 else 0.03 if cell.where.story is stories.save else 0.08
     return Injury(
         cell.fault,
         cell.place,
@@ -349,7 +384,7 @@ def injury_of(cell: Cell, rank: int, journal: Journal, seed: int) -> Injury | No
 def _told(cell: Cell, exchange: Exchange | None = None) -> Told:
     told = cell.where.told
     exchange = exchange or (stories.striking(told.exchange) if cell.place == "prepare" else told.exchange)
-    scaled = cell.fault in ("nan", "inf") and not told.layerwise
+    scaled = cell.fault in ("nan", "inf") and not told.layerwise and not told.every
     steps = MANY_STEPS if cell.fatal else told.steps
     fault = "enospc one" if (cell.fault, cell.place) == ("enospc", "one") else cell.fault
     return replace(told, exchange=exchange, fault=fault, scaled=scaled, steps=steps)

@@ -33,13 +33,14 @@ from faults.injury import Injury, UserError, fill, mount_small_disk, small_files
 from faults.journal import Journal, hashed, read
 from syncline.cluster import Rank
 from syncline.dist import comm
-from syncline.exchange import Comm, Dense, Exchange, Layout, OkTopk, State, settings
+from syncline.exchange import Comm, Dense, Exchange, Layout, OkTopk, Quantized, State, settings
 from syncline.runtime import checkpoint
 
 WIDTH = 160
 BUCKET_MB = 0.05
 STEPS = 7
 SPARSE = OkTopk(density=0.1, values="fp32")
+FEW_BITS = Quantized(bits=4)
 DISK_BYTES = 4 << 20
 _END_S = 60.0
 _STUCK_S = 25.0
@@ -50,7 +51,7 @@ _STUCK_S = 25.0
 
 def join(rank: Rank, timeout_s: float) -> None:
     """Join as under torchrun: an agent beside rank 0 serves the store and outlives every rank."""
-    address, port = os.environ["MASTER_ADDR"], rank._port
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if rank.rank == 0:
         listener = socket.create_server((address, port))
         if os.fork() == 0:
@@ -112,29 +113,31 @@ def striking(exchange: Exchange) -> Exchange:
 class Subject:
     """A model in training, with its handle or trainer."""
 
-    def __init__(self, rank: Rank, exchange: Exchange, journal: Journal, injury: Injury | None, **how: bool) -> None:
+    def __init__(self, rank: Rank, told: Told, journal: Journal, injury: Injury | None) -> None:
         self.rank, self.journal, self.injury = rank, journal, injury
+        exchange = told.exchange
         self.step_s = 0.05
         net = seeded(lambda: Mlp(WIDTH))
         self.number = -1
         net.middle.register_forward_pre_hook(lambda *_: self.at("forward"))
-        self.scaler = torch.amp.GradScaler(
-            "cpu", init_scale=256.0, growth_interval=1000, enabled=how.get("scaled", False)
-        )
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000, enabled=told.scaled)
         self.model: Any
         self.holder: Any
-        if not how.get("layerwise", False):
+        if not told.layerwise:
             self.model = DDP(net, bucket_cap_mb=BUCKET_MB)
         self.at("before", -1)
         with _warming(self):
-            if how.get("layerwise", False):
+            if told.layerwise:
                 self.optimizer: torch.optim.Optimizer | None = None
                 self.model = self.holder = syncline.Layerwise(
                     net, lambda p: torch.optim.SGD(p, lr=0.05), exchange, bucket_mb=BUCKET_MB
                 )
             else:
                 self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-                self.holder = syncline.attach(self.model, exchange, scaler=self.scaler if how.get("scaled") else None)
+                options: dict[str, Any] = {"scaler": self.scaler if told.scaled else None}
+                if told.every:
+                    options |= {"every": told.every, "delay": told.delay, "warmup": 0, "optimizer": self.optimizer}
+                self.holder = syncline.attach(self.model, exchange, **options)
         net.first.weight.register_hook(lambda _: self.at("hook"))
         self.net = net
         self.at("after", -1)
@@ -162,10 +165,12 @@ class Subject:
 
     def described(self) -> dict[str, Any]:
         state = self.holder.state_dict()
+        with contextlib.nullcontext() if self.optimizer is None else self.holder.synced():
+            parameters = hashed(self.net.parameters())
         kept = [kinds[kind] for _, kinds in sorted(state["tensors"].items()) for kind in sorted(kinds)]
         buckets = sorted((one.bucket, one.lane, one.bytes, one.exchange) for one in self.holder.stats().buckets)
         return {
-            "parameters": hashed(self.net.parameters()),
+            "parameters": parameters,
             "layout": f"{settings(self.holder.exchange)} {buckets}",
             "kept": hashed(kept),
             "finite": all(bool(torch.isfinite(parameter).all()) for parameter in self.net.parameters()),
@@ -192,7 +197,7 @@ class Subject:
 @contextlib.contextmanager
 def _warming(subject: Subject) -> Iterator[None]:
     """Add the places `connecting`, where groups are made, and `inside`, where they open their connections."""
-    make, warm = comm._new_group, comm._open_connections
+    make, warm = comm._new_group, comm.open_connections
 
     def strike_and_make(*arguments: Any, **options: Any) -> Any:
         subject.at("connecting", -1)
@@ -202,7 +207,7 @@ def _warming(subject: Subject) -> Iterator[None]:
         subject.at("inside", -1)
         return warm(*arguments, **options)
 
-    with mock.patch.multiple(comm, _new_group=strike_and_make, _open_connections=strike_and_warm):
+    with mock.patch.multiple(comm, _new_group=strike_and_make, open_connections=strike_and_warm):
         yield
 
 
@@ -215,6 +220,9 @@ class Told:
 
     exchange: Exchange
     layerwise: bool = False
+    every: int = 0
+    """Steps between exchanges of updates; 0 for gradients."""
+    delay: int = 0
     fault: str = ""
     leaves_out: int | None = None
     """A step that no rank makes."""
@@ -224,7 +232,7 @@ class Told:
 
 def train(rank: Rank, told: Told, journal: Journal, injury: Injury | None, folder: Path) -> None:
     """Train for some steps with a fault. Ask for the state before raising an error of the training."""
-    subject = Subject(rank, told.exchange, journal, injury, layerwise=told.layerwise, scaled=told.scaled)
+    subject = Subject(rank, told, journal, injury)
     try:
         for number in range(told.steps):
             if number == told.leaves_out:
@@ -273,7 +281,7 @@ def save(rank: Rank, told: Told, journal: Journal, injury: Injury | None, folder
     disk = folder / "disk" if told.fault.startswith("enospc") else saved
     if told.fault.startswith("enospc") and rank.rank == 0:
         mount_small_disk(disk, DISK_BYTES)
-    subject = Subject(rank, told.exchange, journal, injury, layerwise=told.layerwise)
+    subject = Subject(rank, told, journal, injury)
     for number in range(told.steps):
         if number == 3:
             keep_model(folder / "models", subject)
@@ -338,7 +346,7 @@ def resume(rank: Rank, told: Told, folder: Path) -> None:
     """Train in new processes, once without interruption and once from the checkpoint."""
     for name in ("whole", "resumed"):
         journal = Journal(folder / name, rank.rank)
-        subject = Subject(rank, told.exchange, journal, None, layerwise=told.layerwise)
+        subject = Subject(rank, told, journal, None)
         first = 0
         if name == "resumed":
             candidates = {path.name.split("-")[1] for path in (folder / "models").iterdir()}

@@ -222,7 +222,7 @@ def check_plan(plan: Plan) -> None:
     assert names and len(set(names)) == len(names)
     assert sorted(named) == (sorted(names) if plan.buckets else [])
     assert all(0 <= bucket.lane < plan.lanes <= 16 for bucket in plan.buckets)
-    assert all(gradient.bytes >= 0 and all(size >= 0 for size in gradient.shape) for gradient in plan.gradients)
+    assert all(gradient.nbytes >= 0 and all(size >= 0 for size in gradient.shape) for gradient in plan.gradients)
     assert 0 <= plan.low_s <= plan.high_s
     assert min(plan.iteration_s, plan.compute_s, plan.plain_s, plan.exchange_s) >= 0
     assert set(plan.where.host_of_rank) == set(range(max(plan.where.host_of_rank) + 1))

@@ -8,14 +8,18 @@ import random
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hostile.oracle import Finding, Format, finding, refusal_of, watched
 from syncline.errors import ExchangeError
-from syncline.exchange import AllgatherTopk, Comm, Layout, OkTopk, Topology, Work
-from syncline.kernels import Slots
+from syncline.exchange import AllgatherTopk, ChunkedTopk, Comm, Layout, OkTopk, Quantized, Topology, Work
+from syncline.kernels import Blocks, Chunks, Slots
+from syncline.kernels.blocks_cpu import CpuBlockKernels
+from syncline.kernels.chunks_cpu import CpuChunkKernels
 from syncline.kernels.cpu import CpuKernels
 
 
@@ -90,15 +94,15 @@ class Messages:
     count; and nothing is written but the bucket."""
 
     name: str
-    exchange: OkTopk | AllgatherTopk
+    exchange: Any
     numel: int
     ranks: int
     rank: int
     dtype: torch.dtype = torch.float32
 
     @functools.cached_property
-    def slots(self) -> Slots:
-        slots = self.exchange.slots(self.numel, self.dtype, self.ranks)
+    def slots(self) -> Any:
+        slots: Slots | None = self.exchange.slots(self.numel, self.dtype, self.ranks)
         assert slots is not None, f"{self.name}: goes whole"
         return slots
 
@@ -179,7 +183,7 @@ class Messages:
         if expected is None:
             if kind == "accepted":
                 raise Finding("a message that cannot be was taken for one")
-            if bool(flat.any()):
+            if bool(flat.any()) and not torch.equal(flat, self._mine):
                 raise Finding("a message was refused after a part of it had been applied")
             return kind
         if kind != "accepted":
@@ -213,6 +217,153 @@ class Messages:
         return sums.to(self.dtype) if len(received) == len(self.honest) else None
 
 
+class Codes(Messages):
+    """The same of quantised parts. All bytes are codes, so that nothing is refused: a scale can only make a step not
+    count."""
+
+    @functools.cached_property
+    def slots(self) -> Any:
+        blocks: Blocks | None = self.exchange.blocks(self.numel, self.dtype, self.ranks)
+        assert blocks is not None, f"{self.name}: goes whole"
+        return blocks
+
+    @functools.cached_property
+    def honest(self) -> tuple[Tensor, ...]:
+        packed = torch.stack([self._packed(seed) for seed in range(2 * self.ranks)])
+        ranks = torch.arange(self.ranks)
+        return packed[: self.ranks, self.rank], packed[self.ranks + ranks, ranks]
+
+    def _packed(self, seed: int) -> Tensor:
+        rows = torch.zeros(self.ranks, self.slots.bytes, dtype=torch.uint8)
+        turn = torch.zeros((), dtype=torch.int32)
+        # As a rank that does not exist: no part is its own.
+        CpuBlockKernels(self.slots).encode(self._gradient(seed), 1.0, None, turn, None, self.ranks, rows)
+        return rows
+
+    def _spoil(self, draw: random.Random, phase: bytearray, row: int) -> None:
+        end, codes = row + self.slots.bytes, row + 2 * self.slots.blocks
+        words = (0, 1, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F7F, 0xFF7F, 0x7E7F, 0x7E80, 0x7D00, 0x3F80)
+        at = draw.randrange(row, codes, 2)
+        match draw.randrange(4):
+            case 0 | 1:
+                phase[at : at + 2] = struct.pack("<H", draw.choice(words))
+            case 2:
+                phase[codes:end] = draw.randbytes(end - codes)
+            case _:
+                phase[row:end] = draw.randbytes(end - row)
+
+    def _expected(self, received: list[Tensor]) -> Tensor | None:
+        blocks, bits = self.slots, self.slots.bits
+        parts = []
+        for row in received[1].numpy():
+            words = row[: 2 * blocks.blocks].view("<u2").astype(np.uint32) << 16
+            scales = words.view(np.float32)
+            planes = row[2 * blocks.blocks :].reshape(-1, blocks.blocks, blocks.width).astype(np.int64)
+            numbers = sum(plane << 8 * index for index, plane in enumerate(planes))
+            size = 8 * len(planes)
+            numbers = np.where(numbers >> (size - 1), numbers - (1 << size), numbers)
+            for factor in {8: (), 4: (16,), 3: (4096, 64, 8)}[bits]:
+                high = (numbers + factor // 2) // factor
+                numbers = np.concatenate([numbers - factor * high, high], 1)
+            scales = np.where(np.abs(scales) < 2.0 ** (129 - bits), scales, np.float32(np.nan))
+            parts.append(torch.from_numpy(numbers.astype(np.float32) * scales[:, None]).view(-1))
+        return torch.cat(parts)[: self.numel].to(self.dtype)
+
+
+class InChunks(Messages):
+    """The same of entries in chunks, read by their description, one bit after the other."""
+
+    @functools.cached_property
+    def slots(self) -> Any:
+        chunks: Chunks | None = self.exchange.chunks(self.numel, self.dtype, self.ranks)
+        assert chunks is not None, f"{self.name}: goes whole"
+        return chunks
+
+    @functools.cached_property
+    def honest(self) -> tuple[Tensor, ...]:
+        return (torch.stack([self._packed(seed) for seed in range(self.ranks)]),)
+
+    def _packed(self, seed: int) -> Tensor:
+        row, turn = torch.zeros(self.slots.bytes, dtype=torch.uint8), torch.zeros((), dtype=torch.int32)
+        CpuChunkKernels(self.slots).pack(self._gradient(seed), 1.0, torch.zeros(2, self.numel), turn, None, row)
+        return row
+
+    def _spoil(self, draw: random.Random, phase: bytearray, row: int) -> None:
+        chunks, end = self.slots, row + self.slots.bytes
+        scales, plane = row + chunks.scales_at, draw.choice(chunks.planes)
+        at = row + plane.start + draw.randrange(chunks.count * plane.bytes)
+        match draw.randrange(7):
+            case 0:  # the last chunk, which may be short: one entry, at its end
+                for plane in chunks.planes:
+                    last = row + plane.start + (chunks.count - 1) * plane.bytes
+                    phase[last : last + plane.bytes] = b"\xff" * plane.bytes
+            case 1:
+                phase[at] = draw.choice((0, 0xFF, chunks.numel % chunks.chunk & 0xFF, draw.randrange(256)))
+            case 2:
+                phase[at] ^= 1 << draw.randrange(8)
+            case 3:  # one value or scale
+                word = draw.choice((0, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F7F, 0xFF7F, 0x3F80, 1))
+                place = draw.randrange(row, row + chunks.planes[0].start - 1, 2)
+                phase[place : place + 2] = struct.pack("<H", word)
+            case 4:
+                other = draw.randrange(self.ranks) * chunks.bytes
+                phase[row:end] = phase[other : other + chunks.bytes]
+            case 5:
+                phase[row:scales] = draw.randbytes(scales - row)
+            case _:
+                phase[row:end] = draw.choice((bytes(chunks.bytes), draw.randbytes(chunks.bytes)))
+
+    def _expected(self, received: list[Tensor]) -> Tensor | None:
+        sums, count = torch.zeros(self.numel), torch.zeros(self.numel)
+        for row in received[0]:
+            entries = self._entries_in(row.numpy().tobytes())
+            if entries is None:
+                return None
+            for place, value in entries:
+                sums[place] += value
+                count[place] += value != 0
+        if self.exchange.mean == "contributors":
+            sums *= torch.full_like(count, self.ranks) / count.clamp(min=1)
+        return sums.to(self.dtype)
+
+    def _entries_in(self, row: bytes) -> Entries | None:
+        chunks, found = self.slots, []
+        for chunk in range(chunks.count):
+            before = -1
+            for index in range(chunks.entries):
+                code = 0
+                for plane in chunks.planes:
+                    part, byte = divmod(index, plane.bytes)
+                    bits = row[plane.start + chunk * plane.bytes + byte] >> part * plane.bits
+                    code |= (bits & (1 << plane.bits) - 1) << plane.shift
+                place, number = code % chunks.chunk, code // chunks.chunk
+                if place < before or chunk * chunks.chunk + place >= chunks.numel:
+                    return None
+                if place > before:
+                    found.append((chunk * chunks.chunk + place, self._value(row, chunk, index, number)))
+                before = place
+        return found
+
+    def _value(self, row: bytes, chunk: int, index: int, number: int) -> float:
+        chunks = self.slots
+
+        def bf16(offset: int) -> float:
+            value: float = struct.unpack("<f", bytes(2) + row[offset : offset + 2])[0]
+            return value
+
+        if chunks.values == "fp32":
+            value: float = struct.unpack_from("<f", row, 4 * (chunk * chunks.entries + index))[0]
+            return value
+        if chunks.values == "bf16":
+            return bf16(2 * (chunk * chunks.entries + index))
+        if chunks.values == "int4":
+            with np.errstate(over="ignore"):
+                magnitude = float(np.float32(number % 8) * np.float32(bf16(2 * chunk)))
+            return -magnitude if number & 8 else magnitude
+        magnitude = bf16(4 * chunk + 2 * (number & 1))
+        return -magnitude if number & 2 else magnitude
+
+
 _GUARD, _UNTOUCHED = 64, 12345.0
 
 
@@ -221,4 +372,12 @@ MESSAGES: tuple[Format, ...] = (
     Messages("oktopk fp16", OkTopk(density=0.1, values="fp16", momentum=0.9), 777, 2, 0, torch.bfloat16),
     Messages("oktopk fp32", OkTopk(density=0.05, values="fp32"), 3001, 4, 3),
     Messages("topk-allgather", AllgatherTopk(density=0.05), 1001, 2, 0),
+    InChunks("topk-chunks", ChunkedTopk(density=0.05, chunk=256, mean="contributors"), 1000, 3, 1),
+    InChunks("topk-chunks int4", ChunkedTopk(density=0.1, chunk=64, values="int4"), 777, 2, 0, torch.float64),
+    InChunks("topk-chunks bf16", ChunkedTopk(density=0.05, chunk=128, values="bf16"), 1501, 4, 3),
+    InChunks("topk-chunks fp32", ChunkedTopk(density=0.02, chunk=512, values="fp32"), 1100, 2, 1),
+    Messages("oktopk contributors", OkTopk(density=0.1, mean="contributors"), 1000, 3, 1),
+    Codes("int8", Quantized(bits=8, block=64), 1000, 3, 1),
+    Codes("int4", Quantized(bits=4, block=64), 777, 2, 0, torch.bfloat16),
+    Codes("int3", Quantized(bits=3, block=32), 1501, 4, 3),
 )

@@ -17,7 +17,7 @@ from torch import Tensor
 from hostile.mutations import Trees, mutated_bytes
 from hostile.oracle import Files, Format, Mutate
 from syncline.exchange import OkTopk, settings
-from syncline.runtime.state_files import HEADER, SCHEMA, load_state, seal_of, sealed, write_draft
+from syncline.runtime.checkpoint import HEADER, SCHEMA, load_state, seal_of, sealed, write_draft
 
 ABOUT: dict[str, Any] = {
     "schema": SCHEMA,
