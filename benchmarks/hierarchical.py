@@ -119,12 +119,11 @@ def measure(rank: Rank, case: Case, rounds: int, budget_s: float) -> dict[str, A
     rank.init_process_group()
     network = probe(budget_s=budget_s)
     workload = Workload(case.about, 1, case.profile)
-    net = workload.build(rank.rank)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-    profile = profile_workload(net, lambda model: model(), optimizer, case.about, topology_of(network))
+    net = workload.build(rank)
+    profile = profile_workload(net, lambda model: model(), case.about, topology_of(network))
     contenders, handles, predicted = [], {}, {}
     for way in case.ways:
-        ddp = Wrapping(rank.device, case.bucket_mb).ddp(workload.build(rank.rank))
+        ddp = Wrapping(rank.device, case.bucket_mb).ddp(workload.build(rank))
         if way.exchange is not None:
             handles[way.name] = attach(ddp, way.exchange, lanes=way.lanes, network=network)
         contenders.append(Contender(way.name, training_step(ddp, ddp)))

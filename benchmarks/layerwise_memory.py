@@ -44,8 +44,7 @@ from syncline._version import __version__
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.dist.comm import gather_into
 from syncline.files import write_text
-from syncline.layerwise.measure_blocks import measure_activations
-from syncline.layerwise.memory_budget import training_of
+from syncline.layerwise.memory_budget import measure_activations, training_of
 from syncline.memory_meter import metered
 from syncline.models import gpt, zoo
 from syncline.predict.memory import peak_bytes

@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from link_rate import cpu_ticks, stolen_since
 from syncline._version import __version__
-from syncline.bench.methods import Forecast, make_planned, profile_workload
+from syncline.bench.methods import make_planned, profile_workload
 from syncline.bench.rounds import Contender, combine, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.ddp.attach import wrap
@@ -80,16 +80,15 @@ def on_cluster(rank: Rank, profile: Profile, size: float, cycle_s: float | None,
     network = probe(budget_s=PROBE_S)
     exchanges = {name: EXCHANGES[name] for name in options(network, ("bf16", "sparse"))}
     net = ReplayModel(profile, seed=rank.rank, rank=rank.rank)
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
-    measured = profile_workload(net, lambda model: model(), optimizer, profile.model, topology_of(network), exchanges)
+    measured = profile_workload(net, lambda model: model(), profile.model, topology_of(network), exchanges)
     caps = tuple(max(1, int(cap * size)) for cap in DDP_CAPS)
-    forecast = _Scaled(measured, network, True, None, caps)
     plans: dict[str, Plan | tuple[int, ...]] = {"ddp": caps}
     constant = CONSTANT_MB if cycle_s is None else (BUFFER_MB,)
     plans |= {f"{mb} MB": (max(1, int(mb * MIB * size)),) for mb in constant}
     if cycle_s is not None:
-        plans["cycles"] = clocked(forecast, cycle_s, BUFFER_MB * MIB * size)
-    plans |= {method: make_planned(method, forecast) for method in (PLANNED if cycle_s is None else ("plan",))}
+        plans["cycles"] = clocked(measured, network, cycle_s, BUFFER_MB * MIB * size)
+    for method in PLANNED if cycle_s is None else ("plan",):
+        plans[method] = make_planned(method, measured, network, paced=True, caps=caps)
     contenders, about, handles = [], {}, {}
     for method, plan in plans.items():
         net = ReplayModel(profile, seed=rank.rank, rank=rank.rank)
@@ -114,9 +113,8 @@ def on_cluster(rank: Rank, profile: Profile, size: float, cycle_s: float | None,
     return {"record": record, "about": about, "startup_ms": startup_s * 1e3, "backward_ms": measured.backward_s * 1e3}
 
 
-def clocked(forecast: Forecast, cycle_s: float, buffer_bytes: float) -> Plan:
+def clocked(profile: Profile, network: Network, cycle_s: float, buffer_bytes: float) -> Plan:
     """What is ready at each tick of a clock."""
-    profile, network = forecast.profile, forecast.network
     startup_s = solo_s(network, "all_reduce", 1, 4)
     whole = profile.gradient_bytes
     line = fusion.line(startup_s, (solo_s(network, "all_reduce", whole // 4, 4) - startup_s) / whole)
@@ -126,7 +124,7 @@ def clocked(forecast: Forecast, cycle_s: float, buffer_bytes: float) -> Plan:
     ends = list(itertools.accumulate(sizes))
     buckets = tuple(tuple(range(end - count, end)) for count, end in zip(sizes, ends, strict=True))
     chosen = predict(profile, network, Schedule("cycles", buckets), paced=True)
-    return plan_for(profile, network, chosen, plain_s=chosen.iteration_s, reason="by the clock")
+    return plan_for(chosen, plain_s=chosen.iteration_s, reason="by the clock")
 
 
 def cycles(gradients: fusion.Gradients, cycle_s: float, buffer_bytes: float) -> tuple[int, ...]:
@@ -148,19 +146,6 @@ def cycles(gradients: fusion.Gradients, cycle_s: float, buffer_bytes: float) -> 
         sizes.append(last - first)
         first = last
     return tuple(sizes)
-
-
-class _Scaled(Forecast):
-    """With DDP's caps as they are scaled."""
-
-    def __init__(self, profile: Profile, network: Network, paced: bool, bucket_mb: float | None, caps: tuple[int, ...]):
-        super().__init__(profile, network, paced, bucket_mb)
-        object.__setattr__(self, "_caps", caps)
-
-    @property
-    def caps(self) -> tuple[int, ...]:
-        scaled: tuple[int, ...] = self.__dict__["_caps"]
-        return scaled
 
 
 def measure(path: Path, cells: list[tuple[str, int, float]], rounds: int, *, adaptive: bool = False) -> None:

@@ -1,7 +1,8 @@
 """Does anything grow, or fall apart, in ten thousand steps on hosts that stumble?
 
 Four emulated hosts train a small network on real digits, through one exchange after the other, round after round:
-plain, in 16 bits, sparse, in two levels, sparse in two levels, layer by layer. Meanwhile, by a seeded schedule, ranks
+plain, in 16 bits, in 4 bits, sparse, in two levels, sparse in two levels, as sparse updates in every step and in every
+third one, layer by layer. Meanwhile, by a seeded schedule, ranks
 are stopped for tens of milliseconds (SIGSTOP) or kept busy, links get other rates, some steps are not finite on one
 rank, and some gradients are accumulated under `no_sync`. Afterwards exchanges are attached and detached in turn.
 
@@ -63,8 +64,12 @@ EXCHANGES: dict[str, syncline.Exchange] = {
     "oktopk": SPARSE,
     "hierarchical": syncline.Hierarchical(levels=PAIRS, shape="sharded"),
     "hierarchical+oktopk": syncline.Hierarchical(across=SPARSE, levels=PAIRS, shape="leader"),
+    "int4": syncline.Quantized(bits=4),
+    "updates": SPARSE,
+    "local steps": SPARSE,
     "layerwise": SPARSE,
 }
+UPDATES: dict[str, dict[str, int]] = {"updates": {"every": 1}, "local steps": {"every": 3, "delay": 1}}
 LAYERWISE = "layerwise"
 ROUNDS, FEWEST_STEPS = 14, 10
 """Through all of them, if steps are enough for that."""
@@ -162,6 +167,7 @@ class Trainee:
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.02, momentum=0.9)
         self.plain_optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.02, momentum=0.9)
         self.skipped = 0
+        self.handle: syncline.Handle | None = None
 
     @contextlib.contextmanager
     def through(self, name: str) -> Iterator[Callable[[int, set[str]], None]]:
@@ -173,10 +179,14 @@ class Trainee:
             finally:
                 trainer.close()
         else:
-            handle = syncline.attach(self.ddp, EXCHANGES[name])
+            options: dict[str, Any] = {}
+            if name in UPDATES:
+                options = {"optimizer": self.optimizer, "warmup": 0, **UPDATES[name]}
+            self.handle = handle = syncline.attach(self.ddp, EXCHANGES[name], **options)
             try:
-                yield self._step
+                yield self._step if name not in UPDATES else self._step_always
             finally:
+                self.handle = None
                 handle.detach()
 
     def _step(self, step: int, came: set[str]) -> None:
@@ -186,6 +196,12 @@ class Trainee:
             self.optimizer.step()
         else:
             self.skipped += 1
+
+    def _step_always(self, step: int, came: set[str]) -> None:
+        """All ranks step, whatever their gradients are: updates that are not finite are not applied."""
+        self.optimizer.zero_grad()
+        self._backward(self.ddp, step, came)
+        self.optimizer.step()
 
     def _backward(self, model: Any, step: int, came: set[str]) -> None:
         if "accumulated" in came:
@@ -198,9 +214,10 @@ class Trainee:
 
     @property
     def mark(self) -> str:
-        """Of all weights' bits."""
+        """Of all weights' bits; between exchanges of updates, of those that ranks agreed on last."""
         weights = [*self.ddp.parameters(), *self.plain.parameters()]
-        return hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in weights)).hexdigest()[:16]
+        with contextlib.nullcontext() if self.handle is None else self.handle.synced():
+            return hashlib.sha256(b"".join(tensor.detach().numpy().tobytes() for tensor in weights)).hexdigest()[:16]
 
 
 # --- what is noted ----------------------------------------------------------------------------------------------------

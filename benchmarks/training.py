@@ -155,8 +155,8 @@ def text() -> tuple[Tensor, Tensor]:
     return train, held_out
 
 
-def windows(source: Tensor, starts: Tensor) -> zoo.Batch:
-    taken = source[starts[:, None] + torch.arange(CONTEXT + 1)].long()
+def windows(source: Tensor, starts: Tensor, length: int = CONTEXT) -> zoo.Batch:
+    taken = source[starts[:, None] + torch.arange(length + 1, device=source.device)].long()
     return taken[:, :-1], taken[:, 1:]
 
 
@@ -322,6 +322,23 @@ TASKS = {
 # --- quality ----------------------------------------------------------------------------------------------------------
 
 
+def average(
+    exchange: Exchange | Exact, buckets: Sequence[Tensor], states: list[State], step: int, comm: LocalComm
+) -> None:
+    """Replace a rank's buckets by their averages over the ranks, as the engine does. The first step fills `states`."""
+    if not states:
+        states += [exchange.prepare(Layout.flat(bucket.numel(), device=bucket.device), comm) for bucket in buckets]
+    for bucket, state in zip(buckets, states, strict=True):
+        state.begin(step)
+        bucket.mul_(1 / comm.size)
+        last = exchange.run(bucket, state, comm)
+        if last is not None:
+            last.wait()
+    finite = torch.stack([state.finite(bucket) for bucket, state in zip(buckets, states, strict=True)]).all()
+    for state in states:
+        state.settle(finite)
+
+
 @dataclass
 class Trainee:
     """One rank's model under training, outside of DDP."""
@@ -352,21 +369,9 @@ class Trainee:
         return comm.counter.sent_bytes[WORLD] / (last - first)
 
     def exchange(self, step: int, comm: LocalComm) -> None:
-        """As the engine does it."""
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         flat = torch.cat([gradient.flatten() for gradient in gradients])
-        buckets = flat.tensor_split(self.way.buckets)
-        if not self.states:
-            self.states = [self.way.exchange.prepare(Layout.flat(bucket.numel()), comm) for bucket in buckets]
-        flat.mul_(1 / comm.size)
-        for bucket, state in zip(buckets, self.states, strict=True):
-            state.begin(step)
-            last = self.way.exchange.run(bucket, state, comm)
-            if last is not None:
-                last.wait()
-        finite = torch.stack([state.finite(bucket) for bucket, state in zip(buckets, self.states, strict=True)]).all()
-        for state in self.states:
-            state.settle(finite)
+        average(self.way.exchange, flat.tensor_split(self.way.buckets), self.states, step, comm)
         for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 

@@ -7,7 +7,7 @@ import re
 import sys
 from pathlib import Path
 
-from syncline.cli import commands, demo, predict, screen
+from syncline.cli import bench, commands, predict, screen
 from syncline.files import read_json, write_text
 from syncline.records.bench_result import DemoResult
 
@@ -20,7 +20,7 @@ def draw(name: str) -> None:
 
 
 screen.out.record, screen.out.width, screen.out.file = True, 84, io.StringIO()
-demo._show(read_json(sys.argv[1], DemoResult))
+bench._show_demo(read_json(sys.argv[1], DemoResult))
 draw("demo")
-predict.main(commands.Predict(profile="cnn-cpu", network=Path(sys.argv[2]), hosts="4,8,16,64"))
+predict.predict_command(commands.Predict(profile="cnn-cpu", network=Path(sys.argv[2]), hosts="4,8,16,64"))
 draw("predict")
