@@ -8,8 +8,9 @@ clock runs while it trains, its warm-up included, and stands still while rank 0 
     python benchmarks/time_to_quality.py --report F --plot P.svg
 
 The target is the held-out loss at the end of plain DDP's training (the mean over seeds). `--lr` applies to all methods;
-`--sweep` trains plain DDP with several rates, to choose it. Trainings that are in the file are not repeated. A method
-with a factor, such as `local-15x1.2`, trains for that many times the steps, and its schedule is as long.
+`--sweep` prints the loss of dense training with several rates, to choose it, in one process and with another seed.
+Trainings that are in the file are not repeated. A method with a factor, such as `local-15x1.2`, trains for that many
+times the steps, and its schedule is as long.
 
 Methods: `ddp`; `fp16-hook`, `powersgd-R` (of rank R) and `post-local-H` (averages weights every H steps, after a
 warm-up of dense steps) are PyTorch's own; `int4` exchanges gradients in 4 bits; `oktopk-updates` and `local-H` exchange
@@ -56,8 +57,8 @@ HOSTS, RATE_BPS = 4, 200_000_000
 WIDTH, LAYERS, HEADS, CONTEXT, WINDOWS = 256, 4, 4, 64, 2
 HELD_OUT_WINDOWS = 512
 WARMUP_SHARE = 0.2
-POINTS = 20
-RATES = (5e-4, 1e-3, 2e-3)
+POINTS = 15
+RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 METHODS = "ddp,fp16-hook,powersgd-1,powersgd-4,post-local-8,int4,oktopk-updates,local-15,local-15-late"
 ONE_BUCKET_MB = 1000  # PowerSGD fails on gloo with more than one bucket
 
@@ -180,13 +181,41 @@ def train(rank: Rank, run: Run) -> dict[str, Any]:
 @torch.no_grad()
 def held_out_bits(trainee: Trainee, source: Tensor) -> float:
     """Return the held-out loss in bits per byte, of the weights that all ranks agree on."""
-    starts = torch.randint(len(source) - CONTEXT, (HELD_OUT_WINDOWS,), generator=torch.Generator().manual_seed(0))
-    net = trainee.model.module
+    torch.set_num_threads(2)  # the other ranks wait
     with contextlib.nullcontext() if trainee.handle is None else trainee.handle.synced():
-        net.eval()
-        losses = [zoo.loss(net(x), y).item() for x, y in (windows(source, s, CONTEXT) for s in starts.split(64))]
-        net.train()
+        bits = bits_of(trainee.model.module, source)
+    torch.set_num_threads(1)
+    return bits
+
+
+@torch.no_grad()
+def bits_of(net: nn.Module, source: Tensor) -> float:
+    """Return the loss of a model on held-out text, in bits per byte."""
+    starts = torch.randint(len(source) - CONTEXT, (HELD_OUT_WINDOWS,), generator=torch.Generator().manual_seed(0))
+    net.eval()
+    losses = [zoo.loss(net(x), y).item() for x, y in (windows(source, s, CONTEXT) for s in starts.split(64))]
+    net.train()
     return statistics.mean(losses) / math.log(2)
+
+
+def sweep(steps: int) -> None:
+    """Print the held-out loss of dense training with each learning rate, in one process that has all ranks' batches."""
+    source, held_out = text()
+    for lr in RATES:
+        torch.manual_seed(100)
+        net = GPT(width=WIDTH, layers=LAYERS, heads=HEADS, context=CONTEXT)
+        optimizer = AdamW(net.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+        scheduler = LambdaLR(optimizer, partial(schedule, steps=steps))
+        generator = torch.Generator().manual_seed(100)
+        for _ in range(steps):
+            starts = torch.randint(len(source) - CONTEXT, (HOSTS * WINDOWS,), generator=generator)
+            inputs, targets = windows(source, starts, CONTEXT)
+            optimizer.zero_grad()
+            zoo.loss(net(inputs), targets).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+        print(f"lr {lr:g}: {bits_of(net, held_out):.3f} bits", flush=True)
 
 
 # --- the study --------------------------------------------------------------------------------------------------------
@@ -286,18 +315,20 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--sweep", action="store_true", help="train plain DDP with several learning rates")
+    parser.add_argument("--sweep", action="store_true", help="train densely with several learning rates")
     parser.add_argument("--report", type=Path)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     make: Callable[..., Run] = partial(Run, steps=options.steps)
     if options.json is not None:
         runs = [make(m, seed, options.lr) for seed in range(options.seeds) for m in options.methods.split(",")]
-        study(options.json, [make("ddp", 100, lr) for lr in RATES] if options.sweep else runs)
+        study(options.json, runs)
     if options.report is not None:
         report(read(options.report), options.plot)
-    if options.json is None and options.report is None:
-        parser.error("pass --json FILE to train, or --report FILE")
+    if options.sweep:
+        sweep(options.steps)
+    if options.json is None and options.report is None and not options.sweep:
+        parser.error("pass --json FILE to train, --sweep, or --report FILE")
 
 
 if __name__ == "__main__":
