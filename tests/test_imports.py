@@ -45,7 +45,8 @@ ALLOWED: dict[str, set[str]] = {
         *("ddp", "dist", "errors", "exchange", "health", "measure", "plan", "predict", "records", "runtime"),
         "updates",
     },
-    "ddp": {"dist", "errors", "exchange", "health", "predict", "records", "runtime", "updates"},
+    "ddp": {"dist", "errors", "exchange", "health", "measure", "overlap", "predict", "records", "runtime", "updates"},
+    "overlap": {"dist", "errors", "exchange", "health", "records", "runtime"},
     "updates": {"dist", "errors", "exchange", "health", "records", "runtime"},
     "layerwise": {
         *("errors", "memory_meter", "units"),

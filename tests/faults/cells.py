@@ -51,6 +51,8 @@ class Phase:
     step: int = FAULT_STEP
 
 
+OVERLAP_STEP = 6
+"""A step in which weights are in shards."""
 PHASES = {
     "attach": Phase(FLAT, 1, Told(Dense()), step=-1),
     "warm-up": Phase(FLAT, 1, Told(SPARSE), step=1),
@@ -62,6 +64,7 @@ PHASES = {
     "layerwise": Phase(FLAT, 1, Told(SPARSE, layerwise=True)),
     "updates": Phase(FLAT, 2, Told(SPARSE, every=1)),
     "local steps": Phase(FLAT, 1, Told(SPARSE, every=2, delay=1)),
+    "overlap": Phase(FLAT, 1, Told(Dense(), overlap=True, steps=OVERLAP_STEP + 3), step=OVERLAP_STEP),
     "tune": Phase(FLAT, 1, Told(Dense()), stories.tune),
     "checkpoint": Phase(FLAT, 1, Told(SPARSE), stories.save, SAVE_STEP),
     "checkpoint of updates": Phase(FLAT, 1, Told(SPARSE, every=2), stories.save, SAVE_STEP),
@@ -219,6 +222,8 @@ def _cells() -> Iterator[Cell]:
         "updates-nan-within",
         "local-steps-stop-timed",
         "checkpoint-of-updates-kill-draft",
+        "overlap-kill-timed",
+        "overlap-nan-within",
         "dense-kill-hook-notes-full",
     }
     for cell in _all_cells():
@@ -307,6 +312,15 @@ def _all_cells() -> Iterator[Cell]:
     yield Cell("local steps", "kill", "hook")
     yield Cell("local steps", "kill", "timed")
     yield Cell("local steps", "kill", "between")
+    for place in ("before", "hook", "timed", "after", "between"):
+        yield Cell("overlap", "kill", place)
+    for fault in ("stop", "cut"):
+        yield Cell("overlap", fault, "hook")
+        yield Cell("overlap", fault, "timed")
+    yield Cell("overlap", "raise", "forward")
+    yield Cell("overlap", "oom", "hook")
+    for fault in ("pause", "slow", "nan", "inf"):
+        yield Cell("overlap", fault, "within" if fault in ("nan", "inf") else "timed")
     for place in ("timed", "draft", "placing"):
         yield Cell("checkpoint of updates", "kill", place)
     yield Cell("checkpoint of updates", "raise", "before")

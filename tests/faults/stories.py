@@ -137,6 +137,8 @@ class Subject:
                 options: dict[str, Any] = {"scaler": self.scaler if told.scaled else None}
                 if told.every:
                     options |= {"every": told.every, "delay": told.delay, "warmup": 0, "optimizer": self.optimizer}
+                if told.overlap:
+                    options |= {"overlap": "forward", "optimizer": self.optimizer}
                 self.holder = syncline.attach(self.model, exchange, **options)
         net.first.weight.register_hook(lambda _: self.at("hook"))
         self.net = net
@@ -223,6 +225,7 @@ class Told:
     every: int = 0
     """Steps between exchanges of updates; 0 for gradients."""
     delay: int = 0
+    overlap: bool = False
     fault: str = ""
     leaves_out: int | None = None
     """A step that no rank makes."""

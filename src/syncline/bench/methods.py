@@ -34,7 +34,7 @@ from syncline.measure.overhead import measure_overheads
 from syncline.plan.make import make_plan, plan_for
 from syncline.plan.search import named
 from syncline.predict import Schedule, predict
-from syncline.predict.schedule import UPDATES, ddp_caps
+from syncline.predict.schedule import OVERLAP, UPDATES, ddp_caps
 from syncline.records.bucket_caps import filled
 from syncline.records.network import Network
 from syncline.records.plan import Plan
@@ -70,7 +70,9 @@ class Prepared:
 
     @property
     def period(self) -> int:
-        """Number of steps after which a method does the same again: 1, unless updates take turns."""
+        """Number of steps that are measured together: 1, unless updates take turns, or steps overlap."""
+        if self.method == OVERLAP:
+            return _OVERLAPPING_STEPS
         return self.handle.period if isinstance(self.handle, Handle) else 1
 
     def chosen(self) -> str:
@@ -83,7 +85,7 @@ class Prepared:
 
         That is the payload of the last step or, if updates are exchanged, the mean over all steps, in whole periods.
         """
-        if self.optimizer is not None and self.handle is not None:
+        if self.optimizer is not None and self.handle is not None and self.method != OVERLAP:
             stats = self.handle.stats()
             return sum(round(total / stats.steps) for total in stats.total_sent_bytes.values())
         counted = None if self.handle is None else sum(self.handle.stats().sent_bytes.values())
@@ -134,7 +136,9 @@ class Wrapping:
         if prepared.plan is not None:
             return prepared.plan.iteration_s * 1e3
         recompute_s, schedule = 0.0, Schedule.of(profile, bucket_mb=self.bucket_mb)
-        if prepared.method in UPDATES and handle is not None:
+        if prepared.method == OVERLAP:
+            schedule = Schedule.of(profile, OVERLAP, bucket_mb=self.bucket_mb)
+        elif prepared.method in UPDATES and handle is not None:
             updates = dataclasses.replace(UPDATES[prepared.method], exchange_name=name)
             schedule = Schedule.of_updates(profile, name, updates, handle.lanes)
         elif handle is not None:
@@ -151,6 +155,7 @@ Preparation = Callable[[str, nn.Module, Wrapping], Prepared]
 PLANNERS: dict[str, tuple[str, ...]] = dict.fromkeys(("wfbp", "mgwfbp", "asc", "plan"), ())
 PLANNERS["plan-lossy"] = ("bf16", "sparse")
 """Planned methods, and the lossy exchanges that each may use."""
+_OVERLAPPING_STEPS = 4
 HOOKS = ("fp16-hook", "powersgd")
 """PyTorch's own hooks. Their bytes and times are not predicted."""
 
@@ -190,6 +195,13 @@ def _updates(method: str, net: nn.Module, wrapping: Wrapping) -> Prepared:
     optimizer = slow_sgd(ddp.parameters())
     options: dict[str, Any] = {"optimizer": optimizer, "every": updates.every, "delay": updates.delay, "warmup": 0}
     handle = attach(ddp, updates.exchange, network=wrapping.network, **options)
+    return Prepared(method, ddp, handle, optimizer=optimizer)
+
+
+def _overlap(method: str, net: nn.Module, wrapping: Wrapping) -> Prepared:
+    ddp = wrapping.ddp(net)
+    optimizer = slow_sgd(ddp.parameters())
+    handle = attach(ddp, Dense(), optimizer=optimizer, overlap="forward", network=wrapping.network)
     return Prepared(method, ddp, handle, optimizer=optimizer)
 
 
@@ -235,6 +247,7 @@ METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
     "oktopk-updates": ("Syncline, the largest 1 % of the optimizer's updates in every step", (_updates,)),
     "local-15": ("Syncline, the largest 3 % of updates, of each part of the weights every 15 steps", (_updates,)),
     "local-15-late": ("the same, applied one step later, so that computation hides the exchange", (_updates,)),
+    OVERLAP: ("Syncline, lossless: weights are gathered behind the next forward pass", (_overlap,)),
     "wfbp": ("each gradient in its own bucket, as soon as it is ready", (_planned,)),
     "mgwfbp": ("MG-WFBP's fusion, as published", (_planned,)),
     "asc": ("ASC-WFBP's fusion on two lanes, as published", (_planned,)),

@@ -35,6 +35,10 @@ class Contender:
     step: Callable[[], None]
     steps: int = 1
     """Number of training steps in one call of `step`."""
+    lead: Callable[[], None] = lambda: None
+    """Called right before the time is taken, for a method whose steps overlap: its first step."""
+    settle: Callable[[], None] = lambda: None
+    """Called after the time is taken, to wait for what the last step has left under way."""
 
 
 def training_step(
@@ -84,10 +88,12 @@ def take_turns(rank: Rank, contenders: Sequence[Contender], *, warmup: int, roun
             _barrier(rank)
             time.sleep(rest_s)
             _barrier(rank)
+            contender.lead()
             sent_before, start = links.sent_bytes() if rank.shaped else -1, time.monotonic()
             contender.step()
             _finish(rank)
             end = time.monotonic()
+            contender.settle()
             _barrier(rank)
             if number >= 0:
                 record[contender.name].append([start, end, sent_before, links.sent_bytes() if rank.shaped else -1])

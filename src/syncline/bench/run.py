@@ -29,6 +29,7 @@ from syncline.models import zoo
 from syncline.models.replay import ReplayModel
 from syncline.plan.search import options
 from syncline.predict.exchange_time import topology_of
+from syncline.predict.schedule import OVERLAP
 from syncline.records.bench_result import BenchResult, Cluster, Model, Row
 from syncline.records.network import Network
 from syncline.records.plan import Plan
@@ -159,7 +160,7 @@ def _measure(
     prepared = {**unplanned, **planned}
     predicted_ms = {name: wrapping.predicted_ms(variant) for name, variant in prepared.items()}
     periods = {name: variant.period for name, variant in prepared.items()}
-    contenders = [Contender(n, _turn(variant, workload, rank), periods[n]) for n, variant in prepared.items()]
+    contenders = [_contender(name, variant, workload, rank) for name, variant in prepared.items()]
     record = take_turns(rank, contenders, warmup=WARMUP, rounds=rounds)
     about = {
         name: {
@@ -210,24 +211,28 @@ def _profile(
     return profile_workload(net, lambda _: loss_of(), workload.name, topology_of(network), exchanges)
 
 
-def _turn(prepared: Prepared, workload: Workload, rank: Rank) -> Callable[[], None]:
-    """Return a function that takes the training steps of one period."""
+def _contender(name: str, prepared: Prepared, workload: Workload, rank: Rank) -> Contender:
+    """Return what takes the training steps of one period."""
     trainer = prepared.handle if isinstance(prepared.handle, Layerwise) else None
     handle = prepared.handle if isinstance(prepared.handle, Handle) else None
     loss_of = workload.loss_of(trainer or prepared.model, rank)
     if trainer is not None:
-        return lambda: loss_of().backward()
-    step = training_step(prepared.model, loss_of, prepared.optimizer)
+        return Contender(name, lambda: loss_of().backward())
+    step, period = training_step(prepared.model, loss_of, prepared.optimizer), prepared.period
     if prepared.optimizer is None or handle is None:
-        return step
-    period = prepared.period
+        return Contender(name, step)
 
-    def whole_period() -> None:
+    def steps() -> None:
         for _ in range(period):
             step()
+
+    def steps_and_wait() -> None:
+        steps()
         handle.wait()  # otherwise, the end of a delayed exchange would not be measured
 
-    return whole_period
+    if prepared.method == OVERLAP:
+        return Contender(name, steps, period, lead=step, settle=handle.wait)
+    return Contender(name, steps_and_wait, period)
 
 
 def _memory_of(rank: Rank, workload: Workload, measured: Prepared, wrapping: Wrapping) -> dict[str, int]:
@@ -238,7 +243,7 @@ def _memory_of(rank: Rank, workload: Workload, measured: Prepared, wrapping: Wra
     with metered(rank.device, tensors) as meter:
         base = meter.now() - sum(tensor.nbytes for tensor in tensors)
         prepared = METHODS[measured.method][1][measured.variant](measured.method, net, wrapping)
-        step = _turn(prepared, workload, rank)
+        step = _contender(measured.name, prepared, workload, rank).step
         for _ in range(WARMUP):
             step()
         meter.restart()

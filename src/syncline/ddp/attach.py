@@ -20,14 +20,17 @@ from syncline.ddp import reducer
 from syncline.ddp.engine import Engine
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import other_hook, switch_of, switches
+from syncline.ddp.overlapping import Overlapping, OverlapPolicy
 from syncline.ddp.reducer import Reduction
 from syncline.ddp.updating import Updating
 from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, bound_group, group_timeout
 from syncline.errors import UsageError
-from syncline.exchange import Exchange, default_lanes
+from syncline.exchange import Dense, Exchange, default_lanes
 from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.health.watchdog import watch_plain
+from syncline.overlap.engine import OverlapEngine
+from syncline.overlap.shards import check_elementwise
 from syncline.records.plan import Plan
 from syncline.runtime import validation
 from syncline.runtime.bucket_policy import BucketPolicy, Planned, Uniform, difference_of, read_plan
@@ -48,6 +51,7 @@ def attach(
     warmup: int | None = None,
     delay: int = 0,
     outer: Nesterov | None = None,
+    overlap: str | None = None,
     lanes: int | None = None,
     timeout_s: float | None = None,
     network: NetworkOrFile = None,
@@ -57,6 +61,9 @@ def attach(
 
     With `optimizer`, each rank steps it with its own gradients, and what the steps change is exchanged: sparse updates
     train as well as dense gradients where sparse gradients do not. The training loop stays as it is.
+
+    With `overlap="forward"`, the exchange is lossless and extends into the next forward pass: gradients are summed in
+    shards during backward, the optimizer steps this rank's shards, and the new weights are gathered while forward runs.
 
     All ranks of the model's process group call this with the same arguments. It replaces an exchange that was attached
     before. If it raises, the model is unchanged.
@@ -71,6 +78,8 @@ def attach(
             entries and for `every` > 1, and 0 otherwise. Training is worse if it is less than about 10 % of the steps.
         delay: Number of steps during which an exchange may go on before its result is applied, less than `every`.
         outer: An optimizer of the common weights, with the mean update as its gradient. Default: apply it as it is.
+        overlap: `"forward"`, with `Dense()` and an `optimizer` that treats every element by itself, such as AdamW and
+            SGD. Each rank then has its shard of the optimizer's state. Clip with `handle.clip_grad_norm_`.
         lanes: Number of buckets that may be exchanged at the same time, each over its own connections. Default: 2 for
             exchanges over gloo that wait between their collectives, and 1 otherwise.
         timeout_s: Timeout of a collective in seconds. Default: that of the model's process group.
@@ -96,17 +105,32 @@ def attach(
         lanes = default_lanes(exchange, backend_of(ddp.process_group))
     validation.check_lanes(lanes)
     validation.check_positive(timeout_s=timeout_s)
-    policy: BucketPolicy | UpdatePolicy = Uniform(exchange, lanes)
-    if optimizer is not None:
+    policy: BucketPolicy | UpdatePolicy | OverlapPolicy = Uniform(exchange, lanes)
+    if overlap is not None:
+        policy = _overlap_policy(exchange, overlap, optimizer, (every, warmup, delay, outer) == (1, None, 0, None))
+    elif optimizer is not None:
         policy = checked_policy(exchange, lanes, every, warmup, delay, outer)
     elif (every, warmup, delay, outer) != (1, None, 0, None):
         raise UsageError("every, warmup, delay and outer are for updates: pass optimizer= too, or leave them out")
     return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler, optimizer=optimizer)
 
 
+def _overlap_policy(exchange: Exchange, overlap: Any, optimizer: Any, no_updates: bool) -> OverlapPolicy:
+    """Return the policy of an exchange that overlaps with the next forward pass. Raise if an argument does not fit."""
+    if overlap != "forward":
+        raise UsageError(f"overlap is {overlap!r}: it must be 'forward', or left out")
+    if exchange != Dense():
+        raise UsageError(f"overlap='forward' exchanges through Dense(), not {exchange!r}: leave one of them out")
+    if optimizer is None:
+        raise UsageError("overlap='forward' steps the optimizer on shards of the weights: pass optimizer=optimizer")
+    if not no_updates:
+        raise UsageError("every, warmup, delay and outer are for updates: leave them out with overlap='forward'")
+    return OverlapPolicy(exchange, 1)
+
+
 def attach_policy(
     ddp: DDP,
-    policy: BucketPolicy | UpdatePolicy,
+    policy: BucketPolicy | UpdatePolicy | OverlapPolicy,
     *,
     timeout_s: float | None,
     network: NetworkOrFile,
@@ -132,7 +156,10 @@ def attach_policy(
             fields["scaler"] = scaler is not None and scaler.is_enabled()
             if optimizer is not None:
                 validation.check_steps_all(optimizer, parameters)
-                reduction.check_can_stop_synchronising(isinstance(policy, UpdatePolicy) and policy.warmup > 0)
+                if isinstance(policy, UpdatePolicy):
+                    reduction.check_can_stop_synchronising(policy.warmup > 0)
+                else:
+                    check_elementwise(optimizer)
                 fields |= flatten({"optimizer": validation.optimizer_settings(optimizer)})
         if (other := other_hook(ddp)) is not None:  # on all ranks, because they have agreed
             raise UsageError(f"this model has a communication hook already ({other}): DDP takes only one. Remove yours")
@@ -142,12 +169,15 @@ def attach_policy(
             topology = find_topology(group, policy.exchanges, links)
             made = partial(Engine, group, parameters, timeout=timeout, topology=topology, reduction=reduction)
             made = partial(made, scale=lambda: scale_of(scaler))
-            engine: Engine | Updating
-            if not isinstance(policy, UpdatePolicy):
+            engine: Engine | Updating | Overlapping
+            if not isinstance(policy, UpdatePolicy | OverlapPolicy):
                 engine = made(policy=policy)
             else:
                 assert optimizer is not None  # noqa: S101 - `attach` made the policy because there is one
-                engine = _updating(ddp, policy, optimizer, scaler, made, topology, timeout)
+                if isinstance(policy, UpdatePolicy):
+                    engine = _updating(ddp, policy, optimizer, scaler, made, topology, timeout)
+                else:
+                    engine = _overlapping(ddp, policy, optimizer, made, reduction, timeout)
     try:
         switch = switch_of(ddp)
     except BaseException:
@@ -179,6 +209,24 @@ def _updating(
         return Updating(ddp, updates, warm, optimizer, scaler, topology)
     except BaseException:
         updates.close()
+        raise
+
+
+def _overlapping(
+    ddp: DDP,
+    policy: OverlapPolicy,
+    optimizer: Optimizer,
+    make_engine: Callable[..., Engine],
+    reduction: Reduction,
+    timeout: timedelta,
+) -> Overlapping:
+    """Collective: create what overlaps with the next forward pass, and the engine of its first steps."""
+    engine = OverlapEngine(ddp.process_group, parameters_of(ddp), optimizer, policy.lanes, timeout, None)
+    try:
+        warm = make_engine(policy=Uniform(Dense(), 1))
+        return Overlapping(ddp, engine, warm, optimizer, policy, reduction, None)
+    except BaseException:
+        engine.close()
         raise
 
 

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from syncline.ddp import reducer
 from syncline.ddp.engine import Engine, copied
 from syncline.ddp.hook import Switch, switches
+from syncline.ddp.overlapping import Overlapping
 from syncline.ddp.updating import Updating
 from syncline.dist.lane import span_of
 from syncline.errors import ExchangeError, UsageError
@@ -37,7 +38,7 @@ class Handle:
         >>> handle.save("checkpoint/exchange")
     """
 
-    def __init__(self, ddp: DDP, switch: Switch, engine: Engine | Updating) -> None:
+    def __init__(self, ddp: DDP, switch: Switch, engine: Engine | Updating | Overlapping) -> None:
         self._ddp, self._switch, self._engine = ddp, switch, engine
         self._topology, self._policy = engine.topology, engine.policy
 
@@ -176,6 +177,42 @@ class Handle:
         """
         return self._attached.synced()
 
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scale the averaged gradients so that their norm is at most `max_norm`. All ranks call this before the step.
+
+        With `overlap="forward"`, this replaces `torch.nn.utils.clip_grad_norm_`, which would see the gradients of one
+        rank only. Otherwise the two are the same.
+
+        Args:
+            max_norm: The largest norm of all gradients together.
+            norm_type: The type of the norm, which may be `inf`.
+            error_if_nonfinite: Raise a RuntimeError if the norm is not finite.
+
+        Returns:
+            The norm of all gradients before they were scaled.
+        """
+        engine = self._attached
+        if isinstance(engine, Overlapping):
+            return engine.clip_grad_norm(float(max_norm), float(norm_type), error_if_nonfinite)
+        parameters = list(parameters_of(self._ddp).values())
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Return the whole state of the optimizer, which a plain DDP training can load. All ranks call this.
+
+        With `overlap="forward"`, each rank has its shard of the state, and `optimizer.state_dict()` raises.
+        `optimizer.load_state_dict` takes the whole state on all ranks, and keeps this rank's shard.
+
+        Raises:
+            UsageError: The exchange was attached without `overlap="forward"`: use `optimizer.state_dict()`.
+        """
+        engine = self._attached
+        if not isinstance(engine, Overlapping):
+            raise UsageError("the optimizer's state is not in shards here: use optimizer.state_dict()")
+        return engine.optimizer_state_dict()
+
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state of the exchange, to be saved with the model.
 
@@ -250,7 +287,7 @@ class Handle:
         return Checkpoints(self._ddp.process_group, device, self._policy.settings(), tree, engine.misfit)
 
     @property
-    def _attached(self) -> Engine | Updating:
+    def _attached(self) -> Engine | Updating | Overlapping:
         if self._switch.engine is not self._engine:
             text = "this handle is detached, or another attach has replaced it"
             raise UsageError(f"{text}: use the newest handle, or attach again")
@@ -261,7 +298,7 @@ class Handle:
 def handle_if_attached(ddp: DDP) -> Handle | None:
     """Return the handle of a model, or None if nothing is attached to it."""
     switch = switches.get(ddp)
-    if switch is None or not isinstance(switch.engine, Engine | Updating):
+    if switch is None or not isinstance(switch.engine, Engine | Updating | Overlapping):
         return None
     return Handle(ddp, switch, switch.engine)
 

@@ -1,8 +1,10 @@
 """A model that computes nothing and takes as long as a recorded one: ranks on a laptop wait as a GPU would compute.
 
-Its forward sleeps, and its backward returns each gradient at the recorded time, so DDP's hooks run at these times and
-send real bytes while the cores are free for communication. Deadlines are absolute, from the start of backward, so that
-the errors of sleeps do not add up.
+Its forward uses each parameter at some time, and its backward returns each gradient at the recorded time, so DDP's
+hooks run at these times and send real bytes while the cores are free for communication. Deadlines are absolute, from
+the start of a pass, so that the errors of sleeps do not add up. A profile has no times of uses. They are taken to be
+the mirror image of backward: a parameter whose gradient is ready after a share x of backward is used after a share
+1 − x of forward. If a use has to wait for the parameter, everything that follows is as much later.
 """
 
 from __future__ import annotations
@@ -47,15 +49,20 @@ class ReplayModel(nn.Module):
             self.register_buffer(f"_replayed_{entry.dtype}", torch.zeros(elements, dtype=getattr(torch, entry.dtype)))
 
     def forward(self, *_: object, **__: object) -> Tensor:
-        deadline_s = time.monotonic() + self._profile.forward_s
+        start_s, forward_s, backward_s = time.monotonic(), self._profile.forward_s, self._profile.backward_s
         begun_s: list[float] = []  # when backward began
         x = torch.zeros((), device=next(self.parameters()).device, requires_grad=True)
         for name, offset_s in self._in_forward_order:
             parameter = None if name is None else self.get_parameter(name)
+            if parameter is not None and type(parameter) is not nn.Parameter:  # it may have to wait for its weights
+                _sleep_until(start_s + forward_s * (1 - offset_s / backward_s if backward_s else 0.0))
+                used_s = time.monotonic()
+                parameter.detach()
+                start_s += time.monotonic() - used_s
             x = _Until.apply(x, parameter, self._noise, begun_s, offset_s)  # type: ignore[no-untyped-call]
         if x.requires_grad:
             x.register_hook(lambda _: begun_s.append(time.monotonic()))
-        _sleep_until(deadline_s)  # after the graph is built, so that building it is part of the recorded time
+        _sleep_until(start_s + forward_s)  # after the graph is built: building it is part of the recorded time
         return x
 
 

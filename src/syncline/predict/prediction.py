@@ -2,7 +2,7 @@
 consists of: DDP's broadcast of buffers; forward; backward, whose thread copies gradients into buckets and hands full
 ones to their lanes; the exchanges on the lanes; copies out of the buckets; the optimizer. If updates are exchanged, the
 optimizer comes before the exchanges, and the time of a step is the mean over the steps in which all parts of the
-weights are exchanged once."""
+weights are exchanged once. An exchange that overlaps with the next forward is in `predict.overlap`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from syncline.exchange import Climbing, Cost, Topology
+from syncline.predict import overlap
 from syncline.predict.exchange_time import capacities, flow, solo_s, topology_of
 from syncline.predict.schedule import Schedule
 from syncline.predict.timeline import Bucket, Collective, Timeline, Work, simulate
@@ -150,12 +151,18 @@ class Prediction:
         profile, schedule = self.profile, self.schedule
         forward_s, backward_s, update_s = self._pace
         ready_s, thread_s = self._ready(self._own, backward_s)
+        buffers = profile.buffers if self.buffers else ()
+        buffers_s = sum(solo_s(self.network, "broadcast", entry.bytes, 1) for entry in buffers)
+        if schedule.overlaps and self.ranks > 1:
+            contents = schedule.contents(profile)
+            found = list(overlap.reductions(self.network, self.topology, contents, ready_s))
+            whole = overlap.best_whole(found, forward_s, thread_s, update_s)
+            step_s, timeline = overlap.overlapped(found, forward_s, thread_s, whole, update_s)
+            return buffers_s + step_s + self._waiting_s, timeline
         timeline = self._exchanges(range(len(schedule.buckets)), ready_s)
         end_s = thread_s
         for index, nbytes in enumerate(schedule.bucket_bytes(profile)):
             end_s = max(end_s, timeline.end_s[str(index)]) + self._own.copy_out_s_per_byte * nbytes
-        buffers = profile.buffers if self.buffers else ()
-        buffers_s = sum(solo_s(self.network, "broadcast", entry.bytes, 1) for entry in buffers)
         return buffers_s + forward_s + end_s + update_s + self._waiting_s, timeline
 
     def _simulated_updates(self, delay: int) -> tuple[float, Timeline]:

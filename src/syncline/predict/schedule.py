@@ -31,6 +31,8 @@ class Updates:
     delay: int = 0
 
 
+OVERLAP = "overlap"
+"""The name of the lossless exchange whose second half runs behind the next forward pass."""
 UPDATES: dict[str, Updates] = {
     "oktopk-updates": Updates("oktopk", OkTopk(density=0.01)),
     "local-15": Updates("topk-chunks", ChunkedTopk(density=0.03), every=15),
@@ -66,6 +68,7 @@ class Schedule:
     each: tuple[tuple[str, Exchange], ...] = ()  # name and exchange of each bucket, if they differ between buckets
     updates: Updates | None = None
     fragments: tuple[Fragment, ...] = ()
+    overlaps: bool = False  # weights are gathered behind the next forward pass
 
     @property
     def bucket_exchanges(self) -> tuple[tuple[str, Exchange], ...]:
@@ -98,22 +101,24 @@ class Schedule:
         """Return a schedule with DDP's buckets and one exchange for all of them: `ddp`, or the name of an exchange; or
         with fragments, for a name of `UPDATES`. By default, `bucket_mb` is DDP's, and `lanes` is that of `attach`,
         which depends on the backend."""
-        if name != "ddp" and name not in EXCHANGES and name not in UPDATES:
-            raise UsageError(f"no exchange is called {name!r}; known: ddp, {', '.join((*EXCHANGES, *UPDATES))}")
-        exchange_name = "dense" if name == "ddp" else name
+        known = ("ddp", *EXCHANGES, *UPDATES, OVERLAP)
+        if name not in known:
+            raise UsageError(f"no exchange is called {name!r}; known: {', '.join(known)}")
+        exchange_name = "dense" if name in ("ddp", OVERLAP) else name
         exchange = UPDATES[name].exchange if name in UPDATES else EXCHANGES[exchange_name]()
         lanes = default_lanes(exchange, backend) if lanes is None else lanes
         if not 1 <= lanes <= MAX_LANES:
             raise UsageError(f"lanes is {lanes}: there may be 1 to {MAX_LANES}")
-        if name == "ddp" and lanes != 1:
-            raise UsageError("plain DDP has one lane; for several, name an exchange: dense,lanes=4")
+        if name in ("ddp", OVERLAP) and lanes != 1:
+            raise UsageError(f"{name} has one lane; for several, name an exchange: dense,lanes=4")
         if bucket_mb is not None and not 0 < bucket_mb < 1e6:
             raise UsageError(f"bucket_mb is {bucket_mb:g}: a bucket needs a positive size, in MB")
         if name in UPDATES:
             if bucket_mb is not None:
                 raise UsageError(f"{name} exchanges updates, not DDP's buckets: leave bucket_mb out")
             return cls.of_updates(profile, name, UPDATES[name], lanes)
-        return cls(name, ddp_buckets(profile.gradients, bucket_mb), exchange, exchange_name, lanes, bucket_mb)
+        buckets = ddp_buckets(profile.gradients, bucket_mb)
+        return cls(name, buckets, exchange, exchange_name, lanes, bucket_mb, overlaps=name == OVERLAP)
 
     @classmethod
     def of_updates(cls, profile: Profile, name: str, updates: Updates, lanes: int) -> Schedule:

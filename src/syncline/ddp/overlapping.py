@@ -1,0 +1,328 @@
+"""Hide half of a DDP model's lossless exchange behind its next forward pass.
+
+In its first steps, an ordinary engine all-reduces DDP's buckets, until these are final and have been measured. Then
+their weights move into shards. DDP's hook only begins to sum a bucket, hooks of the optimizer step the shards and begin
+to gather weights, and the use of a parameter waits for its weights (`overlap.guards`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import time
+import weakref
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
+
+from syncline.ddp import reducer
+from syncline.ddp.engine import Engine
+from syncline.ddp.reducer import Reduction
+from syncline.dist.comm import gather_bytes
+from syncline.errors import ExchangeError, UsageError
+from syncline.exchange import Exchange, settings
+from syncline.measure.hooks import Unseen
+from syncline.overlap import guards
+from syncline.overlap.engine import OverlapBucket, OverlapEngine
+from syncline.predict import overlap
+from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals
+from syncline.runtime.stats import Stats
+from syncline.runtime.topology import RankTopology
+
+_MEASURED_STEPS = 4  # steps with DDP's final buckets, before weights move into shards
+
+
+@dataclass(frozen=True)
+class OverlapPolicy:
+    """The settings of an exchange that overlaps with the next forward pass."""
+
+    exchange: Exchange
+    lanes: int
+    plan: None = None
+    mismatch: None = None
+    expected_s: None = None
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return (self.exchange,)
+
+    def settings(self) -> dict[str, Any]:
+        return {"type": "Overlap", "exchange": settings(self.exchange)}
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"overlap": self.settings(), "lanes": self.lanes}
+
+    def __str__(self) -> str:
+        return f"{self.exchange!r}, which overlaps with the next forward pass,"
+
+
+class Overlapping:
+    """The exchange of gradients and weights that is attached to a model."""
+
+    exchanges_gradients = True
+    keeps = False
+
+    def __init__(
+        self,
+        ddp: DDP,
+        engine: OverlapEngine,
+        warm: Engine,
+        optimizer: Optimizer,
+        policy: OverlapPolicy,
+        reduction: Reduction,
+        topology: RankTopology | None,
+    ) -> None:
+        self._ddp = weakref.ref(ddp)  # the model holds its hook, which holds this object
+        self._engine, self._optimizer, self._reduction = engine, optimizer, reduction
+        self._warm: Engine | None = warm
+        self._names = warm._names
+        self.policy, self.topology = policy, topology
+        final_after = 2 if ddp.static_graph else int(reducer.rebuilds(ddp))
+        if getattr(ddp, "_has_rebuilt_buckets", False):
+            final_after = 0
+        self._warm_steps = final_after + _MEASURED_STEPS
+        self._measured: list[list[tuple[float, float]]] = []  # per step and bucket: when it was ready, and how long
+        self._forward_s: list[float] = []  # durations of forward passes, on the host's clock
+        self._forward_began_s = self._forward_ended_s = 0.0
+        self._sent_warm: dict[str, int] = {}
+        self._by_key: dict[tuple[int, ...], OverlapBucket] = {}
+        self._in_backward = False
+        self._gathers_state = False  # whether `optimizer.state_dict()` is called on all ranks, by this object
+        self.steps = 0
+        itself = weakref.ref(self)  # the optimizer and the model hold their hooks
+        self._hooks: list[Any] = [
+            optimizer.register_step_pre_hook(lambda _, args, kwargs: _call(itself, "_before_step", args, kwargs)),
+            optimizer.register_step_post_hook(lambda *_: _call(itself, "_after_step")),
+            optimizer.register_state_dict_pre_hook(lambda _: _call(itself, "_check_state_dict")),
+            optimizer.register_load_state_dict_post_hook(lambda _: _call(itself, "_shard_state")),
+            ddp.register_forward_pre_hook(Unseen(lambda *_: _call(itself, "_before_forward"))),
+            ddp.register_forward_hook(Unseen(lambda *_: _call(itself, "_after_forward"))),
+        ]
+        # For modules whose forward reads its parameters without a function of torch, such as C++ extensions.
+        for module in ddp.module.modules():
+            if own := tuple(module.parameters(recurse=False)):
+                self._hooks.append(module.register_forward_pre_hook(Unseen(partial(_wait_for_all, own))))
+
+        if ddp.gradient_as_bucket_view:  # `zero_grad` cannot be seen in the gradient, which is always the same tensor
+            for name, parameter in engine.parameters.items():
+                zeroed = partial(_call, itself, "_release_if_zeroed", name)
+                if parameter.requires_grad:
+                    self._hooks.append(parameter.register_hook(lambda _, zeroed=zeroed: zeroed()))
+
+    # --- a training step, in the order of calls -------------------------------------------------------------------
+
+    def _before_forward(self) -> None:
+        self._forward_began_s = time.monotonic()
+        if self._warm is None:
+            self._engine.wait()  # if the script did not step the optimizer, an exchange may still read DDP's buckets
+            ddp = self._ddp()
+            compiled = ddp is not None and (hasattr(ddp.module, "_orig_mod") or ddp.module._compiled_call_impl)
+            if compiled or not torch.is_grad_enabled():
+                self._engine.wait_for_weights()
+
+    def _after_forward(self) -> None:
+        if self._warm is not None and torch.is_grad_enabled():
+            self._forward_ended_s = time.monotonic()
+            self._forward_s.append(self._forward_ended_s - self._forward_began_s)
+
+    def submit(self, bucket: Any) -> Any:
+        """Begin to exchange a bucket. Before weights are in shards, return a future of its average."""
+        ddp = self._ddp()
+        if ddp is not None and ddp._join_config.enable:
+            text = "join() is not supported with overlap='forward': a rank that has joined steps no optimizer"
+            raise UsageError(f"{text}. Give all ranks the same number of steps")
+        if self._warm is not None:
+            return self._warm.submit(bucket)
+        flat: Tensor = bucket.buffer()
+        known = self._by_key.get(tuple(map(id, bucket.parameters())))
+        if known is None:
+            raise ExchangeError("DDP has changed its buckets since weights were moved into shards: attach again")
+        if not self._in_backward:
+            self._in_backward = self._reduction.when_over(self._backward_is_over)
+        self._engine.reduce(known, flat)
+        # DDP must not wait: the future has this rank's own gradients, which nobody may use.
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+        done.set_result(flat)
+        return done
+
+    def _release_if_zeroed(self, name: str) -> None:
+        self._engine.release_if_zeroed(name)
+
+    def _backward_is_over(self) -> None:
+        self._in_backward = False
+        self._engine.backward_is_over()
+
+    def _before_step(self, args: Any, kwargs: Any) -> None:
+        if any(callable(value) for value in (*args, *kwargs.values())):
+            raise UsageError("optimizer.step(closure) is not supported with overlap='forward': call backward before it")
+        if self._warm is None:
+            self._engine.before_step()
+
+    def _after_step(self) -> None:
+        self.steps += 1
+        if self._warm is None:
+            self._engine.after_step()
+            return
+        self._warm.conclude()
+        self._measure(self._warm)
+        if self.steps >= self._warm_steps:
+            self._hand_over()
+
+    # --- from all-reduces to shards -------------------------------------------------------------------------------
+
+    def _measure(self, warm: Engine) -> None:
+        jobs = warm.runner.last_step.jobs
+        times = [seconds for job in jobs if (seconds := job.marks.seconds()) is not None]
+        if times and len(times) == len(jobs):
+            began_s, link_s, step = times[0]["ready"], 0.0, []
+            if jobs[0].marks.on_host:
+                began_s = min(began_s, self._forward_ended_s)
+            for seconds in times:
+                step.append((seconds["ready"] - began_s, seconds["end"] - max(seconds["start"], link_s)))
+                link_s = seconds["end"]
+            self._measured.append(step)
+
+    def _hand_over(self) -> None:
+        """Collective: move weights and the optimizer's state into shards."""
+        assert self._warm is not None  # noqa: S101
+        warm, self._warm = self._warm, None
+        buckets = sorted(warm.buckets.items(), key=lambda item: item[1].index)
+        own = json.dumps(sorted(self._best_whole(len(buckets)))).encode()
+        whole: list[int] = json.loads(gather_bytes(self._engine.group, own)[0])  # the choice of the first rank
+        self._sent_warm = warm.runner.sent_bytes
+        self._engine.runner.steps = warm.runner.steps
+        self._engine.runner.tracing = warm.runner.tracing
+        warm.close()
+        self._engine.start([bucket.layout for _, bucket in buckets], whole)
+        keys = [key for key, _ in buckets]
+        self._by_key = dict(zip(keys, self._engine.buckets, strict=True))
+
+    def _best_whole(self, count: int) -> frozenset[int]:
+        """Return which buckets to all-reduce as a whole, by what was measured with final buckets."""
+        steps = [step for step in self._measured[-_MEASURED_STEPS + 1 :] if len(step) == count]
+        if not steps:
+            return frozenset()
+        buckets = []
+        for times in zip(*steps, strict=True):
+            ready_s, took_s = (statistics.median(values) for values in zip(*times, strict=True))
+            buckets.append(overlap.Reduction(ready_s, took_s, took_s / 2, took_s / 2))
+        backward_s = buckets[-1].ready_s
+        forward_s = statistics.median(self._forward_s[-_MEASURED_STEPS:] or [backward_s / 2])
+        on_device = next(iter(self._engine.parameters.values())).is_cuda
+        return overlap.best_whole(buckets, backward_s / 2 if on_device else forward_s, backward_s)
+
+    # --- the optimizer's state ------------------------------------------------------------------------------------
+
+    def _check_state_dict(self) -> None:
+        if self._warm is None and self._engine.optimizer is not None and not self._gathers_state:
+            text = "this rank has only its shard of the optimizer's state"
+            raise UsageError(
+                f"{text}: call handle.optimizer_state_dict() on all ranks instead of optimizer.state_dict()"
+            )
+
+    def _shard_state(self) -> None:
+        if self._engine.optimizer is not None:
+            self._engine.optimizer.drop_shards()
+            self._engine.optimizer.shard_state()
+
+    def optimizer_state_dict(self) -> dict[str, Any]:
+        """Collective: return the whole state of the optimizer, as without shards."""
+        if self._engine.optimizer is None:
+            state: dict[str, Any] = self._optimizer.state_dict()
+            return state
+        self._gathers_state = True
+        try:
+            with torch.no_grad():
+                return self._engine.optimizer.whole_state_dict()
+        finally:
+            self._gathers_state = False
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Collective: clip the gradients, and return their norm."""
+        if self._warm is None:
+            with torch.no_grad():
+                return self._engine.clip_grad_norm(max_norm, norm_type, error_if_nonfinite)
+        parameters = self._engine.parameters.values()
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+
+    # --- for the handle -------------------------------------------------------------------------------------------
+
+    @property
+    def runner(self) -> BucketRunner:
+        return self._engine.runner if self._warm is None else self._warm.runner
+
+    @property
+    def buckets(self) -> Mapping[Any, Bucket]:
+        if self._warm is not None:
+            return self._warm.buckets
+        return {index: bucket.reduced for index, bucket in enumerate(self._engine.buckets)}
+
+    @property
+    def bucket_names(self) -> list[list[str]]:
+        return []  # lossless results do not depend on buckets
+
+    def conclude(self) -> None:
+        if self._warm is not None:
+            self._warm.conclude()
+        elif all(bucket.reducing is None and bucket.gathering is None for bucket in self._engine.buckets):
+            self._engine.end_step()
+
+    def drift(self) -> str | None:
+        return None
+
+    def stats(self) -> Stats:
+        stats = self.runner.stats()
+        return replace(stats, total_sent_bytes=dict(Counter(stats.total_sent_bytes) + Counter(self._sent_warm)))
+
+    def predicted_sent_bytes(self) -> dict[str, int]:
+        return self._engine.predicted_sent_bytes() if self._warm is None else self._warm.predicted_sent_bytes()
+
+    def residuals(self) -> Residuals:
+        return {}
+
+    def misfit(self, tensors: Residuals, buckets: Sequence[Sequence[str]] = ()) -> str | None:
+        return None
+
+    def load(self, tensors: Residuals, buckets: Sequence[Sequence[str]], steps: int) -> None:
+        """Continue to count from a checkpoint. Weights and the optimizer's state are the script's to load."""
+        self.runner.steps = steps
+
+    def synced(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def wait(self) -> None:
+        """Wait for all weights that are being gathered."""
+        if self._warm is None:
+            self._engine.wait_for_weights()
+
+    def finish(self) -> None:
+        """Collective: give the optimizer its whole state again."""
+        if self._warm is None and self.runner.error is None and self._engine.optimizer is not None:
+            self._engine.finish()
+
+    def close(self) -> None:
+        """Remove all hooks, and close the lanes."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._warm is not None:
+            self._warm.close()
+        self._engine.close()
+
+
+def _wait_for_all(parameters: Sequence[nn.Parameter], *_: object) -> None:
+    for parameter in parameters:
+        guards.wait_for(parameter)
+
+
+def _call(itself: weakref.ref[Overlapping], method: str, *arguments: Any) -> None:
+    overlapping = itself()
+    if overlapping is not None:
+        getattr(overlapping, method)(*arguments)

@@ -1,0 +1,110 @@
+"""The two halves of a lossless exchange, for code that runs something in between: the optimizer, on each rank's shard.
+
+On the wire, for P ranks and a bucket of S bytes:
+
+- `ReduceScatter`: each rank sends the i-th part of its bucket to rank i (all-to-all), and rank i sums the parts. This
+  is rank i's shard of the sum. Each rank sends (P−1)/P·S bytes. gloo would emulate its own reduce-scatter with an
+  all-reduce, which sends twice as many.
+- `AllGather`: all ranks receive all shards, which replace the bucket. Each rank sends (P−1)/P·S bytes.
+
+Together they send as many bytes as an all-reduce. When they lose: nothing hides the second half, or start-ups dominate,
+of which there are two.
+
+Paper: DeAR, "Decoupling the all-reduce primitive for accelerating distributed deep learning", arXiv 2302.12445.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from syncline.exchange.base import Comm, Rounding, State, Work
+from syncline.exchange.dense import Dense, Halves, part_of
+from syncline.exchange.layout import Layout
+from syncline.exchange.topology import Cost, Topology
+
+
+@dataclass(frozen=True)
+class ReduceScatter:
+    """Leave each rank's shard of the sum in its state. The bucket itself is not changed."""
+
+    lossless = True
+    keeps = False
+    waits = True
+
+    def prepare(self, layout: Layout, comm: Comm) -> State:
+        return ShardState(layout, comm.size)
+
+    def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
+        assert isinstance(state, ShardState)  # noqa: S101 - `prepare` made it
+        if comm.size == 1:
+            state.take(flat)
+            return None
+        state.scatter(flat, comm).wait()
+        state.shard()
+        return None
+
+    def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
+        return Cost(() if topology.ranks == 1 else Dense().halves_cost(numel, dtype, topology)[:1])
+
+    def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
+        return Rounding.of_summation(dtype, ranks)
+
+
+@dataclass(frozen=True)
+class AllGather:
+    """Replace a bucket, padded to equal shards, by the shards of all ranks. Each rank's own shard is in its place."""
+
+    lossless = True
+    keeps = False
+    waits = True  # so that a lane gathers the bucket that is needed first alone, at the full rate of the link
+
+    def prepare(self, layout: Layout, comm: Comm) -> State:
+        return _Unscaled()
+
+    def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
+        if comm.size > 1:
+            comm.all_gather(flat, flat.view(comm.size, -1)[comm.rank]).wait()
+        return None
+
+    def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
+        return Cost(() if topology.ranks == 1 else Dense().halves_cost(numel, dtype, topology)[1:])
+
+    def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
+        return Rounding(0.0)
+
+
+class ShardState(Halves):
+    """The buffers of a reduce-scatter. With a workspace, only the shard belongs to this bucket alone."""
+
+    def __init__(self, layout: Layout, ranks: int) -> None:
+        super().__init__(layout, ranks)
+        self._sum = torch.zeros(part_of(layout.numel, ranks), dtype=layout.dtype, device=layout.device)
+        self._share = 1.0
+
+    @property
+    def gradient(self) -> Tensor:
+        """This rank's shard of the sum, padded with zeros."""
+        return self._sum
+
+    def average(self, share: float) -> bool:
+        if self._sum.element_size() < 4:  # a sum that is not divided yet could overflow
+            return False
+        self._share = share
+        return True
+
+    def take(self, flat: Tensor) -> None:
+        """Copy the bucket of a single rank."""
+        torch.mul(flat, self._share, out=self._sum)
+
+    def shard(self) -> Tensor:
+        return super().shard().mul_(self._share)
+
+
+class _Unscaled(State):
+    """No state. Weights are not averaged."""
+
+    def average(self, share: float) -> bool:
+        return True

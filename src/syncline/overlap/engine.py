@@ -1,0 +1,277 @@
+"""Sum gradients in shards during backward, step the optimizer on shards, and gather weights behind the next forward.
+
+A bucket's way through a training step:
+
+1. When its gradients are ready, a lane reduce-scatters them: each rank gets the average of its own shard.
+2. `optimizer.step()` waits for all shards, and steps this rank's.
+3. The new weights are gathered in the order in which the forward pass needs them. A parameter is pending until its
+   weights have arrived, and its first use waits for them.
+
+A bucket may also be all-reduced as a whole during backward. All ranks then step all of it, and nothing is gathered.
+This pays for some of the buckets, if the links would otherwise be idle during backward.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from syncline.dist.agreement import current_device
+from syncline.dist.comm import gather_bytes
+from syncline.errors import ExchangeError, UsageError
+from syncline.exchange import Dense, Layout
+from syncline.exchange.halves import AllGather, ReduceScatter, ShardState
+from syncline.exchange.workspace import Workspace
+from syncline.health.meeting import meeting
+from syncline.overlap import guards
+from syncline.overlap.shards import ShardedBucket, ShardedOptimizer
+from syncline.runtime.bucket_runner import Bucket, BucketRunner, Step
+from syncline.runtime.topology import RankTopology
+
+_ORDER_KNOWN_AFTER = 2  # forward passes with shards
+
+
+@dataclass(eq=False)
+class OverlapBucket:
+    """A bucket whose exchange extends into the next forward pass."""
+
+    sharded: ShardedBucket
+    reduced: Bucket  # its gradients
+    gathered: Bucket  # its weights, unless the bucket is whole
+    names: tuple[str, ...]
+    gradient: Tensor | None = None  # this rank's shard of the last gradients
+    reducing: Any = None  # a future, while gradients are being summed
+    gathering: Any = None  # a future, while weights are being gathered
+
+
+class OverlapEngine:
+    """Exchanges the gradients and weights of one model. All ranks create it together."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: Optimizer,
+        lanes: int,
+        timeout: timedelta,
+        topology: RankTopology | None,
+    ) -> None:
+        self.group, self.parameters, self._optimizer, self._lanes = group, parameters, optimizer, lanes
+        self._device = next(iter(parameters.values())).device
+        self.buckets: list[OverlapBucket] = []  # in the order in which gradients are ready
+        self.optimizer: ShardedOptimizer | None = None  # once weights are in shards
+        self._order: list[OverlapBucket] = []  # in which weights are gathered
+        self._used: list[OverlapBucket] = []  # in the order in which the last forward pass used them
+        self._withheld: dict[str, Tensor] = {}  # gradients that must not be used
+        self._steps = 0  # of the optimizer, with shards
+        self._step = Step()
+        self.runner = BucketRunner(group, self._device, lanes, timeout, topology)
+
+    def start(self, layouts: Sequence[Layout], whole: Collection[int]) -> None:
+        """Collective: move the weights of these buckets into shards. Those with an index in `whole` stay whole."""
+        ranks, rank = self.group.size(), self.group.rank()
+        spaces = [Workspace(self._device) for _ in range(self._lanes)]
+        with meeting(self.group, "the start of overlap"), torch.no_grad():
+            for index, layout in enumerate(layouts):
+                lane = index % self._lanes
+                shared = Layout(layout.slots, layout.dtype, layout.device, spaces[lane])
+                sharded = ShardedBucket(layout, ranks, rank, whole=index in whole)
+                reduced = Bucket(index, lane, Dense() if sharded.whole else ReduceScatter(), shared)
+                gathered = Bucket(index, lane, AllGather(), shared)
+                self.runner.prepare(reduced, {})
+                if not sharded.whole:
+                    self.runner.prepare(gathered, {})
+                sharded.move_in(self.parameters)
+                names = tuple(slot.name for slot in layout.slots)
+                self.buckets.append(OverlapBucket(sharded, reduced, gathered, names))
+        self._order = [bucket for bucket in reversed(self.buckets) if not bucket.sharded.whole]
+        parts = [bucket.sharded for bucket in self.buckets]
+        self.optimizer = ShardedOptimizer(self._optimizer, self.parameters, parts, self.group)
+
+    # --- during backward ------------------------------------------------------------------------------------------
+
+    def reduce(self, bucket: OverlapBucket, flat: Tensor) -> None:
+        """Begin to sum the gradients of a bucket. `flat` must not change until `wait` has returned."""
+        if (error := self.runner.error) is not None:
+            raise ExchangeError(f"an earlier exchange of this model failed: {self.runner.explained}") from error
+        for name in bucket.names:
+            if type(self.parameters[name].grad) is guards.UnfinishedGradient:
+                text = f"the gradient of {name} was not set to zero since the last synchronised backward pass"
+                raise UsageError(f"{text}: call optimizer.zero_grad(), and accumulate gradients under no_sync()")
+        if bucket is self.buckets[0]:
+            self.end_step()
+        run = partial(self.runner.exchange, bucket.reduced, flat)
+        bucket.reducing = self.runner.submit(self._step, bucket.reduced, flat, run)
+        state = bucket.reduced.ready
+        bucket.gradient = state.gradient if isinstance(state, ShardState) else flat
+
+    def end_step(self) -> None:
+        """Count the last step, if there was one."""
+        if self._step.jobs:
+            self.runner.end(self._step)
+            self._step = Step()
+
+    def backward_is_over(self) -> None:
+        """Forbid the use of the gradients of this rank alone."""
+        for bucket in self.buckets:
+            if bucket.reducing is not None:
+                for name in bucket.names:
+                    gradient = self.parameters[name].grad
+                    if gradient is not None:
+                        guards.withhold(gradient, self)
+                        self._withheld[name] = gradient
+
+    def release_if_zeroed(self, name: str) -> None:
+        """Allow the use of a gradient that `zero_grad` has removed. DDP may use its memory again for the next one."""
+        if self.parameters[name].grad is None and name in self._withheld:
+            guards.release(self._withheld.pop(name))
+
+    # --- between backward and the next forward --------------------------------------------------------------------
+
+    def wait(self) -> None:
+        """Wait until all gradients of the last backward pass are summed."""
+        for bucket in self.buckets:
+            if bucket.reducing is not None:
+                self._wait_for(bucket.reducing)
+                bucket.reducing = None
+
+    def _wait_for(self, future: Any) -> None:
+        try:
+            future.wait()
+        except BaseException as error:
+            raise (self.runner.error or error) from error  # the future has a copy of the runner's error
+
+    def _pieces(self) -> list[tuple[OverlapBucket, str, Tensor, Tensor]]:
+        """Return the pieces of this rank that have a gradient: bucket, parameter, weights and gradient."""
+        found = []
+        for bucket in self.buckets:
+            if bucket.gradient is not None:
+                pieces, shards = bucket.sharded.pieces, bucket.sharded.shards
+                gradients = bucket.sharded.gradients(bucket.gradient)
+                for piece, shard, gradient in zip(pieces, shards, gradients, strict=True):
+                    if type(self.parameters[piece.name].grad) is guards.UnfinishedGradient:
+                        found.append((bucket, piece.name, shard, gradient))
+        return found
+
+    def unscale(self, dtype: torch.dtype, found_inf: Tensor, inverse_scale: Tensor) -> None:
+        self.wait()
+        gradients = [gradient for _, _, _, gradient in self._pieces() if gradient.dtype == dtype]
+        if gradients:
+            torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
+        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self.group)
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+        """Collective: scale all gradients so that their norm is at most `max_norm`, and return the norm before."""
+        self.wait()
+        pieces = self._pieces()
+        counted = [g for bucket, _, _, g in pieces if not bucket.sharded.whole or self.group.rank() == 0]
+        norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32) for gradient in counted]
+        zero = torch.zeros((), device=self._device)
+        if norm_type == float("inf"):
+            total = torch.stack([*norms, zero]).amax()
+            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.group)
+        else:
+            total = torch.stack([*norms, zero]).pow(norm_type).sum()
+            dist.all_reduce(total, group=self.group)
+            total = total.pow(1 / norm_type)
+        if error_if_nonfinite and not bool(torch.isfinite(total)):
+            raise RuntimeError(f"the norm of the gradients is {float(total)}, so they cannot be clipped")
+        scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ computes it
+        for _, _, _, gradient in pieces:
+            gradient.mul_(scale.to(gradient.dtype))
+        return total
+
+    def before_step(self) -> None:
+        """Let the optimizer see this rank's pieces and their gradients."""
+        assert self.optimizer is not None  # noqa: S101
+        self.wait()
+        self.wait_for_weights()
+        self.optimizer.enter()
+        for _, _, shard, gradient in self._pieces():
+            shard.grad = gradient
+
+    def after_step(self) -> None:
+        """Begin to gather the weights that the optimizer has changed."""
+        assert self.optimizer is not None  # noqa: S101
+        self.optimizer.leave()
+        self._steps += 1
+        if self._steps == _ORDER_KNOWN_AFTER:
+            self._agree_on_order()
+        self._used = []
+        stepped = [bucket for bucket in self._order if bucket.gradient is not None]
+        for bucket in self.buckets:
+            bucket.gradient = None
+        for bucket in stepped:
+            run = partial(self.runner.exchange, bucket.gathered, bucket.sharded.weights)
+            bucket.gathering = self.runner.submit(self._step, bucket.gathered, bucket.sharded.weights, run)
+        for bucket in stepped:
+            parameters = [self.parameters[name] for name in bucket.names]
+            if all(map(guards.can_guard, parameters)):
+                for parameter in parameters:
+                    guards.make_pending(parameter, partial(self.wait_for_bucket, bucket))
+            else:
+                self.wait_for_bucket(bucket)
+
+    def _agree_on_order(self) -> None:
+        """Collective: gather weights in the order in which the forward pass of the first rank used them."""
+        used = [self.buckets.index(bucket) for bucket in self._used]
+        first = json.loads(gather_bytes(self.group, json.dumps(used).encode())[0])
+        others = [bucket for bucket in self._order if self.buckets.index(bucket) not in first]
+        self._order = [self.buckets[index] for index in first] + others
+
+    # --- when weights are used ------------------------------------------------------------------------------------
+
+    def wait_for_bucket(self, bucket: OverlapBucket) -> None:
+        """Wait for the weights of a bucket, and let its parameters be used."""
+        if bucket.gathering is None:
+            return
+        with current_device(self._device):
+            self._wait_for(bucket.gathering)
+        bucket.gathering = None
+        self._used.append(bucket)
+        for name in bucket.names:
+            guards.make_ready(self.parameters[name])
+
+    def wait_for_weights(self) -> None:
+        """Wait for all weights that are being gathered."""
+        for bucket in self._order:
+            self.wait_for_bucket(bucket)
+
+    def predicted_sent_bytes(self) -> dict[str, int]:
+        """Return the bytes that a step should send, per level."""
+        every = [bucket.reduced for bucket in self.buckets]
+        every += [bucket.gathered for bucket in self.buckets if not bucket.sharded.whole]
+        return self.runner.predicted_sent_bytes(every)
+
+    def finish(self) -> None:
+        """Collective: give the optimizer its whole state again, and the parameters memory of their own."""
+        self.wait()
+        self.wait_for_weights()
+        with torch.no_grad():
+            if self.optimizer is not None:
+                self.optimizer.make_whole()
+            for bucket in self.buckets:
+                bucket.sharded.move_out(self.parameters)
+        self.buckets, self._order, self.optimizer = [], [], None
+
+    def close(self) -> None:
+        """Close the lanes."""
+        for bucket in self.buckets:  # after an error; the weights are then of no use
+            for name in bucket.names:
+                guards.make_ready(self.parameters[name])
+        for gradient in self._withheld.values():
+            guards.release(gradient)
+        self._withheld = {}
+        if self.optimizer is not None:
+            self.optimizer.leave()
+        self.runner.close()
+        self.buckets, self._order = [], []

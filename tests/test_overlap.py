@@ -1,0 +1,376 @@
+"""Weights that are gathered behind the next forward pass: the same training as plain DDP, and never a stale value."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
+from torch.optim.lr_scheduler import CosineAnnealingLR
+from torch.utils.checkpoint import checkpoint
+
+import syncline
+from ddp_helpers import Mlp, batch, on_ranks, refusal, seeded
+from syncline.cluster import Rank
+from syncline.exchange.halves import AllGather, ReduceScatter
+from syncline.models import zoo
+from syncline.models.gpt import GPT
+from syncline.overlap.guards import PendingParameter, UnfinishedGradient
+from syncline.predict.overlap import Reduction, best_whole, overlapped
+
+SMALL = {"bucket_cap_mb": 0.002}
+WARM = 8  # steps after which weights are in shards, whatever DDP rebuilds
+
+Make = Callable[[Any], Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "sgd": lambda p: SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "sgd without state": lambda p: SGD(p, lr=0.05),
+    "adam foreach": lambda p: Adam(p, lr=0.01, foreach=True),
+    "adamw fused": lambda p: AdamW(p, lr=0.01, fused=True),
+    "rmsprop": lambda p: RMSprop(p, lr=0.01, momentum=0.5),
+    "adagrad": lambda p: Adagrad(p, lr=0.05),
+}
+
+
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([tensor.detach().double().flatten() for tensor in model.state_dict().values()])
+
+
+def attach(model: DDP, optimizer: Optimizer) -> syncline.Handle:
+    return syncline.attach(model, optimizer=optimizer, overlap="forward")
+
+
+def pending(model: nn.Module) -> int:
+    return sum(type(parameter) is PendingParameter for parameter in model.parameters())
+
+
+def step(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -> None:
+    optimizer.zero_grad()
+    model(batch(rank, number)).square().mean().backward()
+    optimizer.step()
+
+
+class Odd(nn.Module):
+    """Tied weights, a module that is used twice, a checkpointed one, a scalar, channels-last, and weights that another
+    module reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.once, self.twice = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.tied = nn.Linear(16, 16, bias=False)
+        self.tied.weight = self.once.weight
+        self.conv = nn.Conv2d(2, 4, 3, padding=1).to(memory_format=torch.channels_last)
+        self.read = nn.Linear(16, 16)
+        self.attention = nn.MultiheadAttention(16, 2, bias=False, batch_first=True)  # the gradient of a bias is noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.once(x)) + checkpoint(self.twice, x, use_reentrant=False)
+        x = self.twice(x) + self.tied(x) + nn.functional.linear(x, self.read.weight, self.read.bias)
+        x = self.attention(x[None], x[None], x[None])[0][0]
+        return self.conv(x[:, :8].reshape(-1, 2, 2, 2)).flatten(1) * self.scale
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", ["sgd", "adamw fused"])
+def test_weights_equal_plain_ddps(ranks: int, name: str) -> None:
+    def main(rank: Rank) -> None:
+        for make in (Mlp, Odd):
+            plain, model = (DDP(seeded(make), **SMALL) for _ in range(2))
+            optimizers = [OPTIMIZERS[name](m.parameters()) for m in (plain, model)]
+            handle = attach(model, optimizers[1])
+            for number in range(25):
+                for trained, optimizer in zip((plain, model), optimizers, strict=True):
+                    step(trained, optimizer, rank.rank, number)
+            if ranks > 1:
+                assert pending(model) > 0  # it was really gathered behind the forward passes
+            torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
+            assert handle.stats().sent_bytes == handle.predicted_sent_bytes()
+            if ranks > 1:
+                held = sum(v.numel() for s in optimizers[1].state.values() for v in s.values() if v.dim())
+                whole = sum(v.numel() for s in optimizers[0].state.values() for v in s.values() if v.dim())
+                assert held < whole
+
+    on_ranks(ranks, main)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_elementwise_optimizer_with_groups_and_a_schedule(ranks: int) -> None:
+    def main(rank: Rank) -> None:
+        for make in OPTIMIZERS.values():
+            plain, model = (DDP(seeded(Mlp), **SMALL) for _ in range(2))
+            optimizers, schedulers = [], []
+            for trained in (plain, model):
+                named = list(trained.named_parameters())
+                groups = [
+                    {"params": [p for n, p in named if "first.bias" in n], "weight_decay": 0.0},
+                    {"params": [p for n, p in named if "first.bias" not in n], "weight_decay": 0.01},
+                ]
+                optimizers.append(make(groups))
+                schedulers.append(CosineAnnealingLR(optimizers[-1], 20))
+            attach(model, optimizers[1])
+            for number in range(15):
+                for trained, optimizer, scheduler in zip((plain, model), optimizers, schedulers, strict=True):
+                    step(trained, optimizer, rank.rank, number)
+                    scheduler.step()
+            torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
+
+    on_ranks(ranks, main)
+
+
+def test_a_gpt_with_accumulation_and_clipping() -> None:
+    def main(rank: Rank) -> None:
+        torch.set_num_threads(1)
+        plain, model = (DDP(seeded(lambda: GPT(width=32, layers=2, heads=2, context=16)), **SMALL) for _ in range(2))
+        optimizers = [AdamW(m.parameters(), lr=1e-3) for m in (plain, model)]
+        handle = attach(model, optimizers[1])
+        for number in range(40):
+            generator = torch.Generator().manual_seed(100 * number + rank.rank)
+            text = torch.randint(256, (2, 2, 17), generator=generator)
+            norms = []
+            for trained, optimizer in zip((plain, model), optimizers, strict=True):
+                optimizer.zero_grad()
+                with trained.no_sync():
+                    zoo.loss(trained(text[0, :, :-1]), text[0, :, 1:]).backward()
+                zoo.loss(trained(text[1, :, :-1]), text[1, :, 1:]).backward()
+                if trained is plain:
+                    norms.append(nn.utils.clip_grad_norm_(trained.parameters(), 0.1))
+                else:
+                    norms.append(handle.clip_grad_norm_(0.1))
+                optimizer.step()
+            torch.testing.assert_close(norms[0], norms[1], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(weights(model), weights(plain), rtol=1e-3, atol=1e-4)
+
+    on_ranks(2, main)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scaler_skips_the_same_steps_on_all_ranks(fused: bool) -> None:
+    def main(rank: Rank) -> None:
+        plain, model = (DDP(seeded(Mlp), **SMALL) for _ in range(2))
+        optimizers = [AdamW(m.parameters(), lr=0.01, fused=fused) for m in (plain, model)]
+        scalers = [GradScaler("cpu", init_scale=2.0**10, growth_interval=5) for _ in range(2)]
+        handle = attach(model, optimizers[1])
+        for number in range(30):
+            for trained, optimizer, scaler in zip((plain, model), optimizers, scalers, strict=True):
+                optimizer.zero_grad()
+                loss = trained(batch(rank.rank, number)).square().mean()
+                if number in (3, 14, 20) and rank.rank == 1:
+                    loss = loss * float("inf")
+                scaler.scale(loss).backward()
+                if number % 2:
+                    scaler.unscale_(optimizer)
+                    (
+                        nn.utils.clip_grad_norm_(trained.parameters(), 0.5)
+                        if trained is plain
+                        else handle.clip_grad_norm_(0.5)
+                    )
+                scaler.step(optimizer)
+                scaler.update()
+            assert scalers[0].get_scale() == scalers[1].get_scale()
+        torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
+
+    on_ranks(3, main)
+
+
+def test_weights_are_never_read_before_they_have_arrived() -> None:
+    def main(rank: Rank) -> None:
+        plain, model = (DDP(seeded(Mlp), **SMALL) for _ in range(2))
+        optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (plain, model)]
+        attach(model, optimizers[1])
+        average = torch.optim.swa_utils.AveragedModel(plain.module), torch.optim.swa_utils.AveragedModel(model.module)
+        for number in range(2 * WARM):
+            for trained, optimizer, mean in zip((plain, model), optimizers, average, strict=True):
+                step(trained, optimizer, rank.rank, number)
+                if number % 2:
+                    mean.update_parameters(trained.module)
+            expected = dict(plain.module.named_parameters())
+            close = {"rtol": 1e-4, "atol": 1e-6}
+            ways: list[Callable[[], Any]] = [
+                lambda: dict(model.module.state_dict()),
+                lambda: dict(copy.deepcopy(model.module).named_parameters()),
+                lambda: {n: p.data for n, p in model.module.named_parameters()},
+                lambda: {n: p.clone() for n, p in model.module.named_parameters()},
+                lambda: _saved(model.module),
+            ]
+            found = ways[number % len(ways)]()
+            for name, value in found.items():
+                assert type(value) is not PendingParameter
+                torch.testing.assert_close(value.detach(), expected[name].detach(), **close)
+            with torch.no_grad():
+                torch.testing.assert_close(model(batch(0, 99)), plain(batch(0, 99)), **close)
+        torch.testing.assert_close(weights(average[1]), weights(average[0]), rtol=1e-4, atol=1e-6)
+
+    on_ranks(3, main)
+
+
+def _saved(module: nn.Module) -> dict[str, Tensor]:
+    memory = io.BytesIO()
+    torch.save(module.state_dict(), memory)
+    memory.seek(0)
+    loaded: dict[str, Tensor] = torch.load(memory, weights_only=True)
+    return loaded
+
+
+def test_unfinished_gradients_are_refused_and_can_be_zeroed() -> None:
+    def main(rank: Rank) -> None:
+        model = DDP(seeded(Mlp), **SMALL)
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        handle = attach(model, optimizer)
+        for number in range(WARM):
+            step(model, optimizer, rank.rank, number)
+        optimizer.zero_grad()
+        model(batch(rank.rank, 50)).square().mean().backward()
+        parameter = next(model.parameters())
+        assert type(parameter.grad) is UnfinishedGradient
+        assert parameter.grad.shape == parameter.shape
+        for use in (
+            lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+            lambda: parameter.grad.norm(),
+            lambda: parameter.grad + 1,
+        ):
+            assert "handle.clip_grad_norm_(max_norm)" in refusal(use)
+        assert "handle.optimizer_state_dict()" in refusal(optimizer.state_dict)
+        assert "closure" in refusal(lambda: optimizer.step(lambda: torch.zeros(())))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        assert type(parameter.grad) is Tensor
+        assert not parameter.grad.any()
+        model(batch(rank.rank, 51)).square().mean().backward()
+        optimizer.step()
+        with pytest.raises(Exception, match="zero_grad"):  # not zeroed
+            model(batch(rank.rank, 52)).square().mean().backward()
+        assert handle.error is None
+
+    on_ranks(2, main)
+
+
+def test_state_moves_between_plain_ddp_and_shards() -> None:
+    def main(rank: Rank) -> None:
+        plain, model = (DDP(seeded(Mlp), **SMALL) for _ in range(2))
+        optimizers = [AdamW(m.parameters(), lr=0.01) for m in (plain, model)]
+        handle = attach(model, optimizers[1])
+        for number in range(12):
+            for trained, optimizer in zip((plain, model), optimizers, strict=True):
+                step(trained, optimizer, rank.rank, number)
+        whole, expected = handle.optimizer_state_dict(), optimizers[0].state_dict()
+        assert whole["param_groups"] == expected["param_groups"]
+        for index, values in expected["state"].items():
+            for key, value in values.items():
+                torch.testing.assert_close(whole["state"][index][key], value, rtol=1e-4, atol=1e-6)
+        # A plain training continues from it, and shards continue from a plain one.
+        later = DDP(copy.deepcopy(model.module), **SMALL)
+        again = AdamW(later.parameters(), lr=0.01)
+        again.load_state_dict(whole)
+        optimizers[1].load_state_dict(expected)
+        for number in range(12, 18):
+            for trained, optimizer in zip((plain, model, later), (*optimizers, again), strict=True):
+                step(trained, optimizer, rank.rank, number)
+        for other in (model, later):
+            torch.testing.assert_close(weights(other), weights(plain), rtol=1e-4, atol=1e-6)
+        handle.detach()
+        assert not pending(model)
+        assert optimizers[1].state.keys() == set(model.parameters())
+        for number in range(18, 24):
+            for trained, optimizer in zip((plain, model), optimizers[:2], strict=True):
+                step(trained, optimizer, rank.rank, number)
+        torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
+
+    on_ranks(3, main)
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.rarely, self.never = (nn.Linear(16, 16) for _ in range(3))
+        self.number = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        x = self.always(x)
+        return self.rarely(x) if self.number % 3 == 0 else x
+
+
+@pytest.mark.parametrize(
+    "options", [{"find_unused_parameters": True}, {"gradient_as_bucket_view": True}, {"static_graph": True}]
+)
+def test_options_of_ddp(options: dict[str, Any]) -> None:
+    def main(rank: Rank) -> None:
+        make = Sometimes if "find_unused_parameters" in options else Mlp
+        plain, model = (DDP(seeded(make), **SMALL, **options) for _ in range(2))
+        optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (plain, model)]
+        attach(model, optimizers[1])
+        for number in range(24):
+            for trained, optimizer in zip((plain, model), optimizers, strict=True):
+                step(trained, optimizer, rank.rank, number)
+        assert pending(model)
+        torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
+
+    on_ranks(2, main)
+
+
+class NormScaled(SGD):
+    """Not elementwise."""
+
+
+def test_wrong_use_is_refused_with_one_line() -> None:
+    def main(rank: Rank) -> None:
+        model = DDP(seeded(Mlp))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        for arguments, says in (
+            ({"overlap": "backward", "optimizer": optimizer}, "'forward'"),
+            ({"overlap": "forward"}, "optimizer=optimizer"),
+            ({"overlap": "forward", "optimizer": optimizer, "every": 2}, "leave them out"),
+            ({"overlap": "forward", "optimizer": optimizer, "exchange": syncline.OkTopk()}, "Dense()"),
+            ({"overlap": "forward", "optimizer": NormScaled(model.parameters(), lr=0.1)}, "elementwise = True"),
+        ):
+            assert says in refusal(lambda arguments=arguments: syncline.attach(model, **arguments))
+        handle = syncline.attach(model, optimizer=optimizer, overlap="forward")
+        with pytest.raises(Exception, match="join"), model.join():
+            model(batch(rank.rank, 0)).sum().backward()
+        handle.detach()
+        assert "optimizer.state_dict()" in refusal(syncline.attach(model).optimizer_state_dict)
+        dist.barrier()
+
+    on_ranks(2, main)
+
+
+# --- the halves, and the prediction -----------------------------------------------------------------------------------
+
+
+def test_halves_send_as_many_bytes_as_an_all_reduce() -> None:
+    topology = syncline.exchange.Topology.flat(4)
+    halves = [h.cost(1000, torch.float32, topology) for h in (ReduceScatter(), AllGather())]
+    whole = syncline.Dense().cost(1000, torch.float32, topology)
+    assert sum(phase.sent_bytes for cost in halves for phase in cost.phases) == sum(p.sent_bytes for p in whole.phases)
+
+
+def even(count: int, communication_s: float, backward_s: float = 2.0) -> list[Reduction]:
+    each = communication_s / count
+    return [Reduction(backward_s * (n + 1) / count, each, each / 2, each / 2) for n in range(count)]
+
+
+@pytest.mark.parametrize(("communication_s", "least_s"), [(1.0, 3.0), (3.0, 3.0), (4.0, 4.0), (6.0, 6.0)])
+def test_a_step_takes_as_long_as_computation_or_communication(communication_s: float, least_s: float) -> None:
+    buckets = even(100, communication_s)
+    whole = best_whole(buckets, 1.0, 2.0)
+    step_s, timeline = overlapped(buckets, 1.0, 2.0, whole)
+    assert least_s - 1e-9 <= step_s <= least_s * 1.06
+    spans = sorted(timeline.spans, key=lambda span: span.start_s)
+    assert all(a.end_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(spans))
+    halves_s, _ = overlapped(buckets, 1.0, 2.0, ())
+    assert step_s <= halves_s
+
+
+def test_nothing_is_whole_where_that_saves_nothing() -> None:
+    assert not best_whole(even(10, 0.0), 1.0, 2.0)
+    assert not best_whole(even(10, 8.0), 1.0, 2.0)
