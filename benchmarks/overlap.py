@@ -85,7 +85,7 @@ def on_cluster(rank: Rank, profile: Profile, size: float, rounds: int) -> dict[s
         if handle is not None:
             about[method] |= {"sent_bytes": handle.stats().sent_bytes, "predicted_bytes": handle.predicted_sent_bytes()}
             about[method]["whole"] = sum(
-                type(b.exchange).__name__ == "Dense" for b in handle._attached.buckets.values()
+                type(b.exchange).__name__ == "AllReduce" for b in handle._attached.buckets.values()
             )
     return {
         "record": record,

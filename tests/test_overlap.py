@@ -21,7 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import syncline
 from ddp_helpers import Mlp, batch, on_ranks, refusal, seeded
 from syncline.cluster import Rank
-from syncline.exchange.halves import AllGather, ReduceScatter
+from syncline.dist.local_comm import LocalComm, run_ranks
+from syncline.exchange import Layout
+from syncline.exchange.halves import AllGather, ReduceScatter, ShardState
 from syncline.models import zoo
 from syncline.models.gpt import GPT
 from syncline.overlap.guards import PendingParameter, UnfinishedGradient
@@ -352,6 +354,28 @@ def test_halves_send_as_many_bytes_as_an_all_reduce() -> None:
     halves = [h.cost(1000, torch.float32, topology) for h in (ReduceScatter(), AllGather())]
     whole = syncline.Dense().cost(1000, torch.float32, topology)
     assert sum(phase.sent_bytes for cost in halves for phase in cost.phases) == sum(p.sent_bytes for p in whole.phases)
+
+
+@pytest.mark.parametrize("numel", [1, 7, 1000])
+def test_both_halves_give_the_sum_on_all_ranks(numel: int) -> None:
+    def main(comm: LocalComm) -> tuple[Tensor, dict[str, int]]:
+        layout = Layout.flat(numel)
+        scatter, gather = ReduceScatter(), AllGather()
+        state = scatter.prepare(layout, comm)
+        assert isinstance(state, ShardState)
+        flat = torch.arange(numel, dtype=torch.float32) + comm.rank
+        scatter.run(flat, state, comm)
+        weights = torch.zeros(comm.size * state.gradient.numel())
+        weights.view(comm.size, -1)[comm.rank] = state.gradient
+        gather.run(weights, gather.prepare(layout, comm), comm)
+        costs = [half.cost(numel, torch.float32, comm.topology) for half in (scatter, gather)]
+        predicted = sum(sum(cost.sent_bytes.values()) for cost in costs)
+        assert sum(comm.counter.sent_bytes.values()) == predicted
+        return weights[:numel], comm.counter.sent_bytes
+
+    results = run_ranks(3, main)
+    for total, _ in results:
+        assert torch.equal(total, 3 * torch.arange(numel, dtype=torch.float32) + 3)
 
 
 def even(count: int, communication_s: float, backward_s: float = 2.0) -> list[Reduction]:

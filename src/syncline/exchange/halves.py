@@ -76,6 +76,29 @@ class AllGather:
         return Rounding(0.0)
 
 
+@dataclass(frozen=True)
+class AllReduce:
+    """Both halves at once, for a bucket that stays whole. Unlike `Dense`, it does not run beside the next bucket's
+    reduce-scatter, whose paced rounds need the links for themselves."""
+
+    lossless = True
+    keeps = False
+    waits = True
+
+    def prepare(self, layout: Layout, comm: Comm) -> State:
+        return State()
+
+    def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
+        comm.all_reduce(flat).wait()
+        return None
+
+    def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
+        return Dense().cost(numel, dtype, topology)
+
+    def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
+        return Rounding.of_summation(dtype, ranks)
+
+
 class ShardState(Halves):
     """The buffers of a reduce-scatter. With a workspace, only the shard belongs to this bucket alone."""
 

@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import gather_bytes
 from syncline.errors import ExchangeError, UsageError
-from syncline.exchange import Dense, Layout
-from syncline.exchange.halves import AllGather, ReduceScatter, ShardState
+from syncline.exchange import Layout
+from syncline.exchange.halves import AllGather, AllReduce, ReduceScatter, ShardState
 from syncline.exchange.workspace import Workspace
 from syncline.health.meeting import meeting
 from syncline.overlap import guards
@@ -85,7 +85,7 @@ class OverlapEngine:
                 lane = index % self._lanes
                 shared = Layout(layout.slots, layout.dtype, layout.device, spaces[lane])
                 sharded = ShardedBucket(layout, ranks, rank, whole=index in whole)
-                reduced = Bucket(index, lane, Dense() if sharded.whole else ReduceScatter(), shared)
+                reduced = Bucket(index, lane, AllReduce() if sharded.whole else ReduceScatter(), shared)
                 gathered = Bucket(index, lane, AllGather(), shared)
                 self.runner.prepare(reduced, {})
                 if not sharded.whole:

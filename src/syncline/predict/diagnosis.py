@@ -11,7 +11,7 @@ import msgspec
 from syncline.exchange import BASELINES, EXCHANGES, FOR_UPDATES, Climbing
 from syncline.predict.exchange_time import topology_of
 from syncline.predict.prediction import Losses, Prediction, predict
-from syncline.predict.schedule import Schedule
+from syncline.predict.schedule import OVERLAP, Schedule
 from syncline.records.network import Network
 from syncline.records.profile import Profile
 from syncline.units import count_text, duration_text, milliseconds_text, rate_text, size_text
@@ -134,6 +134,12 @@ def more_lanes(profile: Profile, network: Network, schedule: Schedule) -> Iterat
         yield Remedy("lanes", f"{best.schedule.lanes} lanes: several buckets at once", best)
 
 
+def overlap_with_forward(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
+    if schedule.lossless and not schedule.overlaps and schedule.exchange_name == "dense":
+        option = Schedule.of(profile, OVERLAP, bucket_mb=schedule.bucket_mb)
+        yield Remedy(OVERLAP, "weights gathered behind the next forward (overlap)", predict(profile, network, option))
+
+
 def other_exchanges(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
     levels = [level for level in topology_of(network).levels if level.ranks > 1]
     for name, make in EXCHANGES.items() if schedule.lossless else ():
@@ -160,7 +166,7 @@ def even_ranks(profile: Profile, network: Network, schedule: Schedule) -> Iterat
 
 
 REMEDIES: list[Callable[[Profile, Network, Schedule], Iterator[Remedy]]]
-REMEDIES = [other_buckets, more_lanes, other_exchanges, faster_links, even_ranks]
+REMEDIES = [other_buckets, more_lanes, overlap_with_forward, other_exchanges, faster_links, even_ranks]
 """Functions that simulate remedies. One yields nothing if its remedy does not apply. Add a new one to this list."""
 
 
