@@ -62,7 +62,7 @@ class Slotted(Sparse):
     def prepare(self, layout: Layout, comm: Comm) -> State:
         slots = self.slots(layout.numel, layout.dtype, comm.size)
         if slots is None:
-            return Residual(layout, self.momentum, self.kept_share)
+            return Residual(layout, self.momentum, self.residual_factor)
         return SlotState(layout, self, slots, comm.size)
 
     def part_bytes(self, numel: int, dtype: torch.dtype, ranks: int) -> int | None:
@@ -143,7 +143,7 @@ class SlotState(SparseState):
     """A bucket that is sent in slots."""
 
     def __init__(self, layout: Layout, exchange: Slotted, slots: Slots, ranks: int) -> None:
-        super().__init__(layout, exchange.momentum, slots.regions, slots.bytes, ranks, exchange.kept_share)
+        super().__init__(layout, exchange.momentum, slots.regions, slots.bytes, ranks, exchange.residual_factor)
         self._slots = slots
         self.kernels = kernels_for(slots, layout.device, layout.buffer, exchange.mean == "contributors")
         self.reserve()
