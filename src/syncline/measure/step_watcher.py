@@ -87,7 +87,8 @@ class Moments:
 
 
 class StepWatcher:
-    """Marks the passes of a model from `watch` to `close`: only steps with `on_step`, and all passes without it."""
+    """Records when the forward and backward passes of a model begin and end, from `watch` to `close`. With `on_step`,
+    it records only passes that are steps."""
 
     def __init__(self, device: torch.device, on_step: Callable[[Pass], None] | None = None) -> None:
         """Create a watcher that calls `on_step` inside backward, where it must not use the device or other ranks."""
@@ -122,7 +123,7 @@ class StepWatcher:
         self._forward = self._pass = self._ended = None
 
     def optimizer_stepped(self) -> None:
-        """End the step if updates are exchanged, which has been done by now."""
+        """End the step, if updates are exchanged. Call it after their exchange."""
         ended, self._ended = self._ended, None
         if ended is not None:
             self._step_ended(ended)
