@@ -34,7 +34,7 @@ class Forward:
     exchanged: bool = False  # DDP has exchanged its gradients, which it does once per forward
 
     def will_exchange(self, trained: Tensor | None) -> bool:
-        """Whether DDP will exchange the gradients of this forward in the current backward."""
+        """Return whether DDP will exchange the gradients of this forward in the current backward."""
         if not self.sync or self.nested or self.exchanged or trained is None or not trained.requires_grad:
             return False
         with torch.enable_grad():
@@ -186,12 +186,12 @@ class StepWatcher:
 
 
 def has_passed(mark: Any) -> bool:
-    """Whether a mark can be read without waiting for the device."""
+    """Return whether a mark can be read without waiting for the device."""
     return bool(mark.query()) if isinstance(mark, torch.cuda.Event) else True
 
 
 def in_backward() -> bool:
-    """Whether this thread runs inside a backward."""
+    """Return whether this thread runs inside a backward."""
     current = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # private: without it, no forward is recomputed
     return int(current()) != -1
 

@@ -91,5 +91,5 @@ class TuneSettings:
 
 
 def has_residual(plan: Plan) -> bool:
-    """Whether an exchange of the plan keeps a residual."""
+    """Return whether an exchange of the plan has a residual."""
     return any(exchange.keeps for exchange in plan.exchanges)
