@@ -19,7 +19,8 @@ gradients.
 
 When it loses: the link is fast enough for dense gradients; buckets are small (with k < 8P, a bucket is sent dense); or
 the model needs all gradients in every step. This exchange is lossy: a model trains differently and may train worse.
-`warmup` and `momentum` help; `docs/results.md` has measurements.
+With SGD, `warmup` and `momentum` help; with AdamW, exchange updates instead of gradients (`docs/guide/updates.md`).
+`docs/results.md` has measurements.
 
 Paper: Ok-Topk, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022. It selects with a threshold
 that it tracks over steps, and sends a variable number of entries. Here slots have a fixed size and hold the largest
