@@ -216,11 +216,11 @@ class SimulatedEngine(UpdateEngine):
         self.optimizer_state = OptimizerState(optimizer, parameters)
         self._device = next(iter(parameters.values())).device
         self._method = method
-        self._resets = method.resets != "none" if method.resets else policy.every == 1
+        self._resets_moments = method.resets != "none" if method.resets else policy.every == 1
         self.steps = 0
         self.fragments: list[Fragment] = []
         self._flights: list[Flight] = []
-        self._flags: list[tuple[Tensor, Any]] = []
+        self._finite_flags: list[tuple[Tensor, Any]] = []
         self.local = LocalRunner(ranks)
         self.runner = cast(BucketRunner, self.local)
 
@@ -238,7 +238,7 @@ class SimulatedEngine(UpdateEngine):
             turn = 0 if self._method.turns == "once" else turn
             fragment = Fragment(index, 0, exchange, layout, pieces=pieces, period=period, turn=turn)
             self.local.prepare(fragment, {})
-            if self._resets:
+            if self._resets_moments:
                 fragment.ready.track_applied()
             self.fragments.append(fragment)
 
@@ -248,13 +248,13 @@ class SimulatedEngine(UpdateEngine):
             fragment.start(self._tensors, self.policy.outer)
 
     def _apply(self, flight: Flight) -> None:
-        if self._resets and self._method.resets == "any":
+        if self._resets_moments and self._method.resets == "any":
             self.optimizer_state.reset_first_moments(flight.fragment.pieces, flight.flat != 0)
         super()._apply(flight)
 
-    def _flag(self, finite: Tensor) -> None:
+    def _record_finite(self, finite: Tensor) -> None:
         if self._device.type != "cuda":  # there, a simulated step would wait for the device once per rank
-            super()._flag(finite)
+            super()._record_finite(finite)
 
 
 # --- one training -----------------------------------------------------------------------------------------------------
@@ -329,7 +329,7 @@ class UpdateTraining(Training):
         sent = self._exchange_gradients(self._policy.warm_exchange, step) if step < self.warmup else 0
         self._step_optimizers()
         if step >= self.warmup:
-            sent = self._on_ranks(lambda engine, comm: engine.stepped())
+            sent = self._on_ranks(lambda engine, comm: engine.after_step())
         elif step + 1 == self.warmup:
             self._hand_over()
         return sent

@@ -59,8 +59,8 @@ def attach(
 ) -> Handle:
     """Make a DistributedDataParallel model exchange its gradients, or its optimizer's updates, through an exchange.
 
-    With `optimizer`, each rank steps it with its own gradients, and what the steps change is exchanged: sparse updates
-    train as well as dense gradients where sparse gradients do not. The training loop stays as it is.
+    With `optimizer`, each rank steps it with its own gradients, and ranks exchange what the steps have changed. Use it
+    for sparse exchanges with AdamW, which trains badly with sparse gradients. The training loop stays as it is.
 
     With `overlap="forward"`, the exchange is lossless and extends into the next forward pass: gradients are summed in
     shards during backward, the optimizer steps this rank's shards, and the new weights are gathered while forward runs.
@@ -73,11 +73,14 @@ def attach(
         exchange: The exchange. Default: `Dense()`.
         optimizer: The optimizer of all parameters of the model, to exchange updates. Gradients are not synchronised
             then: clipping, for example, uses the norm of this rank's own gradients.
-        every: Exchange each part of the weights once in so many steps of the optimizer. Parts take turns.
+        every: Number of steps of the optimizer between two exchanges of the same weights. Parts of the weights take
+            turns.
         warmup: Number of steps to exchange gradients in 4 bits before updates. Default: 300 for exchanges that select
             entries and for `every` > 1, and 0 otherwise. Training is worse if it is less than about 10 % of the steps.
-        delay: Number of steps during which an exchange may go on before its result is applied, less than `every`.
-        outer: An optimizer of the common weights, with the mean update as its gradient. Default: apply it as it is.
+        delay: Number of steps after which the result of an exchange is applied, less than `every`. Meanwhile, the
+            exchange runs in the background.
+        outer: An optimizer of the common weights, with the mean update as its gradient. Default: subtract the mean
+            update from the weights.
         overlap: `"forward"`, with `Dense()` and an `optimizer` that treats every element by itself, such as AdamW and
             SGD. Each rank then has its shard of the optimizer's state. Clip with `handle.clip_grad_norm_`.
         lanes: Number of buckets that may be exchanged at the same time, each over its own connections. Default: 2 for
@@ -148,7 +151,7 @@ def attach_policy(
     with current_device(device):
         with same_on_all_ranks(group, device, "what is attached", "attach") as fields:
             links = read_network(network, fields)
-            flags = {name: getattr(ddp, name, False) for name in _FLAGS}  # earlier versions of torch have not all
+            flags = {name: getattr(ddp, name, False) for name in _FLAGS}  # earlier versions of torch lack some
             flags |= {"bucket_bytes_cap": ddp.bucket_bytes_cap, "other hook": other_hook(ddp)}
             versions = {**versions_here(), "backend": backend_of(group)}
             described = {name: described_fully(parameter) for name, parameter in parameters.items()}
@@ -196,7 +199,7 @@ def _updating(
     topology: RankTopology | None,
     timeout: timedelta,
 ) -> Updating:
-    """Collective: create what exchanges updates, and the engine of its warm-up."""
+    """Collective: create the engine that exchanges updates, and the engine of its warm-up."""
     group: dist.ProcessGroup = ddp.process_group
     trained = {name: parameter for name, parameter in parameters_of(ddp).items() if parameter.requires_grad}
     buffers = validation.buffers_of(ddp) if ddp.broadcast_buffers else {}

@@ -270,7 +270,7 @@ class Engine:
 
     @property
     def bucket_names(self) -> list[list[str]]:
-        """The parameters of each bucket; empty without a residual, because only sparse results depend on buckets."""
+        """The parameters of each bucket; empty without a residual, because a resumed run then does not need them."""
         ordered = sorted(self.buckets.values(), key=lambda bucket: bucket.index)
         return [list(names_in(bucket.layout)) for bucket in ordered] if self.keeps else []
 

@@ -85,7 +85,8 @@ class Handle:
 
     @property
     def exchanges_updates(self) -> bool:
-        """Whether the next step exchanges updates of the optimizer, and not gradients, as it does in the warm-up."""
+        """True if the next step exchanges updates of the optimizer, and False if it exchanges gradients, as in the
+        warm-up."""
         return not self._attached.exchanges_gradients
 
     @property
@@ -94,9 +95,9 @@ class Handle:
         return max((getattr(bucket, "period", 1) for bucket in self._attached.buckets.values()), default=1)
 
     def wait(self) -> None:
-        """Apply the results of exchanges of updates that are still under way because of a `delay`, or do nothing.
+        """Wait for exchanges of updates that still run because of a `delay`, and apply their results.
 
-        All ranks call this between steps. It is for measurements: training applies them in time by itself.
+        All ranks call this between steps. Only measurements need it: training applies results when they are due.
         """
         self._attached.wait()
 

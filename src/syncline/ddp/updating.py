@@ -42,65 +42,66 @@ class Updating:
         self._ddp = weakref.ref(ddp)  # the model holds its hook, which holds this object
         self._engine, self._warm, self._optimizer, self._scaler = engine, warm, optimizer, scaler
         self.policy, self.topology = engine.policy, topology
-        self._finished = 0  # the step after which all ranks were last given the same weights
-        self._sent_warm: dict[str, int] = {}  # bytes sent in the warm-up, per level
-        self.steps = 0  # of the optimizer, with those that a GradScaler has skipped after the warm-up
+        self._finished_step = 0  # number of steps when `finish` last gave all ranks the same weights
+        self._warmup_sent_bytes: dict[str, int] = {}  # per level
+        self.steps = 0  # of the optimizer; after the warm-up, also those that a GradScaler has skipped
         itself = weakref.ref(self)  # the optimizer holds its hooks
         self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: _call(itself, "_steps")),
-            optimizer.register_step_post_hook(lambda *_: _call(itself, "_stepped")),
+            optimizer.register_step_pre_hook(lambda *_: _call(itself, "_before_step")),
+            optimizer.register_step_post_hook(lambda *_: _call(itself, "_after_step")),
         ]
         if scaler is not None and scaler.is_enabled():
             self._watch_scaler(scaler, itself)
         if warm is None:
-            self._begin()
+            self._start_updates()
 
     def _watch_scaler(self, scaler: GradScaler, itself: weakref.ref[Updating]) -> None:
-        """Take part in exchanges also if a GradScaler skips the optimizer's step on this rank only."""
+        """Wrap the scaler's `step`, so that this rank takes part in the exchange of a step that it skips."""
         step, optimizer = scaler.step, weakref.ref(self._optimizer)
 
         def step_or_skip(stepped: Optimizer, *args: Any, **options: Any) -> Any:
-            before = _steps_seen(itself)
+            before = _steps_of(itself)
             result = step(stepped, *args, **options)
-            if stepped is optimizer() and before == _steps_seen(itself):
-                _call(itself, "_skipped")
+            if stepped is optimizer() and before == _steps_of(itself):
+                _call(itself, "_after_skipped_step")
             return result
 
         vars(scaler)["step"] = step_or_skip  # hides the method of the class until `close`
 
     # --- before and after each step of the optimizer ------------------------------------------------------------
 
-    def _steps(self) -> None:
+    def _before_step(self) -> None:
         self._engine.recover()
 
-    def _stepped(self) -> None:
+    def _after_step(self) -> None:
         ddp = self._ddp()
         if ddp is not None and ddp._join_config.enable:
             text = "join() is not supported while updates are exchanged: a rank that has joined takes no more steps"
             raise UsageError(f"{text}, but all ranks must. Give all ranks the same number of steps")
         self.steps += 1
         if self._warm is None:
-            self._engine.stepped()
+            self._engine.after_step()
         elif self.steps >= self.policy.warmup:
-            self._hand_over()
+            self._end_warmup()
 
-    def _skipped(self) -> None:
+    def _after_skipped_step(self) -> None:
         """Take part in the exchange of a step that the GradScaler has skipped on this rank."""
-        if self._warm is None:  # in the warm-up, gradients are equal on all ranks, and all skip the step
+        if self._warm is None:  # in the warm-up, all ranks have the same gradients and skip the same steps
             self.steps += 1
-            self._engine.stepped()
+            self._engine.after_step()
 
-    def _hand_over(self) -> None:
-        """Collective: end the warm-up. The residual of its gradients, less than a code of 4 bits, is dropped."""
+    def _end_warmup(self) -> None:
+        """Collective: end the warm-up, and start to exchange updates. The warm-up's residual, less than one code of 4
+        bits per element, is dropped."""
         assert self._warm is not None  # noqa: S101
         warm, self._warm = self._warm, None
         warm.conclude()
-        self._sent_warm = warm.runner.sent_bytes
+        self._warmup_sent_bytes = warm.runner.sent_bytes
         self._engine.runner.steps = self.steps
         warm.close()
-        self._begin()
+        self._start_updates()
 
-    def _begin(self) -> None:
+    def _start_updates(self) -> None:
         self._engine.start()
         self._synchronise_backward(False)
 
@@ -116,7 +117,7 @@ class Updating:
         return self._warm is not None
 
     def submit(self, bucket: Any) -> Any:
-        """Exchange a bucket of gradients in the warm-up. Later, return it as it is."""
+        """Exchange a bucket of gradients in the warm-up. After it, return the bucket unchanged."""
         if self._warm is not None:
             return self._warm.submit(bucket)
         flat: Tensor = bucket.buffer()
@@ -149,7 +150,7 @@ class Updating:
 
     def stats(self) -> Stats:
         stats = self.runner.stats()
-        total = Counter(stats.total_sent_bytes) + Counter(self._sent_warm)
+        total = Counter(stats.total_sent_bytes) + Counter(self._warmup_sent_bytes)
         return replace(stats, steps=self.steps, total_sent_bytes=dict(total))
 
     def predicted_sent_bytes(self) -> dict[str, int]:
@@ -159,8 +160,8 @@ class Updating:
         return self._engine.saved() if self._warm is None else self._warm.residuals()
 
     def misfit(self, tensors: Residuals, buckets: Sequence[Sequence[str]] = ()) -> str | None:
-        gradients = not any("weights" in kinds for kinds in tensors.values())  # of the warm-up
-        if gradients and self._warm is not None:
+        saved_in_warmup = not any("weights" in kinds for kinds in tensors.values())
+        if saved_in_warmup and self._warm is not None:
             return self._warm.misfit(tensors, buckets)
         return self._engine.misfit(tensors)
 
@@ -172,7 +173,7 @@ class Updating:
             self._warm.load(tensors, buckets, steps)
         else:
             if self._warm is not None:
-                self._hand_over()
+                self._end_warmup()
             self._engine.load(tensors, steps - self.policy.warmup)
         self.steps = self.runner.steps = steps
 
@@ -180,15 +181,15 @@ class Updating:
         return self._engine.synced() if self._warm is None else contextlib.nullcontext()
 
     def wait(self) -> None:
-        """Apply the results that are under way."""
+        """Wait for the exchanges that still run, and apply their results."""
         if self._warm is None:
             self._engine.wait()
 
     def finish(self) -> None:
-        """Collective: give all ranks the same weights and optimizer state, unless nothing has changed since."""
-        if self._warm is None and self.runner.error is None and self.steps != self._finished:
+        """Collective: give all ranks the same weights and optimizer state, if they have stepped since the last call."""
+        if self._warm is None and self.runner.error is None and self.steps != self._finished_step:
             self._engine.finish()
-            self._finished = self.steps
+            self._finished_step = self.steps
 
     def close(self) -> None:
         """Return to backward passes that synchronise, and close the lanes."""
@@ -202,7 +203,7 @@ class Updating:
         self._engine.close()
 
 
-def _steps_seen(itself: weakref.ref[Updating]) -> int:
+def _steps_of(itself: weakref.ref[Updating]) -> int:
     updating = itself()
     return 0 if updating is None else updating.steps
 

@@ -3,11 +3,12 @@
 The backends' own all-to-alls send to all ranks at once. Each link then receives from several senders, queues overflow,
 and about a third of the rate is lost. Here, in round i, a rank sends to rank+i and receives from rank−i. A send counts
 as complete when its bytes are buffered, so rounds would still run into each other. Therefore the receiver acknowledges
-each round, and a rank starts its next round when its own message was acknowledged. Over gloo a message has about 1 MB,
-and a larger buffer takes several turns of rounds, which measured faster on eight hosts (ADR 0022).
+each round, and a rank starts its next round when its own message has been acknowledged. Over gloo a message has about
+1 MB, and a larger buffer takes several turns of rounds, which was faster on eight hosts (ADR 0022).
 
 When it loses: messages are small, because each round adds two short messages to the chain; or links are so fast that
-processors set the pace. `wire.protocol` decides; for gloo, `probe` measures from which size rounds win.
+processors limit the rate. `wire.protocol` decides which form is used; over gloo, `probe` measures the size from which
+rounds are faster.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_TAGS = 1 << 28
+_TAGS = 1 << 28  # all-to-alls after which tags repeat
 _MESSAGE_BYTES = 1_000_000
-"""Bytes of a message over gloo, about. NCCL gets whole ones."""
+"""Approximate size of a message over gloo. NCCL sends whole messages."""
 
 
 class PacedAllToAll:
@@ -32,8 +33,8 @@ class PacedAllToAll:
         self._number = itertools.count(1)
 
     def __call__(self, output: Tensor, input: Tensor, *, group: dist.ProcessGroup, async_op: bool = True) -> PacedWork:
-        # Several all-to-alls may be pending, so each has its own tags. All ranks issue them in the same order, and so
-        # count alike. Tag 0 and 1 are left to other messages.
+        # Several all-to-alls may be pending, so each has its own tags. All ranks issue them in the same order, and
+        # therefore use the same tags. Tags 0 and 1 are left to other messages.
         tag = 2 * (1 + next(self._number) % _TAGS)
         work = PacedWork(_rounds(output, input, group, tag))
         if not async_op:
@@ -42,9 +43,9 @@ class PacedAllToAll:
 
 
 class PacedWork:
-    """An all-to-all in rounds. The thread that waits for it runs its rounds. On NCCL, rounds are only enqueued, so they
-    are complete in the order of the stream. All ranks must wait for several pending all-to-alls in the same order, as
-    they do if they run the same exchange."""
+    """An all-to-all in rounds. The thread that waits for it runs its rounds. On NCCL, rounds are only enqueued, and
+    complete in the order of the stream. If several all-to-alls are pending, all ranks must wait for them in the same
+    order, as they do if they run the same exchange."""
 
     def __init__(self, rounds: Iterator[None]) -> None:
         self._rounds = rounds
@@ -63,7 +64,8 @@ class PacedWork:
 
 
 def _rounds(output: Tensor, input: Tensor, group: dist.ProcessGroup, tag: int) -> Iterator[None]:
-    """Run the rounds, and yield after the first has started. A failed or missing rank raises within gloo's timeout."""
+    """Run the rounds, and yield once, after the first has started. If a rank has failed, waiting raises within gloo's
+    timeout."""
     rank, size = group.rank(), group.size()
     sent, received = input.view(size, -1), output.view(size, -1)
     token, answer = torch.zeros(2, dtype=torch.uint8, device=input.device).split(1)
@@ -85,7 +87,7 @@ def _rounds(output: Tensor, input: Tensor, group: dist.ProcessGroup, tag: int) -
 
 
 def _pair(group: Any, out: Tensor, receiver: int, into: Tensor, sender: int, tag: int) -> list[Any]:
-    # The receive comes first: gloo is a quarter slower if data arrives before it is asked for.
+    # The receive comes first: gloo is a quarter slower if data arrives before its receive is posted.
     return [group.recv([into], sender, tag), group.send([out], receiver, tag)]
 
 

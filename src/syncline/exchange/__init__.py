@@ -87,8 +87,8 @@ def made_of(described: Mapping[str, Any]) -> Exchange:
 
 
 def for_updates(exchange: Exchange, every: int) -> Exchange:
-    """Return the exchange with the settings that suit updates, where they are left open. Sparse exchanges take the mean
-    over contributors, and their residuals decay if updates are not exchanged in every step.
+    """Return the exchange with the settings that suit updates, unless the user has set them. Sparse exchanges take the
+    mean over contributors, and their residuals decay if updates are not exchanged in every step.
 
     Args:
         exchange: The exchange.
@@ -103,7 +103,7 @@ def for_updates(exchange: Exchange, every: int) -> Exchange:
         remedy = "the optimizer has its own momentum, so updates need none in the exchange: use momentum=0"
         raise UsageError(f"OkTopk(momentum={exchange.momentum!r}): {remedy}")
     if isinstance(exchange, OkTopk) and exchange.warmup:
-        remedy = "pass warmup to attach instead, which then exchanges the first updates densely"
+        remedy = "pass warmup to attach instead, which then exchanges gradients in 4 bits first"
         raise UsageError(f"OkTopk(warmup={exchange.warmup!r}): {remedy}")
     if not isinstance(exchange, Sparse):
         return exchange

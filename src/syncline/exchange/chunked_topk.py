@@ -4,8 +4,8 @@ On the wire, for P ranks and a bucket of n elements, divided into chunks of 4096
 
 1. Each rank adds its gradients, or its updates, to its residual, and selects the k = density · 4096 entries of largest
    magnitude of each chunk.
-2. It sends them to all ranks (one all-gather): a place of 12 bits, and 2 bits for the value: a sign, and one of two
-   magnitudes. Each chunk has its own two magnitudes: the means of the values up to the chunk's mean, and above it.
+2. It sends them to all ranks (one all-gather). An entry has 12 bits for its place, and 2 bits for its sign and one of
+   two magnitudes. Each chunk has its own two: the mean of the selected magnitudes up to their mean, and of those above.
 3. All ranks add the entries in rank order in fp32. The result is the same on all ranks, and zero elsewhere. With
    mean="contributors", a sum is divided by the number of ranks that sent the entry.
 4. A rank's residual keeps what it did not send: the other entries, and the rounding errors of those that it sent. If
@@ -18,8 +18,8 @@ fp32 copies of the gradients.
 
 When it loses: there are many ranks, because every rank receives all ranks' entries, where `OkTopk` receives 2k in all;
 the link is fast enough for all gradients; or buckets are small. It is made for updates of several local steps, in which
-entries of every layer matter: a chunk has entries even if all of its values are small. Gradients trained worse. This
-exchange is lossy.
+entries of every layer matter: every chunk sends entries, even if all of its values are small. With gradients, models
+trained worse. This exchange is lossy.
 
 Paper: SparseLoCo, "Communication Efficient LLM Pre-training with SparseLoCo", arXiv 2508.15706, which sends 1.6 to
 3.1 % of each chunk of 4096 every 15 to 30 steps, with 2 bits per value, and multiplies the residual by 0.95.
@@ -42,6 +42,7 @@ from syncline.exchange.sparse import Sparse, SparseState
 from syncline.kernels import CHUNK_VALUES, LARGEST_CHUNK, SMALLEST_CHUNK, Chunks, chunk_kernels_for
 
 _FEWEST_PER_RANK = 8
+"""A bucket with fewer elements per rank is sent dense."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,9 @@ class ChunkedTopk(Sparse):
 
     def prepare(self, layout: Layout, comm: Comm) -> State:
         chunks = self.chunks(layout.numel, layout.dtype, comm.size)
-        return (
-            Residual(layout, decay=self.kept_share) if chunks is None else ChunkState(layout, self, chunks, comm.size)
-        )
+        if chunks is None:
+            return Residual(layout, decay=self.residual_factor)
+        return ChunkState(layout, self, chunks, comm.size)
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
         if not isinstance(state, ChunkState):
@@ -95,8 +96,8 @@ class ChunkedTopk(Sparse):
         return None
 
     def chunks(self, numel: int, dtype: torch.dtype, ranks: int) -> Chunks | None:
-        """Return the chunks of a bucket; None if it is sent dense: on one rank, or if it is too small, or entries would
-        not be smaller."""
+        """Return the chunks of a bucket; None if it is sent dense: on one rank, if it is too small, or if its entries
+        would take as many bytes."""
         if ranks == 1 or numel < _FEWEST_PER_RANK * ranks:
             return None
         chunks = Chunks.of(numel, self.chunk, self.density, self.values)
@@ -111,7 +112,7 @@ class ChunkState(SparseState):
     """A bucket that is sent in chunks."""
 
     def __init__(self, layout: Layout, exchange: ChunkedTopk, chunks: Chunks, ranks: int) -> None:
-        super().__init__(layout, 0.0, 1, chunks.bytes, ranks, exchange.kept_share)
+        super().__init__(layout, 0.0, 1, chunks.bytes, ranks, exchange.residual_factor)
         self._chunks = chunks
         self.kernels = chunk_kernels_for(chunks, layout.device, layout.buffer, exchange.mean == "contributors")
         self.reserve()

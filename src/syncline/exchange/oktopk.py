@@ -19,7 +19,8 @@ gradients.
 
 When it loses: the link is fast enough for dense gradients; buckets are small (with k < 8P, a bucket is sent dense); or
 the model needs all gradients in every step. This exchange is lossy: a model trains differently and may train worse.
-`warmup` and `momentum` help; `docs/results.md` has measurements.
+With SGD, `warmup` and `momentum` help; with AdamW, exchange updates instead of gradients (`docs/guide/updates.md`).
+`docs/results.md` has measurements.
 
 Paper: Ok-Topk, "Near-Optimal Sparse Allreduce for Distributed Deep Learning", PPoPP 2022. It selects with a threshold
 that it tracks over steps, and sends a variable number of entries. Here slots have a fixed size and hold the largest
@@ -62,7 +63,7 @@ class Slotted(Sparse):
     def prepare(self, layout: Layout, comm: Comm) -> State:
         slots = self.slots(layout.numel, layout.dtype, comm.size)
         if slots is None:
-            return Residual(layout, self.momentum, self.kept_share)
+            return Residual(layout, self.momentum, self.residual_factor)
         return SlotState(layout, self, slots, comm.size)
 
     def part_bytes(self, numel: int, dtype: torch.dtype, ranks: int) -> int | None:
@@ -143,7 +144,7 @@ class SlotState(SparseState):
     """A bucket that is sent in slots."""
 
     def __init__(self, layout: Layout, exchange: Slotted, slots: Slots, ranks: int) -> None:
-        super().__init__(layout, exchange.momentum, slots.regions, slots.bytes, ranks, exchange.kept_share)
+        super().__init__(layout, exchange.momentum, slots.regions, slots.bytes, ranks, exchange.residual_factor)
         self._slots = slots
         self.kernels = kernels_for(slots, layout.device, layout.buffer, exchange.mean == "contributors")
         self.reserve()

@@ -16,13 +16,13 @@ from syncline.exchange.topology import Cost, Phase, Topology
 
 @dataclass(frozen=True)
 class Packed:
-    """An exchange with a packed format and error feedback."""
+    """An exchange that sends a packed format, with error feedback."""
 
     lossless = False
     waits = True
     collectives: ClassVar[tuple[str, ...]] = ("all_to_all", "all_gather")
     partial: ClassVar[bool] = False
-    """True if a packed bucket's result has only some of the elements, so that `State.applied_here` returns flags."""
+    """True if the result of a packed bucket has only some elements, so that `State.applied_here` returns flags."""
 
     @property
     def keeps(self) -> bool:
@@ -49,7 +49,7 @@ class Packed:
         return Cost(tuple(Phase.of(kind, nbytes, 1, topology) for kind in self.collectives))
 
     def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
-        # fp32 additions: to the rank's residual, over the ranks at the owner, and the subtraction of what was applied.
+        # Additions in fp32: to the rank's residual, and over the ranks at the owner; and subtracting what was applied.
         unit = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
         return Rounding(4 * ranks * unit, of_largest=4 * ranks * unit)
 
@@ -64,8 +64,11 @@ class PackedState(Residual):
     ) -> None:
         super().__init__(layout, momentum, decay)
         self.mine = layout.buffer("mine", rows, part_bytes, dtype=torch.uint8)
+        """What this rank sends: one row for each rank, or one row for all of them."""
         self.theirs = layout.buffer("theirs", ranks, part_bytes, dtype=torch.uint8)
+        """What this rank receives: one row from each rank."""
         self.picked = layout.buffer("picked", part_bytes, dtype=torch.uint8)
+        """The packed sum of this rank's part, which all ranks gather."""
         self.result_is_finite: Tensor | None = None
 
     def finite(self, flat: Tensor) -> Tensor:

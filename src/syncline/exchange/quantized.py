@@ -1,4 +1,4 @@
-"""Quantized: send every gradient in 8, 4 or 3 bits, and add what rounding loses to the next step's gradients.
+"""Quantized: send every gradient in 8, 4 or 3 bits, and add rounding errors to the next step's gradients.
 
 On the wire, for P ranks and a bucket of n elements, divided into P parts of whole blocks:
 
@@ -6,14 +6,14 @@ On the wire, for P ranks and a bucket of n elements, divided into P parts of who
    bf16 scale, and sends part i to rank i (all-to-all).
 2. Rank i adds the parts in fp32, in rank order, with its own part unrounded, and rounds the sum to codes.
 3. All ranks receive all sums (all-gather). The result is the same on all ranks, bit for bit.
-4. The residual of a rank keeps what rounding lost: in its own part, of the sum, and in the other parts, of what it
-   sent. So each value is rounded twice, one residual serves both roundings, and what was applied plus the residuals
-   equals what came in.
+4. The residual of a rank keeps the rounding errors: in its own part those of the sum, and in the other parts those of
+   the values that it sent. So each value is rounded twice, one residual serves both roundings, and what was applied
+   plus the residuals equals what came in.
 
-On the CPU a large bucket is sent in up to eight pieces: while one is on the wire, others are rounded and summed.
+Over gloo, a large bucket is sent in up to eight pieces: while one is on the wire, others are rounded and summed.
 
 Cost: a rank sends 2(P−1)/P · n · (bits/8 + 2/block) bytes, with parts padded to whole blocks. By default, this is
-3.97, 7.9 or 10.2 times less than fp32, with 8, 4 or 3 bits. The residual takes two fp32 copies of the gradients;
+3.97, 7.9 or 10.2 times fewer than fp32, with 8, 4 or 3 bits. The residual takes two fp32 copies of the gradients;
 without error feedback, there is none.
 
 When it loses: the link is faster than three passes over memory; buckets have fewer than a block per rank (they are sent
@@ -57,13 +57,13 @@ what rounding the scale to bf16 adds."""
 
 @dataclass(frozen=True)
 class Quantized(Packed):
-    """Send all gradients in few bits; what rounding loses is added to later gradients.
+    """Send all gradients in few bits; rounding errors are added to later gradients.
 
     Args:
         bits: Bits per gradient: 8, 4 or 3.
         block: The number of gradients that share a scale, a power of two from 32 to 4096. Smaller blocks are more
             precise, and cost 16 bits each. By default 256, and 128 with 3 bits.
-        error_feedback: Keep rounding errors in a residual. Without it, they are lost, and no memory is needed.
+        error_feedback: Keep rounding errors in a residual. If False, they are lost, and no memory is needed for them.
 
     Raises:
         UsageError: A setting is out of range.
@@ -74,7 +74,7 @@ class Quantized(Packed):
 
     bits: int = 4
     block: int = 0
-    """0 stands for the default, and is replaced by it."""
+    """0 stands for the default, which replaces it."""
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
@@ -128,8 +128,11 @@ class Quantized(Packed):
         return None
 
     def pieces(self, numel: int, dtype: torch.dtype, topology: Topology) -> tuple[Blocks, ...]:
-        """Return the blocks of each piece of a bucket; none if it is sent dense. NCCL sends it whole, because a GPU
-        quantises too fast to hide anything, and so do the levels of `Hierarchical`, which has its own chunks."""
+        """Return the blocks of each piece of a bucket; none if the bucket is sent dense.
+
+        There is one piece over NCCL, because a GPU quantises so fast that there is nothing to hide, and inside
+        `Hierarchical`, which has its own chunks.
+        """
         whole = self.blocks(numel, dtype, topology.ranks)
         if whole is None:
             return ()
@@ -162,9 +165,9 @@ class Quantized(Packed):
             return super().rounding(dtype, ranks)
         lost = _HALF_CODE / Blocks(1, ranks, self.bits, self.block).largest
         info = torch.finfo(dtype)
-        # What the other ranks send is rounded once. The sum, of up to `ranks` times the largest value and its errors,
-        # is rounded to codes and then to the bucket's type. fp32 sums add little. Values below the smallest scale may
-        # become zero.
+        # What the other ranks send is rounded once. The sum, at most `ranks` times the largest value and its error, is
+        # rounded to codes and then to the bucket's type. The errors of fp32 sums are small. Values below the smallest
+        # scale may become zero.
         largest = (ranks - 1) * lost + ranks * (1 + lost) * lost
         summation = 2 * ranks * torch.finfo(torch.float32).eps + info.eps
         return Rounding(
@@ -174,7 +177,7 @@ class Quantized(Packed):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a bucket that is sent on its own: its elements, kernels and buffers."""
+    """A part of a bucket that is sent on its own: its elements, its kernels, and its part of the buffers."""
 
     where: slice
     kernels: BlockKernels
@@ -183,14 +186,17 @@ class Piece:
     picked: Tensor
 
     def encode(self, flat: Tensor, kept: Tensor | None, state: Residual, rank: int) -> None:
+        """Write the codes to send to each rank to `mine`."""
         held = None if kept is None else kept[:, self.where]
         self.kernels.encode(flat[self.where], state.share, held, state.turn, state.ratio, rank, self.mine)
 
     def total(self, flat: Tensor, kept: Tensor | None, state: Residual, rank: int) -> None:
+        """Sum the received parts, and write the codes of the sum to `picked`."""
         held = None if kept is None else kept[:, self.where]
         self.kernels.total(self.theirs, flat[self.where], state.share, held, state.turn, rank, self.picked)
 
     def decode(self, flat: Tensor) -> Tensor:
+        """Write the gathered sums to the bucket, and return whether they are finite, as a 0-dim tensor."""
         return self.kernels.decode(self.theirs, flat[self.where])
 
 

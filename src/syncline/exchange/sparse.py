@@ -1,4 +1,4 @@
-"""The parts that sparse exchanges have in common: their settings, and flags of the entries that were applied.
+"""The parts that sparse exchanges have in common: their settings, and flags for the entries that were applied.
 
 A sparse exchange applies some elements of a bucket in each step and keeps the others in a residual. An entry may come
 from some of the ranks only. `mean` says by which number its sum is divided:
@@ -29,7 +29,7 @@ _LOWEST_DENSITY = 1e-4
 
 @dataclass(frozen=True)
 class Sparse(Packed):
-    """An exchange that applies a fraction of the elements in each step."""
+    """An exchange that applies only a fraction of the elements in each step."""
 
     density: float = 0.01
     values: str = "bf16"
@@ -57,23 +57,23 @@ class Sparse(Packed):
         object.__setattr__(self, "decay", None if decay is None else float(decay))
 
     @property
-    def kept_share(self) -> float:
-        """Factor for the residual before a step's input is added."""
+    def residual_factor(self) -> float:
+        """The factor by which the residual is multiplied before a step's input is added to it."""
         return 1.0 if self.decay is None else self.decay
 
 
 class SparseState(PackedState):
-    """A bucket of which each step applies some elements."""
+    """A bucket of which each step applies only some elements."""
 
     def __init__(self, layout: Layout, momentum: float, rows: int, part_bytes: int, ranks: int, decay: float) -> None:
         super().__init__(layout, momentum, rows, part_bytes, ranks, decay)
         self.flags: Tensor | None = None
-        """1 where an entry of this rank was applied, 0 elsewhere, written by `run`; None if nobody asks for it."""
+        """1 where `run` applied an entry of this rank, 0 elsewhere; None unless `track_applied` was called."""
         self.sent_dense = False
         """True in a step that applies the whole bucket."""
 
     def track_applied(self) -> None:
-        # Not a buffer of a workspace: other buckets run before this one's flags are read.
+        # Not in the workspace, which other buckets use before the flags of this one are read.
         self.flags = torch.zeros(self._numel, dtype=torch.int8, device=self._device)
 
     def applied_here(self) -> Tensor | None:

@@ -150,7 +150,7 @@ class Heartbeats:
         return None if reason is None else reason[0]
 
     def is_done(self, rank: int) -> bool:
-        """Return whether a rank needs the store no longer."""
+        """Return whether a rank no longer needs the store."""
         peer = self._peers.get(rank)
         if peer is None:
             return False

@@ -162,7 +162,7 @@ class Watchdog:
         with self._lock:
             if not any(state.unfinished[0][0].marks.on_host for state in self._busy()):
                 return
-        self._explanation = self._explanation or ""  # no thread shall look for one now
+        self._explanation = self._explanation or ""  # from now on, no thread looks for one
         for lane_groups in self._groups:
             lane_groups.cut()
         until_s = time.monotonic() + _END_S

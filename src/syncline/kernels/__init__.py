@@ -1,9 +1,9 @@
-"""Selection of the largest entries, of regions or of `chunks`, and quantisation in `blocks`, on the CPU and on CUDA,
-with bit-identical results.
+"""Kernels of the lossy exchanges, on the CPU and on CUDA, with bit-identical results.
 
-Each region's slot gets the entries with the largest keys. A key is the exponent of the magnitude and the four leading
-bits of its mantissa. Among equal keys, the first entries are selected. Entries of key 0 (magnitudes below 2^-130) are
-never selected.
+`slots` is the wire format of `OkTopk`, `chunks` that of `ChunkedTopk`, and `blocks` that of `Quantized`. `Kernels`,
+implemented in `cpu` and `cuda`, select the entries of slots: each region's slot gets those with the largest keys. A key
+is the exponent of the magnitude and the four leading bits of its mantissa. Among equal keys, the first entries are
+selected. Entries of key 0 (magnitudes below 2^-130) are never selected.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@ bytes, a part is:
     scale of each block … | planes of codes
 
 The value of an element is code · scale, which is exact in fp32. Codes go from −largest to largest, so no element is
-clipped: a scale is the largest magnitude of its block divided by `largest`, rounded to bf16, which changes a quotient
+clipped: a scale is the largest magnitude of its block divided by `largest`, and rounding it to bf16 changes an element
 by less than half a code.
 
 Codes are folded together: the second half of a block, multiplied by a power of two, is added to the first half, until
 a number fills whole bytes. 4 bits are folded once (c₀ + 16·c₁ in one byte), 3 bits three times (eight codes in three
-bytes). The first bytes of all numbers form the first plane, and so on. Unfolding rounds to the nearest, so every byte
-has a meaning, and no received code can lead outside of the bucket. A scale that is not finite, or so large that a
+bytes). The first bytes of all numbers form the first plane, and so on. Unfolding rounds to the nearest code, so every
+byte is valid, and no received code can lead outside of the bucket. A scale that is not finite, or so large that a
 product could overflow, is read as NaN, and all ranks drop the step.
 """
 
@@ -33,7 +33,7 @@ FOLDS = {8: (), 4: (16,), 3: (8, 64, 4096)}
 PLANES = {8: 1, 4: 1, 3: 3}
 """Bytes per folded number, by bits per code."""
 SMALLEST_SCALE = 2.0**-120
-"""Lower limit of a scale, so that its reciprocal is finite. Blocks below it are rounded to zero or its multiples."""
+"""Lower limit of a scale, so that its reciprocal is finite. Elements below half of it are rounded to zero."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Blocks:
 
     @property
     def used(self) -> int:
-        """Blocks, of all parts together, that hold an element of the bucket."""
+        """Number of blocks of all parts together that contain an element of the bucket."""
         return -(-self.numel // self.block)
 
     @property
@@ -73,7 +73,7 @@ class Blocks:
 
     @property
     def limit(self) -> float:
-        """Scales from here on could overflow."""
+        """Scales must be smaller than this, so that no product with a code overflows."""
         return 2.0 ** (129 - self.bits)
 
     @cached_property
@@ -91,16 +91,16 @@ class BlockKernels(Protocol):
         self, flat: Tensor, share: float, kept: Tensor | None, turn: Tensor, ratio: Tensor | None,
         rank: int, rows: Tensor,
     ) -> None:  # fmt: skip
-        """Quantise `ratio * kept[turn] + share * flat` (without a ratio, it is 1) to `rows`, and write what rounding
-        loses to `kept[1 - turn]`. Part `rank` is not rounded: the sum goes to `kept[1 - turn]`, and its row stays as it
-        is. `share * flat` is rounded to its type first."""
+        """Quantise `ratio * kept[turn] + share * flat` to `rows` (the ratio is 1 if it is None), and write the rounding
+        errors to `kept[1 - turn]`. Part `rank` is not quantised: its sum is written to `kept[1 - turn]`, and its row is
+        unchanged. `share * flat` is rounded to its type first."""
 
     def total(
         self, received: Tensor, flat: Tensor, share: float, kept: Tensor | None, turn: Tensor, rank: int, row: Tensor
     ) -> None:
-        """Add the received parts and this rank's own, which `encode` left in `kept[1 - turn]` or, without error
-        feedback, in `flat`, in rank order. Quantise the sum to `row`, and write what rounding it to codes and then to
-        the bucket's type loses to part `rank` of `kept[1 - turn]`."""
+        """Add the received parts and this rank's own part in rank order. `encode` left the latter in `kept[1 - turn]`;
+        without error feedback, it is in `flat`. Quantise the sum to `row`, and write the errors of rounding it to codes
+        and then to the bucket's type to part `rank` of `kept[1 - turn]`."""
 
     def decode(self, gathered: Tensor, flat: Tensor) -> Tensor:
         """Write the values of all parts to `flat`, and return whether all of them are finite, as a 0-dim tensor."""

@@ -1,7 +1,7 @@
-"""Quantisation on the CPU: passes over pieces of the bucket that stay in a cache, by torch's vectorised operations.
+"""Quantisation on the CPU with torch's vectorised operations, in passes over pieces of the bucket that fit in a cache.
 
 Starting an operation takes about as long as computing some thousand elements, so pieces are larger than a core's own
-cache, but not than the cache that cores share. They are also large enough for torch to use the threads that
+cache, but smaller than the cache that cores share. They are also large enough for torch to use the threads that
 `torch.set_num_threads` allows. Products and sums that must be rounded one by one, as on CUDA, are separate operations:
 `torch.add` with a factor and `addcmul` may round once, and are used only where the product is exact.
 """
@@ -87,7 +87,7 @@ class CpuBlockKernels:
                     torch.mul(codes, scale, out=flat[where].view_as(codes))
                 else:
                     flat[where] = codes.mul_(scale).view(-1)[: where.stop - where.start]
-        if flat.dtype == torch.float16:  # a finite value can be too large for it
+        if flat.dtype == torch.float16:  # a value that is finite in fp32 can overflow in fp16
             return torch.isfinite(flat).all()
         return torch.isfinite(scales.view(-1)[: layout.used]).all()
 
@@ -111,7 +111,7 @@ class CpuBlockKernels:
             out.add_(before if ratio is None else torch.mul(before, ratio, out=scaled))
 
     def _quantise(self, values: Tensor, row: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Write the codes and scales of some blocks to a row, and return them."""
+        """Write the codes and scales of the blocks from `first` on to a row, and return them."""
         count, layout = len(values), self._layout
         codes, scale, inverse = self._codes[:count], self._scale[:count], self._inverse[:count]
         torch.amax(torch.abs(values, out=codes), 1, keepdim=True, out=scale)
@@ -134,7 +134,7 @@ class CpuBlockKernels:
         return codes, scale
 
     def _unpack(self, row: Tensor, first: int, count: int) -> Tensor:
-        """Return the codes of some blocks of a row."""
+        """Return the codes of `count` blocks of a row, from `first` on."""
         layout = self._layout
         *lower, top = self._planes(row, first, count)
         buffers = (self._codes.view(-1), self._folded.view(-1))
@@ -151,7 +151,7 @@ class CpuBlockKernels:
         return numbers
 
     def _planes(self, row: Tensor, first: int, count: int) -> list[Tensor]:
-        """Return the part of each plane of a row that belongs to some blocks, as signed bytes."""
+        """Return the bytes of `count` blocks in each plane of a row, as signed integers."""
         layout = self._layout
         planes = row[2 * layout.blocks :].view(torch.int8).view(PLANES[layout.bits], layout.blocks, layout.width)
         return list(planes[:, first : first + count])
@@ -164,7 +164,7 @@ class CpuBlockKernels:
 
 
 def _store(values: Tensor, codes: Tensor, scale: Tensor, out: Tensor) -> None:
-    """Write `values - codes * scale` to `out`, which ends before the values do if the bucket does."""
+    """Write `values - codes * scale` to `out`. It is shorter than `values` at the end of the bucket."""
     if len(out) == values.numel():
         torch.addcmul(values, codes, scale, value=-1, out=out.view_as(values))
     else:

@@ -21,7 +21,7 @@ from syncline.kernels.replay import Replay
 _ELEMENTS = 2048
 """Elements per program."""
 _MAGIC = tl.constexpr(1.5 * 2**23)
-"""Adding it rounds smaller numbers to whole ones, ties to even."""
+"""Adding and then subtracting it rounds a number below 2^22 to an integer, ties to even."""
 _SMALLEST = tl.constexpr(SMALLEST_SCALE)
 
 
@@ -95,6 +95,7 @@ def _encode(
     FEEDBACK: tl.constexpr, SCALED: tl.constexpr, TYPE: tl.constexpr,
     BITS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """For some blocks of one part: add the bucket to the residual, and quantise the sum, except in this rank's part."""
     part = tl.program_id(1)
     block, where = _places(part, blocks, GROUPS, WIDTH, ROWS)
     inside = (block < blocks)[:, None, None] & (where < numel)
@@ -122,6 +123,7 @@ def _total(
     limit, FEEDBACK: tl.constexpr, TYPE: tl.constexpr,
     BITS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """For some blocks of this rank's part: add the parts of all ranks, in rank order, and quantise the sum."""
     tl.store(broken, 0)  # for `_decode`
     block, where = _places(rank, blocks, GROUPS, WIDTH, ROWS)
     inside = (block < blocks)[:, None, None] & (where < numel)
@@ -147,6 +149,7 @@ def _decode(
     scales, codes, flat, broken, numel, blocks, row, limit,
     TYPE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """For some blocks of one part: write the gathered sums to the bucket, and set `broken` if one is not finite."""
     part = tl.program_id(1)
     block, where = _places(part, blocks, GROUPS, WIDTH, ROWS)
     inside = (block < blocks)[:, None, None] & (where < numel)
@@ -216,11 +219,11 @@ class CudaBlockKernels:
         return self._broken == 0
 
     def _views(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scales and the codes of the first row. Both views go on to the end of the last row."""
+        """Return views that begin at the scales and at the codes of the first row, and end with the last row."""
         flat = rows.view(-1)
         return flat.view(torch.int16), flat[2 * self._layout.blocks :].view(torch.int8)
 
 
 def _stride(kept: Tensor | None) -> int:
-    """Return the distance between the copies of the residual, which may be a piece of a larger one."""
+    """Return the distance between the two copies of the residual, of which `kept` may be a piece."""
     return 0 if kept is None else kept.stride(0)

@@ -1,13 +1,13 @@
 """The wire format of the largest entries of each chunk of a bucket, and the kernels that read and write it.
 
-A bucket is divided into chunks of a power of two of elements. Each chunk has the same number of entries, and the last
-chunk may be short. A rank sends one row of bytes:
+A bucket is divided into chunks, whose number of elements is a power of two; the last chunk may be shorter. All chunks
+have the same number of entries. A rank sends one row of bytes:
 
     values of all entries … | scales of all chunks … | codes of all entries …
 
-- An entry's code is its place in the chunk, and above it, if there are scales, its value in 2 or 4 bits. The entries of
-  a chunk are ordered by place. If a chunk has fewer entries, the last one's place is repeated: an entry whose place is
-  that of the entry before it does not exist.
+- An entry's code is its place in the chunk and, if there are scales, its value in the 2 or 4 bits above it. The entries
+  of a chunk are ordered by place. If too few were selected, the last one's place is repeated: an entry with the place
+  of the entry before it does not exist.
 - `fp32` and `bf16` values have no scales, and `int4` and `int2` values consist of scales and codes. Scales are bf16.
   int4: three bits count multiples of the chunk's scale, which is a seventh of the largest magnitude; then the sign.
   int2: one bit chooses one of the chunk's two scales, which are the means of the magnitudes up to their mean and of
@@ -35,8 +35,8 @@ SMALLEST_CHUNK, LARGEST_CHUNK = 64, 4096
 LEAST_BITS = 9 << 23
 """The bits of 2^-118 in fp32."""
 FIXED_POINT = 16
-"""Bits that magnitudes are shifted to the left before means are computed. With a mantissa of 24 bits and 4096 entries,
-sums take 52 bits, and a sum times a number of entries 64."""
+"""Number of bits by which magnitudes are shifted to the left before means are computed. With a mantissa of 24 bits and
+4096 entries, a sum takes 52 bits, and its product with a number of entries 64."""
 
 _VALUE_BITS = {"int2": 2, "int4": 4}
 _SCALES = {"int2": 2, "int4": 1}
@@ -108,23 +108,23 @@ class Chunks:
 
 
 class ChunkKernels(Protocol):
-    """The kernels for one bucket, with their buffers. No method waits for the device. `kept` and `turn` are those of
+    """The kernels for one bucket, with their buffers. No method waits for the device. `kept` and `turn` are as in
     `Kernels`."""
 
     def pack(
         self, flat: Tensor, share: float, kept: Tensor, turn: Tensor, ratio: Tensor | None, row: Tensor,
         flags: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Compute `ratio * kept[turn] + share * flat`, write the largest entries of each chunk to `row`, and write what
-        they leave to `kept[1 - turn]`. Set `flags` (int8) to 1 where a value that is not zero was sent, and to 0
-        elsewhere. `share * flat` is rounded to its type first."""
+        """Compute `ratio * kept[turn] + share * flat`, write the largest entries of each chunk to `row`, and write the
+        rest and the rounding errors to `kept[1 - turn]`. Set `flags` (int8) to 1 where a value that is not zero was
+        sent, and to 0 elsewhere. `share * flat` is rounded to its type first."""
 
     def total(self, received: Tensor, flat: Tensor, rank: int, kept: Tensor, turn: Tensor) -> Tensor:
         """Replace `flat` by the sum of one row from each rank, added in rank order in fp32, and return whether all of
-        it is finite, as a 0-dim tensor. With `contributors`, each sum is multiplied by the number of rows and divided
-        by how many of them have a value that is not zero. For P rows, add what rounding a sum to the type of `flat`
-        loses to `kept[1 - turn]` of one of the ranks: for chunk c, of rank c mod P; with `contributors`, multiplied by
-        the share of the rows."""
+        it is finite, as a 0-dim tensor. With `contributors`, each sum is multiplied by the number of rows P and divided
+        by the number of rows in which its value is not zero. Add the error of rounding a sum to the type of `flat` to
+        `kept[1 - turn]` of one rank: that of chunk c on rank c mod P. With `contributors`, the error is multiplied by
+        the share of these rows first."""
 
 
 def chunk_kernels_for(

@@ -1,9 +1,10 @@
 """Selection of the largest entries of each chunk on the CPU, in NumPy.
 
-As in `cpu.py`, a threshold lets candidates pass, here one threshold per chunk, slightly below the smallest magnitude
-that the last step selected. The selection among the candidates is exact. A chunk in which too few or too many pass is
-partitioned. So the guess affects the time, but not the result. On 5 million elements of which 3 % are selected,
-`torch.topk` took 49 ms, `np.argpartition` 44 ms, `np.partition` 29 ms, and comparing with a threshold 7 ms.
+As in `cpu.py`, elements above a threshold become candidates, and the selection among them is exact. Each chunk has its
+own threshold, slightly below the smallest magnitude that the last step selected. If it lets too few or too many pass,
+the whole chunk is partitioned. So the threshold affects the time, but not the result. On 5 million elements of which
+3 % are selected, `torch.topk` took 49 ms, `np.argpartition` 44 ms, `np.partition` 29 ms, and comparing with a threshold
+7 ms.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _SLACK = 1 << 21
 """Distance of a threshold from the smallest selected magnitude of the last step, in units of the last place: 12 to
 25 %."""
 _MOST_CANDIDATES = 4
-"""Candidates per entry, beyond which a threshold is too low to be useful."""
+"""Number of candidates per entry from which a threshold is too low to be useful."""
 _NOT_FINITE = 0x7F800000
 _UNKNOWN = np.int32(0x7FFFFFFF)
 
@@ -41,7 +42,7 @@ class CpuChunkKernels:
         self._rows = min(chunks.count, max(1, _PIECE // chunks.chunk))
         self._magnitudes = np.zeros((self._rows, chunks.chunk), np.int32)
         self._thresholds = np.full(chunks.count, _UNKNOWN)
-        # `total` leaves zeros in both: other buckets may share them.
+        # `total` leaves zeros in both, because other buckets may use the same buffers.
         self._sum = make("sum", chunks.numel, dtype=torch.float32).numpy()
         self._counts = make("counts", chunks.numel, dtype=torch.int16).numpy()
 
@@ -70,7 +71,7 @@ class CpuChunkKernels:
             flags.numpy()[where] = sent != 0
 
     def _largest(self, bits: Bits, first: int) -> Ints:
-        """Return the positions of the largest entries of some chunks, of which `first` is the first, in order."""
+        """Return the positions of the largest entries of the chunks from `first` on, relative to it, in order."""
         chunk, entries = self._chunks.chunk, self._chunks.entries
         rows = -(-len(bits) // chunk)
         magnitudes, thresholds = self._magnitudes[:rows], self._thresholds[first : first + rows]
@@ -100,7 +101,7 @@ class CpuChunkKernels:
         left = entries - np.bincount(row[chosen], minlength=rows)
         numbers = np.bincount(row[tied], minlength=rows)
         order = np.arange(len(tied)) - (numbers.cumsum() - numbers)[row[tied]]
-        chosen[tied[order < left[row[tied]]]] = True  # the first of equal ones
+        chosen[tied[order < left[row[tied]]]] = True  # of equal magnitudes, the first
         thresholds[:] = np.maximum(boundary - _SLACK, LEAST_BITS)
         return where[chosen]
 
@@ -193,8 +194,8 @@ class CpuChunkKernels:
 
 
 def _quantised(values: Floats, chunk: Ints, filled: Ints, layout: Chunks) -> tuple[npt.NDArray[np.int16], Bits, Floats]:
-    """Return the scales of each chunk as bits, and the code and the value to be read of each entry. `filled` has the
-    number of entries of each chunk, and `chunk` the chunk of each entry."""
+    """Return the scales of each chunk as bits, and the code of each entry and its value as a receiver will read it.
+    `filled` has the number of entries of each chunk, and `chunk` the chunk of each entry."""
     bits = values.view(np.int32)
     magnitudes, sign = bits & 0x7FFFFFFF, (bits >> 31) & 1
     largest = np.zeros(layout.count, np.int32)
@@ -234,7 +235,7 @@ def _dequantised(number: Bits, scales: Floats) -> Floats:
 
 
 def _sums(fixed: Ints, chunk: Ints, count: int) -> Ints:
-    """Return the sum of each chunk's numbers, exactly; `chunk` is in order."""
+    """Return the exact sum of each chunk's numbers. `chunk`, the chunk of each number, must be sorted."""
     upto = np.concatenate([[0], fixed.cumsum()])
     ends = np.searchsorted(chunk, np.arange(count + 1))
     sums: Ints = upto[ends[1:]] - upto[ends[:-1]]  # differences are right even if the total wraps around

@@ -28,7 +28,7 @@ _FIXED = tl.constexpr(FIXED_POINT)
 _NOT_FINITE = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC0)
 _FORMATS = {"fp32": 0, "bf16": 1, "int4": 2, "int2": 3}
-"""Numbers by which kernels distinguish the formats of values."""
+"""Numbers that stand for the formats of values in kernels."""
 
 
 @triton.jit
@@ -125,7 +125,7 @@ def _pack(
 
 @triton.jit
 def _fold(codes, row, entries, room, nbytes, shift, BITS: tl.constexpr, BYTES: tl.constexpr):
-    """For one chunk: pack some bits of its codes into a plane."""
+    """For one chunk: pack the bits of its codes that belong to one plane."""
     chunk = tl.program_id(0).to(tl.int64)
     byte = tl.arange(0, BYTES)
     packed = tl.zeros([BYTES], tl.int32)
@@ -294,6 +294,6 @@ class CudaChunkKernels:
         return self._broken == 0
 
     def _views(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the values and the scales of the first row. Both views go on to the end of the last row."""
+        """Return views that begin at the values and at the scales of the first row, and end with the last row."""
         values = torch.float32 if self._chunks.values == "fp32" else torch.int16
         return rows.view(values), rows[self._chunks.scales_at // 4 * 4 :].view(torch.int16)

@@ -34,7 +34,7 @@ class Forward:
     exchanged: bool = False  # DDP has exchanged its gradients, which it does once per forward
 
     def will_exchange(self, trained: Tensor | None) -> bool:
-        """Whether DDP will exchange the gradients of this forward in the current backward."""
+        """Return whether DDP will exchange the gradients of this forward in the current backward."""
         if not self.sync or self.nested or self.exchanged or trained is None or not trained.requires_grad:
             return False
         with torch.enable_grad():
@@ -87,7 +87,8 @@ class Moments:
 
 
 class StepWatcher:
-    """Marks the passes of a model from `watch` to `close`: only steps with `on_step`, and all passes without it."""
+    """Records when the forward and backward passes of a model begin and end, from `watch` to `close`. With `on_step`,
+    it records only passes that are steps."""
 
     def __init__(self, device: torch.device, on_step: Callable[[Pass], None] | None = None) -> None:
         """Create a watcher that calls `on_step` inside backward, where it must not use the device or other ranks."""
@@ -122,7 +123,7 @@ class StepWatcher:
         self._forward = self._pass = self._ended = None
 
     def optimizer_stepped(self) -> None:
-        """End the step if updates are exchanged, which has been done by now."""
+        """End the step, if updates are exchanged. Call it after their exchange."""
         ended, self._ended = self._ended, None
         if ended is not None:
             self._step_ended(ended)
@@ -185,12 +186,12 @@ class StepWatcher:
 
 
 def has_passed(mark: Any) -> bool:
-    """Whether a mark can be read without waiting for the device."""
+    """Return whether a mark can be read without waiting for the device."""
     return bool(mark.query()) if isinstance(mark, torch.cuda.Event) else True
 
 
 def in_backward() -> bool:
-    """Whether this thread runs inside a backward."""
+    """Return whether this thread runs inside a backward."""
     current = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # private: without it, no forward is recomputed
     return int(current()) != -1
 

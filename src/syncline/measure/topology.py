@@ -29,7 +29,8 @@ def number(identities: Sequence[str]) -> tuple[int, ...]:
 
 
 def racks(matrix_bytes_per_s: Sequence[Sequence[float]]) -> tuple[int, ...]:
-    """Return the rack of each host: hosts in a rack reach each other faster than others. Without such groups, all 0."""
+    """Return the number of each host's rack. Hosts in a rack reach each other faster than other hosts. If there are no
+    racks, all numbers are 0."""
     # Imported here, because it takes half a second and only probing needs it.
     from scipy.cluster.hierarchy import fcluster, linkage
     from scipy.spatial.distance import squareform

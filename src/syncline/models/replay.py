@@ -67,7 +67,8 @@ class ReplayModel(nn.Module):
 
 
 class _Noise:
-    """Random numbers for the price of a copy: slices of a small pool. DDP would make a buffer equal on all ranks."""
+    """Random numbers as cheap as a copy: slices of a small pool. The pool is not a buffer of the module, because DDP
+    would make it equal on all ranks."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

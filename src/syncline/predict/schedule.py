@@ -25,7 +25,7 @@ DDP_CAPS = (MIB, 25 * MIB)
 class Updates:
     """An exchange of the optimizer's updates instead of gradients, with the settings of `attach`, after the warm-up."""
 
-    exchange_name: str  # under which a profile has the exchange's own work
+    exchange_name: str  # the name under which a profile has the exchange's own work
     exchange: Exchange
     every: int = 1
     delay: int = 0
@@ -47,8 +47,8 @@ class Fragment:
 
     elements: int
     dtype: torch.dtype
-    period: int  # it is exchanged in one of so many steps
-    turn: int  # in which of them
+    period: int  # the fragment is exchanged in one of this many steps
+    turn: int  # index of that step, from 0 to period - 1
     is_buffers: bool = False
 
 

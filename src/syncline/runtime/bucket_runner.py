@@ -71,7 +71,7 @@ ResidualsOf = Callable[[Bucket], Residuals]
 
 @dataclass
 class Step:
-    """The buckets of one backward pass."""
+    """The buckets of one backward pass, or the fragments of one step of the optimizer."""
 
     jobs: list[Job] = field(default_factory=list)
     sent_bytes: dict[str, int] = field(default_factory=dict)  # bytes that the busiest rank sent, per level

@@ -154,7 +154,7 @@ def optimizer_settings(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def buffers_of(ddp: DDP) -> dict[str, Tensor]:
-    """Return the buffers that DDP broadcasts, as far as they have no gaps in memory."""
+    """Return the buffers that DDP broadcasts, without those that have gaps in memory."""
     ignored = getattr(ddp, "parameters_to_ignore", ())
     buffers = ((name, buffer) for name, buffer in ddp.module.named_buffers() if name not in ignored)
     return {name.replace("_orig_mod.", ""): buffer for name, buffer in buffers if is_dense(buffer)}

@@ -41,7 +41,7 @@ class TuneSettings:
     on_world_size: str = "refuse"
     quiet: bool = False
     updates: bool = False
-    """Whether the exchange is of the optimizer's updates. `every` and the settings after it are those of `attach`."""
+    """True to exchange the optimizer's updates instead of gradients. The settings that follow are those of `attach`."""
     every: int = 1
     warmup: int | None = None
     delay: int = 0
@@ -91,5 +91,5 @@ class TuneSettings:
 
 
 def has_residual(plan: Plan) -> bool:
-    """Whether an exchange of the plan keeps a residual."""
+    """Return whether an exchange of the plan has a residual."""
     return any(exchange.keeps for exchange in plan.exchanges)

@@ -1,1 +1,1 @@
-"""Exchange the changes of weights after each rank's own optimizer steps, instead of gradients before them."""
+"""Exchange the updates of the ranks' optimizers after their steps, instead of gradients before them."""

@@ -1,8 +1,9 @@
-"""Exchange the updates of a rank's optimizer with those of the other ranks, after its steps.
+"""Exchange what the ranks' optimizers have changed, after each of their steps.
 
 Fragments of the weights take turns: each is exchanged in one of every `every` steps. Without a delay, the optimizer's
-step ends when the result is applied. With one, the lanes exchange during the next steps, and the result is applied that
-many steps later. Floating-point buffers, such as the statistics of BatchNorm, are averaged in the same way.
+step ends when the result is applied. With a delay, lanes exchange while the next steps compute, and the result is
+applied that many steps later. Floating-point buffers, such as the statistics of BatchNorm, are averaged in the same
+way.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from syncline.updates.policy import UpdatePolicy
 
 @dataclass(eq=False)
 class Flight:
-    """A fragment whose exchange is under way."""
+    """A fragment that is being exchanged."""
 
     fragment: Fragment
     begun: int  # the step in which it was sent
@@ -67,13 +68,13 @@ class UpdateEngine:
         self._tensors = {**self._weights, **self._buffers}
         self.optimizer_state = OptimizerState(optimizer, parameters)
         self._device = next(iter(parameters.values())).device
-        self._resets = policy.every == 1  # whether first moments start anew where this rank's update was applied
+        self._resets_moments = policy.every == 1
+        """Whether first moments become zero where an update of this rank was applied."""
         self.steps = 0  # of the optimizer, skipped ones included
         self.fragments: list[Fragment] = []
         self._flights: list[Flight] = []
-        self._flags: list[
-            tuple[Tensor, Any]
-        ] = []  # whether the last step's results were finite, and when that is known
+        self._finite_flags: list[tuple[Tensor, Any]] = []
+        """Whether each result of the last step was finite, and on CUDA the event after which the flag can be read."""
         self.runner = BucketRunner(group, self._device, policy.lanes, timeout, topology)
         try:
             self._prepare()
@@ -82,11 +83,11 @@ class UpdateEngine:
             raise
 
     def _prepare(self) -> None:
-        """Collective: divide the weights and buffers into fragments, and have their exchanges allocate states."""
+        """Collective: divide the weights and buffers into fragments, and prepare their exchanges."""
         every, exchange = self.policy.every, self.policy.exchange
-        rarely = buffer_period(every)
+        buffers_every = buffer_period(every)
         parts = [(exchange, every, *part) for part in fragments_of(self._weights, every)]
-        parts += [(Dense(), rarely, *part) for part in fragments_of(self._buffers, 1)]
+        parts += [(Dense(), buffers_every, *part) for part in fragments_of(self._buffers, 1)]
         with meeting(self.group, "attach"):
             agree(self.group, {"fragments": len(parts)}, "the division into fragments")
             for index, (exchange, period, turn, pieces) in enumerate(parts):
@@ -95,7 +96,7 @@ class UpdateEngine:
                 lane = index % self.policy.lanes
                 fragment = Fragment(index, lane, exchange, layout, pieces=pieces, period=period, turn=turn)
                 self.runner.prepare(fragment, {})
-                if self._resets:
+                if self._resets_moments:
                     fragment.ready.track_applied()
                 self.fragments.append(fragment)
 
@@ -108,7 +109,7 @@ class UpdateEngine:
 
     # --- after each step of the optimizer -----------------------------------------------------------------------
 
-    def stepped(self) -> None:
+    def after_step(self) -> None:
         """Send the fragments whose turn it is, and apply the results that are due. All ranks call this."""
         if (error := self.runner.error) is not None:
             raise ExchangeError(f"an earlier exchange of this model failed: {self.runner.explained}") from error
@@ -135,7 +136,7 @@ class UpdateEngine:
         self._flights.append(flight)
 
     def _settle(self, flight: Flight, mean: Tensor) -> None:
-        """Commit the residual, on the lane."""
+        """Keep the new residual if the result is finite, and the old one otherwise. Runs on the lane."""
         flight.finite = flight.fragment.ready.finite(mean)
         self.runner.settle([flight.fragment], flight.finite)
 
@@ -152,7 +153,7 @@ class UpdateEngine:
     def _apply(self, flight: Flight) -> None:
         fragment, finite = flight.fragment, flight.finite
         assert finite is not None  # noqa: S101 - the exchange has ended
-        if self._resets and (mine := fragment.ready.applied_here()) is not None:
+        if self._resets_moments and (mine := fragment.ready.applied_here()) is not None:
             if self.steps == 1:
                 self.optimizer_state.check_known()
             self.optimizer_state.reset_first_moments(fragment.pieces, mine & finite)
@@ -162,30 +163,30 @@ class UpdateEngine:
             meanwhile = fragment.gathered(self._tensors).sub_(flight.sent)
             new = torch.where(finite, new + meanwhile, new)
         fragment.scatter(new, self._tensors)
-        self._flag(finite)
+        self._record_finite(finite)
 
     # --- updates that are not finite ----------------------------------------------------------------------------
 
-    def _flag(self, finite: Tensor) -> None:
-        """Record whether a result was finite. On CUDA it is copied to the host, without waiting for it."""
+    def _record_finite(self, finite: Tensor) -> None:
+        """Record whether a result was finite. On CUDA, the flag is copied to the host without waiting for it."""
         if not finite.is_cuda:
-            self._flags.append((finite, None))
+            self._finite_flags.append((finite, None))
             return
         on_host = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(finite, non_blocking=True)
         event = torch.cuda.Event()
         event.record()
-        self._flags.append((on_host, event))
+        self._finite_flags.append((on_host, event))
 
     def recover(self) -> None:
-        """Before the optimizer's next step: if a result was not finite, remove from this rank what is not finite.
+        """Undo what a step with a result that is not finite has left on this rank, before the optimizer's next step.
 
-        That is weights, which return to those that all ranks agreed on last, and the optimizer's state. On CUDA, the
-        gradients of the step that follows were computed before that, and are dropped too.
+        Weights that are not finite return to the anchor, and values in the optimizer's state that are not finite become
+        zero. On CUDA, the next gradients were computed from such weights, and are dropped if they are not finite.
         """
-        flags, self._flags = self._flags, []
+        flags, self._finite_flags = self._finite_flags, []
         for _, event in flags:
             if event is not None:
-                event.synchronize()  # of the last step's exchange, which the device has probably passed long ago
+                event.synchronize()  # the device has probably passed it during the forward and backward pass
         if all(bool(finite) for finite, _ in flags):
             return
         with torch.no_grad():
@@ -215,7 +216,7 @@ class UpdateEngine:
                     fragment.scatter(tensor, self._tensors)
 
     def wait(self) -> None:
-        """Apply the results that are under way."""
+        """Wait for the exchanges that still run, and apply their results."""
         with torch.no_grad(), current_device(self._device):
             self.apply(self.steps)
 
@@ -242,8 +243,8 @@ class UpdateEngine:
         return dict(total)
 
     def saved(self) -> Residuals:
-        """Return what a checkpoint of this rank needs, by name of the parameter or buffer, and by kind. Results that
-        are under way are applied first."""
+        """Return what a checkpoint of this rank needs, by name of the parameter or buffer, and by kind. Exchanges
+        that still run are completed first."""
         self.wait()
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -266,13 +267,13 @@ class UpdateEngine:
     def load(self, tensors: Residuals, steps: int) -> None:
         """Collective: continue from a checkpoint without `misfit`, with its weights and its optimizer state. If it is
         empty, continue from the current weights."""
-        self._flights, self._flags = [], []
+        self._flights, self._finite_flags = [], []
         self.steps = steps
         with torch.no_grad():
             for name, kinds in tensors.items():
                 self._tensors[name].copy_(kinds["weights"])
             self.start()
-            for name, kinds in tensors.items():  # `start` may have made them equal
+            for name, kinds in tensors.items():  # again: `start` may have replaced them
                 self._tensors[name].copy_(kinds["weights"])
             for fragment in self.fragments if tensors else ():
                 fragment.load(split_residuals(fragment.pieces, tensors, self._tensors))

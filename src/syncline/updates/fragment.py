@@ -1,8 +1,8 @@
-"""A part of a model's weights, and the arithmetic of exchanging its updates. It does not communicate.
+"""A fragment: a part of a model's weights, and the arithmetic of exchanging its updates. It does not communicate.
 
-Every rank steps its own weights. The anchor is the weights that all ranks agreed on last, so `anchor - weights` is what
-a rank has done since. That difference is exchanged, and the mean of the ranks' differences is subtracted from the
-anchor. The weights then continue from the anchor; with a delay, plus what the rank has done in the meantime.
+Every rank steps its own weights. The anchor is the weights that all ranks agreed on last, so a rank's update is
+`anchor - weights`. Updates are exchanged, and their mean over the ranks is subtracted from the anchor. The weights then
+continue from the anchor; with a delay, what the rank has done in the meantime is added.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Fragment(Bucket):
     """Weights that are exchanged together."""
 
     pieces: tuple[Piece, ...] = ()
-    period: int = 1  # it is exchanged in one of so many steps
-    turn: int = 0  # in which of them
+    period: int = 1  # the fragment is exchanged in one of this many steps
+    turn: int = 0  # index of that step, from 0 to period - 1
     anchor: Tensor = field(default_factory=lambda: torch.empty(0))
     """The weights that all ranks agreed on last, flat, in fp32 or fp64."""
     velocity: Tensor | None = None  # the momentum of an outer optimizer
     work: Tensor | None = None
-    """Memory for the update. On the CPU, new memory of this size would cost a page fault for every page."""
+    """Memory for the update, which is reused on the CPU: new memory would cost a page fault for every page."""
 
     @property
     def label(self) -> str:
@@ -48,7 +48,7 @@ class Fragment(Bucket):
         return torch.cat([piece.of(tensors[piece.name]) for piece in self.pieces])
 
     def update(self, weights: Tensors) -> Tensor:
-        """Return what this rank has done since it left the anchor, in memory that the next call may overwrite."""
+        """Return this rank's update, `anchor - weights`. The next call may overwrite it."""
         first = weights[self.pieces[0].name]
         if self.period > 1 or first.is_cuda or first.dtype != self.layout.dtype:
             return self.update_from(self.gathered(weights))
@@ -66,7 +66,7 @@ class Fragment(Bucket):
         torch._foreach_copy_([piece.of(weights[piece.name]) for piece in self.pieces], list(parts))
 
     def update_from(self, now: Tensor) -> Tensor:
-        """Return what a rank whose weights are `now` has done since it left the anchor, as a new tensor."""
+        """Return the update of a rank whose weights are `now`, as a new tensor."""
         return self.anchor.to(now.dtype).to(self.layout.dtype) - now
 
     def apply(self, mean: Tensor, finite: Tensor, outer: Nesterov | None) -> None:

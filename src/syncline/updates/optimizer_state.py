@@ -1,4 +1,4 @@
-"""The state of the user's optimizer on one rank: its first moments, and what a checkpoint needs of it."""
+"""The state of the user's optimizer on one rank: reset its first moments, and save and load it for checkpoints."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from syncline.runtime.bucket_runner import Residuals
 
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 """Names under which optimizers store an average of gradients, or of past updates."""
-_OTHERS = ("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta", "grad_avg", "sum", "variance", "prev")
-"""Names of other tensors of a parameter's shape. `grad_avg` is only subtracted from a second moment."""
+_NOT_FIRST_MOMENTS = (
+    *("exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "acc_delta"),
+    *("grad_avg", "sum", "variance", "prev"),
+)
+"""Names of other tensors with the shape of a parameter. `grad_avg` is only subtracted from a second moment."""
 _PREFIX = "optimizer."
 
 
@@ -27,18 +30,18 @@ class OptimizerState:
         self.optimizer, self._parameters = optimizer, parameters
 
     def check_known(self) -> None:
-        """Raise unless it is known which tensors of the state are first moments."""
+        """Raise a UsageError if a tensor of the state may be a first moment, but has an unknown name."""
         for name, parameter in self._parameters.items():
             for key, value in self.optimizer.state.get(parameter, {}).items():
                 of_shape = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
-                if of_shape and key not in (*FIRST_MOMENTS, *_OTHERS):
+                if of_shape and key not in (*FIRST_MOMENTS, *_NOT_FIRST_MOMENTS):
                     kind = type(self.optimizer).__name__
                     text = f"{kind} has a state {key!r} for {name}, and it is not known whether it is a first moment"
                     remedy = "use an optimizer of torch.optim, every=5 or more, or an exchange that sends everything"
                     raise UsageError(f"{text}, which a sparse exchange in every step must reset: {remedy}")
 
     def reset_first_moments(self, pieces: Sequence[Piece], applied: Tensor) -> None:
-        """Set the first moments to zero where an update of this rank was applied: one flag per element."""
+        """Set the first moments of these pieces to zero where `applied`, with one flag per element, is true."""
         for piece, flags in zip(pieces, applied.split([piece.numel for piece in pieces]), strict=True):
             parameter = self._parameters[piece.name]
             state = self.optimizer.state.get(parameter, {})
@@ -62,11 +65,11 @@ class OptimizerState:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the state that are on the model's device."""
-        found = []
+        tensors: list[Tensor] = []
         for parameter in self._parameters.values():
             state = self.optimizer.state.get(parameter, {})
-            found += [v for v in state.values() if isinstance(v, Tensor) and v.device == parameter.device]
-        return found
+            tensors += [v for v in state.values() if isinstance(v, Tensor) and v.device == parameter.device]
+        return tensors
 
     def saved(self, name: str) -> dict[str, Tensor]:
         """Return the state of one parameter, by kind, for a checkpoint. Numbers become tensors of one element."""

@@ -13,7 +13,7 @@ from syncline.errors import UsageError
 from syncline.exchange import Exchange, Hierarchical, Quantized, for_updates, settings
 
 WARMUP_STEPS = 300
-"""Default warm-up for lossy exchanges and for local steps. In trainings of 1,500 and 4,000 steps, 150 were too few."""
+"""Default warm-up for sparse exchanges and for local steps. In trainings of 1,500 and 4,000 steps, 150 were too few."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Nesterov:
             object.__setattr__(self, name, float(value))
 
     def step(self, update: Tensor, velocity: Tensor) -> None:
-        """Replace the mean update by the step along it, and change the velocity."""
+        """Replace the mean update by the Nesterov step to take, and change the velocity."""
         velocity.mul_(self.momentum).add_(update)
         update.add_(velocity, alpha=self.momentum).mul_(self.lr)
 
@@ -58,7 +58,7 @@ class UpdatePolicy:
     warmup: int = 0
     delay: int = 0
     outer: Nesterov | None = None
-    plan: None = None
+    plan: None = None  # like the next two, for code that reads any policy: updates follow no plan
     mismatch: None = None
     expected_s: None = None
 
@@ -68,7 +68,7 @@ class UpdatePolicy:
 
     @property
     def warm_exchange(self) -> Exchange:
-        """The exchange of gradients during the warm-up: 4 bits, between hosts if the exchange has levels."""
+        """The exchange of gradients during the warm-up: 4 bits, only between hosts if the exchange is hierarchical."""
         if isinstance(self.exchange, Hierarchical):
             return dataclasses.replace(self.exchange, across=Quantized(bits=4))
         return Quantized(bits=4)
@@ -106,11 +106,11 @@ def checked_policy(exchange: Exchange, lanes: int, every: Any, warmup: Any, dela
         raise UsageError(f"outer is {outer!r}: pass syncline.Nesterov(lr=…, momentum=…), or leave it out")
     exchange = for_updates(exchange, every)
     if warmup is None:
-        warmup = WARMUP_STEPS if every > 1 or _selects(exchange) else 0
+        warmup = WARMUP_STEPS if every > 1 or _is_sparse(exchange) else 0
     return UpdatePolicy(exchange, lanes, every, warmup, delay, outer)
 
 
-def _selects(exchange: Exchange) -> bool:
-    """Return whether an exchange sends only some elements."""
+def _is_sparse(exchange: Exchange) -> bool:
+    """Return whether an exchange is sparse."""
     inner = exchange.across if isinstance(exchange, Hierarchical) else exchange
     return hasattr(inner, "density")
