@@ -197,6 +197,7 @@ def test_simulated_powersgd_equals_pytorchs_hook(study: Study, factors: int) -> 
         simulated.append(flats[0].clone())
 
     def main(rank: Rank) -> None:
+        torch.set_num_threads(1)  # the parent has used its threads, which a fork does not copy
         state = PowerSGDState(None, matrix_approximation_rank=factors, start_powerSGD_iter=2)
         for step, flats in enumerate(gradients.clone()):
             bucket: Any = OneBucket(flats[rank.rank], layout)

@@ -110,7 +110,8 @@ class Schedule:
         if not 1 <= lanes <= MAX_LANES:
             raise UsageError(f"lanes is {lanes}: there may be 1 to {MAX_LANES}")
         if name in ("ddp", OVERLAP) and lanes != 1:
-            raise UsageError(f"{name} has one lane; for several, name an exchange: dense,lanes=4")
+            what = "plain DDP" if name == "ddp" else name
+            raise UsageError(f"{what} has one lane; for several, name an exchange: dense,lanes=4")
         if bucket_mb is not None and not 0 < bucket_mb < 1e6:
             raise UsageError(f"bucket_mb is {bucket_mb:g}: a bucket needs a positive size, in MB")
         if name in UPDATES:
