@@ -2,7 +2,7 @@
 
 Four emulated hosts train a small network on real digits, through one exchange after the other, round after round:
 plain, in 16 bits, in 4 bits, sparse, in two levels, sparse in two levels, as sparse updates in every step and in every
-third one, layer by layer. Meanwhile, by a seeded schedule, ranks
+third one, with overlap, layer by layer. Meanwhile, by a seeded schedule, ranks
 are stopped for tens of milliseconds (SIGSTOP) or kept busy, links get other rates, some steps are not finite on one
 rank, and some gradients are accumulated under `no_sync`. Afterwards exchanges are attached and detached in turn.
 
@@ -19,7 +19,7 @@ the store, in which more of them stay. And malloc gives threads that come and go
 which become as large as the largest needs to be, some 40 MB in the end: here it has two.
 
     python benchmarks/soak.py --json benchmarks/results/soak-$(date +%F).json       # a quarter of an hour
-    python benchmarks/soak.py --steps 500 --attach 24       # only what must be exactly level
+    python benchmarks/soak.py --steps 500 --attach 40       # only what must be exactly level
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ EXCHANGES: dict[str, syncline.Exchange] = {
     "int4": syncline.Quantized(bits=4),
     "updates": SPARSE,
     "local steps": SPARSE,
+    "overlap": syncline.Dense(),
     "layerwise": SPARSE,
 }
 UPDATES: dict[str, dict[str, int]] = {"updates": {"every": 1}, "local steps": {"every": 3, "delay": 1}}
-LAYERWISE = "layerwise"
+OVERLAP, LAYERWISE = "overlap", "layerwise"
 ROUNDS, FEWEST_STEPS = 14, 10
 """Through all of them, if steps are enough for that."""
 LEVEL = ("threads", "files", "groups")
@@ -180,11 +181,14 @@ class Trainee:
                 trainer.close()
         else:
             options: dict[str, Any] = {}
+            step = self._step
             if name in UPDATES:
-                options = {"optimizer": self.optimizer, "warmup": 0, **UPDATES[name]}
+                options, step = {"optimizer": self.optimizer, "warmup": 0, **UPDATES[name]}, self._step_always
+            elif name == OVERLAP:
+                options, step = {"optimizer": self.optimizer, "overlap": "forward"}, self._step_overlapped
             self.handle = handle = syncline.attach(self.ddp, EXCHANGES[name], **options)
             try:
-                yield self._step if name not in UPDATES else self._step_always
+                yield step
             finally:
                 self.handle = None
                 handle.detach()
@@ -202,6 +206,16 @@ class Trainee:
         self.optimizer.zero_grad()
         self._backward(self.ddp, step, came)
         self.optimizer.step()
+
+    def _step_overlapped(self, step: int, came: set[str]) -> None:
+        """The norm says whether gradients, which are in shards, are finite."""
+        self.optimizer.zero_grad()
+        self._backward(self.ddp, step, came)
+        assert self.handle is not None
+        if bool(torch.isfinite(self.handle.clip_grad_norm_(1e6))):
+            self.optimizer.step()
+        else:
+            self.skipped += 1
 
     def _backward(self, model: Any, step: int, came: set[str]) -> None:
         if "accumulated" in came:
@@ -422,8 +436,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json")
     options = parser.parse_args()
-    if options.steps < 2 * len(EXCHANGES) * FEWEST_STEPS or options.attach < 4 * len(EXCHANGES):
-        parser.error("fewer steps or attachments than these say nothing: --steps 120 --attach 24")
+    steps, attach = 2 * len(EXCHANGES) * FEWEST_STEPS, 4 * len(EXCHANGES)
+    if options.steps < steps or options.attach < attach:
+        parser.error(f"fewer steps or attachments than these say nothing: --steps {steps} --attach {attach}")
     os.environ["TORCH_FR_BUFFER_SIZE"] = str(RECORDED)
     digits()  # read once, for all ranks
     spec = ClusterSpec(hosts=HOSTS, rate_bps=RATES_BPS[-1])
