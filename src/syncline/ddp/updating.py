@@ -71,6 +71,9 @@ class Updating:
     # --- before and after each step of the optimizer ------------------------------------------------------------
 
     def _before_step(self) -> None:
+        if self._engine.is_synced:
+            text = "optimizer.step() inside handle.synced(), where the model has the weights of all ranks"
+            raise UsageError(f"{text}: leave the context before you train")
         self._engine.recover()
 
     def _after_step(self) -> None:
