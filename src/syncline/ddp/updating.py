@@ -84,6 +84,7 @@ class Updating:
         self.steps += 1
         if self._warm is None:
             self._engine.after_step()
+            self._synchronise(False)  # again, because a `no_sync()` that has ended restores the former setting
         elif self.steps >= self.policy.warmup:
             self._end_warmup()
 
@@ -106,12 +107,16 @@ class Updating:
 
     def _start_updates(self) -> None:
         self._engine.start()
-        self._synchronise_backward(False)
+        self._synchronise(False)
+        ddp = self._ddp()
+        if ddp is not None and ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
+            ddp.require_backward_grad_sync = True  # in the first step, as DDP requires. `submit` exchanges nothing
 
-    def _synchronise_backward(self, on: bool) -> None:
+    def _synchronise(self, on: bool) -> None:
+        """Make DDP call the hook in backward passes, and broadcast buffers before forward passes, or stop both."""
         ddp = self._ddp()
         if ddp is not None:
-            ddp.require_backward_grad_sync = on
+            ddp.require_backward_grad_sync = ddp.require_forward_param_sync = on
 
     # --- for the hook and the handle ----------------------------------------------------------------------------
 
@@ -200,7 +205,7 @@ class Updating:
             hook.remove()
         if self._scaler is not None:
             vars(self._scaler).pop("step", None)
-        self._synchronise_backward(True)
+        self._synchronise(True)
         if self._warm is not None:
             self._warm.close()
         self._engine.close()
