@@ -368,6 +368,8 @@ def test_a_step_that_one_ranks_scaler_skips(fused: bool) -> None:
         optimizer = AdamW(model.parameters(), lr=0.01, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         handle = syncline.attach(model, optimizer=optimizer, warmup=1, scaler=scaler)
+        other = DDP(seeded(Mlp))  # its handle must not take the scaler from the first one
+        syncline.attach(other, optimizer=adamw(other.parameters()), scaler=scaler).detach()
         for number in range(6):
             before = weights(model)
             optimizer.zero_grad()
