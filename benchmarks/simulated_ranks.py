@@ -209,7 +209,7 @@ class SimulatedEngine(UpdateEngine):
         self, model: nn.Module, optimizer: Optimizer, method: Method, policy: UpdatePolicy, ranks: int
     ) -> None:
         parameters = dict(model.named_parameters())
-        self.policy = policy
+        self.policy, self._parameters, self._own = policy, parameters, None
         self._weights = {name: parameter.detach() for name, parameter in parameters.items()}
         self._buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
         self._tensors = {**self._weights, **self._buffers}

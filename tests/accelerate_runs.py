@@ -39,12 +39,16 @@ class Run:
         )
         self.losses: list[float] = []
 
-    def train(self, first: int = 0, end: int = 6) -> nn.Module:
+    def train(self, first: int = 0, end: int = 6, *, clip: float = 0.0, infinite_at: int | None = None) -> nn.Module:
+        """Train on some of the batches. The loss of `infinite_at` is infinite on rank 1."""
         for number, (pixels, labels) in enumerate(self.batches):
             if first <= number < end:
                 with self.accelerator.accumulate(self.model):
                     loss = F.cross_entropy(self.model(pixels), labels)
-                    self.accelerator.backward(loss)
+                    infinite = number == infinite_at and self.accelerator.process_index == 1
+                    self.accelerator.backward(loss * float("inf") if infinite else loss)
+                    if clip and self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), clip)
                     self.optimizer.step()
                     self.optimizer.zero_grad()
                     self.losses.append(float(loss))

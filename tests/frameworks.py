@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 import torch._dynamo  # DDP imports it, and that takes seconds: once here, not in every rank
 from torch import Tensor, nn
@@ -67,6 +68,11 @@ def fingerprint(model: nn.Module) -> str:
     for parameter in model.parameters():
         whole.update(parameter.detach().numpy().tobytes())
     return whole.hexdigest()
+
+
+def states_in(folder: Path) -> dict[str, Any]:
+    """Return the metadata of each rank's file in a checkpoint, with the checksums of all tensors."""
+    return {path.name: safetensors.safe_open(str(path), framework="pt").metadata() for path in folder.iterdir()}
 
 
 def distance(one: nn.Module, other: nn.Module) -> float:

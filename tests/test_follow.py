@@ -165,6 +165,42 @@ def test_an_exchange_is_attached_when_training_begins() -> None:
     launch(TWO, main, shaped=False)
 
 
+def test_updates_of_an_optimizer_are_exchanged_as_by_attach() -> None:
+    """Also with accumulation, where the first forward of a step is inside `no_sync()`."""
+
+    def main(rank: Rank) -> list[str]:
+        rank.init_process_group()
+        options: dict[str, Any] = {"exchange": syncline.OkTopk(density=0.05), "every": 2, "warmup": 2}
+        finals, outcomes = [], []
+        for follows in (False, True):
+            model = DDP(net())
+            optimizer = torch.optim.AdamW(model.parameters())
+            following = None
+            if follows:
+                following = syncline.follow(model, optimizer=optimizer, quiet=True, **options)
+            else:
+                syncline.attach(model, optimizer=optimizer, **options)
+            torch.manual_seed(rank.rank)
+            for _ in range(7):
+                with model.no_sync():
+                    model(torch.randn(8, 32)).square().mean().backward()
+                assert (following is None) or (following.handle is not None)
+                model(torch.randn(8, 32)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            finals.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+            if following is not None:
+                record = following.record()
+                assert (record.steps, record.way) == (7, "updates by oktopk(density=0.05)")
+                outcomes.append(following.describe())
+        assert torch.equal(*finals)
+        return outcomes
+
+    ((outcome,), _) = launch(TWO, main, shaped=False)
+    assert outcome.startswith("As requested, updates by OkTopk(density=0.05")
+    assert outcome.endswith("updates of AdamW.")
+
+
 def test_copies_of_a_followed_model_are_not_followed_and_it_is_freed_with_its_last_reference() -> None:
     def main(rank: Rank) -> None:
         rank.init_process_group()
@@ -275,6 +311,7 @@ def test_unusual_scripts_train_as_without_syncline(script: Callable[[DDP, int], 
         ({"exchange": syncline.Dense(), "change": False}, "are for tuning"),
         ({"probe_s": 0}, "probe_s is 0"),
         ({"scaler": 3}, "scaler is a int"),
+        ({"every": 5}, "every, warmup, delay and outer are for updates"),
     ],
 )
 def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], message: str) -> None:

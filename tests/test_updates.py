@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,6 +29,26 @@ def sgd(parameters: Any) -> Optimizer:
 
 def adamw(parameters: Any) -> Optimizer:
     return AdamW(parameters, lr=0.01)
+
+
+def sgd_in_groups(parameters: Any) -> Optimizer:
+    first, *others = parameters
+    return SGD([{"params": others}, {"params": [first], "lr": 0.02, "weight_decay": 0.0}], lr=0.05, momentum=0.9)
+
+
+class Lion(Optimizer):
+    """An optimizer of a user, with a first moment that has the usual name."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                average = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+                parameter.sub_(average.lerp(parameter.grad, 0.1).sign(), alpha=group["lr"])
+                average.lerp_(parameter.grad, 0.01)
 
 
 class Normed(nn.Module):
@@ -65,7 +86,7 @@ def same_on_all(tensor: Tensor) -> bool:
 def test_lossless_updates_of_sgd_give_plain_ddps_weights(ranks: int) -> None:
     def main(rank: Rank) -> None:
         plain, model = DDP(seeded(Mlp)), DDP(seeded(Mlp))
-        optimizers = sgd(plain.parameters()), sgd(model.parameters())
+        optimizers = sgd_in_groups(plain.parameters()), sgd_in_groups(model.parameters())
         handle = syncline.attach(model, optimizer=optimizers[1])
         schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 5) for optimizer in optimizers]
         for number in range(20):
@@ -201,6 +222,24 @@ def test_first_moments_start_anew_where_an_update_was_applied(options: dict[str,
     on_ranks(2, main)
 
 
+def test_first_moments_of_a_users_optimizer_start_anew_too() -> None:
+    def main(rank: Rank) -> None:
+        model = DDP(seeded(lambda: Mlp(64)))
+        optimizer = Lion(model.parameters())
+        handle = syncline.attach(model, syncline.OkTopk(density=0.05), optimizer=optimizer, warmup=0)
+        before = weights(model)
+        train(model, optimizer, rank.rank, range(1), (8, 64))
+        applied = weights(model) != before
+        moments = torch.cat([optimizer.state[parameter]["exp_avg"].flatten() for parameter in model.parameters()])
+        assert 0 < int((moments == 0).sum()) <= int(applied.sum())
+        assert not ((moments == 0) & ~applied).any()
+        train(model, optimizer, rank.rank, range(1, 6), (8, 64))
+        assert same_on_all(weights(model))
+        assert handle.stats().steps == 6
+
+    on_ranks(2, main)
+
+
 class OwnMomentum(Optimizer):
     """An optimizer whose first moment has a name that nobody knows."""
 
@@ -252,6 +291,76 @@ def test_accumulation_needs_no_no_sync_and_accepts_it() -> None:
     on_ranks(2, main)
 
 
+def test_an_average_of_synced_weights_is_the_same_on_all_ranks() -> None:
+    def main(rank: Rank) -> None:
+        model = DDP(seeded(lambda: Mlp(64)))
+        optimizer = adamw(model.parameters())
+        handle = syncline.attach(model, EXCHANGES["oktopk"], optimizer=optimizer, every=3, delay=1, warmup=2)
+        decay = torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        average = torch.optim.swa_utils.AveragedModel(model.module, multi_avg_fn=decay)
+        start = weights(average)
+        for number in range(9):
+            train(model, optimizer, rank.rank, range(number, number + 1), (8, 64))
+            with handle.synced():
+                average.update_parameters(model.module)
+        assert not same_on_all(weights(model))
+        assert same_on_all(weights(average))
+        assert not torch.equal(weights(average), start)
+
+    on_ranks(2, main)
+
+
+def test_one_rank_may_evaluate_alone_but_no_rank_may_train_on_synced_weights() -> None:
+    def main(rank: Rank) -> None:
+        finals = []
+        for evaluates in (False, True):
+            model = DDP(seeded(lambda: Mlp(64)))
+            optimizer = adamw(model.parameters())
+            handle = syncline.attach(model, EXCHANGES["oktopk"], optimizer=optimizer, every=4, delay=2, warmup=2)
+            for number in range(9):
+                train(model, optimizer, rank.rank, range(number, number + 1), (8, 64))
+                if evaluates and rank.rank == 0:
+                    with handle.synced(), torch.no_grad():
+                        model.eval()
+                        loss = model(batch(0, 100, 8, 64)).square().mean()
+                        model.train()
+                        with handle.synced():  # a function that also evaluates
+                            assert loss == model.module(batch(0, 100, 8, 64)).square().mean()
+            finals.append(weights(model))
+        assert torch.equal(*finals)
+        with handle.synced(), pytest.raises(syncline.UsageError, match=r"optimizer.step\(\) inside handle.synced\(\)"):
+            optimizer.step()
+        assert torch.equal(weights(model), finals[0])
+
+    on_ranks(2, main)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_loop_that_all_ranks_end_early_leaves_the_same_model_everywhere(inside: bool) -> None:
+    def main(rank: Rank) -> None:
+        model = DDP(seeded(lambda: Mlp(64)))
+        optimizer = sgd_in_groups(model.parameters())
+        handle = syncline.attach(model, EXCHANGES["int4"], optimizer=optimizer, every=5, delay=2, warmup=1)
+        for number in range(100):
+            train(model, optimizer, rank.rank, range(number, number + 1), (8, 64))
+            if number == 7:  # every=5, so that parts were sent at different steps, and results are under way
+                break
+        assert not same_on_all(weights(model))
+        if inside:
+            with handle.synced():
+                agreed = weights(model)
+                handle.detach()
+            torch.testing.assert_close(weights(model), agreed)
+        else:
+            handle.detach()
+        assert same_on_all(weights(model))
+        assert all(same_on_all(tensor) for state in optimizer.state.values() for tensor in state.values())
+        train(model, optimizer, rank.rank, range(3), (8, 64))
+        assert same_on_all(weights(model))
+
+    on_ranks(2, main)
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_step_that_one_ranks_scaler_skips(fused: bool) -> None:
     def main(rank: Rank) -> None:
@@ -259,6 +368,8 @@ def test_a_step_that_one_ranks_scaler_skips(fused: bool) -> None:
         optimizer = AdamW(model.parameters(), lr=0.01, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         handle = syncline.attach(model, optimizer=optimizer, warmup=1, scaler=scaler)
+        other = DDP(seeded(Mlp))  # its handle must not take the scaler from the first one
+        syncline.attach(other, optimizer=adamw(other.parameters()), scaler=scaler).detach()
         for number in range(6):
             before = weights(model)
             optimizer.zero_grad()
@@ -272,6 +383,28 @@ def test_a_step_that_one_ranks_scaler_skips(fused: bool) -> None:
         assert handle.stats().steps == 6
         handle.detach()
         assert "step" not in vars(scaler)
+
+    on_ranks(2, main)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_parameters_that_get_other_memory_are_still_exchanged(every: int) -> None:
+    """Some frameworks copy parameters when they evaluate for the first time."""
+
+    def main(rank: Rank) -> None:
+        model = DDP(seeded(lambda: Mlp(64)))
+        optimizer = adamw(model.parameters())
+        handle = syncline.attach(model, EXCHANGES["oktopk"], optimizer=optimizer, every=every, warmup=0)
+        for number in range(6):
+            train(model, optimizer, rank.rank, range(number, number + 1), (8, 64))
+            before = weights(model)
+            with handle.synced():
+                for parameter in model.parameters():
+                    parameter.data = parameter.data.clone()
+                assert same_on_all(weights(model))
+            assert torch.equal(weights(model), before)
+        handle.detach()
+        assert same_on_all(weights(model))
 
     on_ranks(2, main)
 
@@ -299,26 +432,35 @@ def test_updates_that_are_not_finite_are_dropped_on_all_ranks(every: int) -> Non
     on_ranks(2, main)
 
 
-def resumed(exchange: syncline.Exchange, options: Mapping[str, Any], make: Make, folder: Path, saved_at: int) -> None:
+def resumed(
+    exchange: syncline.Exchange,
+    options: Mapping[str, Any],
+    make: Make,
+    folder: Path,
+    saved_at: int,
+    net: Callable[[], nn.Module] = lambda: Mlp(128),
+    **ddp: Any,
+) -> None:
     def main(rank: Rank) -> None:
         def attached() -> tuple[DDP, Optimizer, syncline.Handle]:
-            model = DDP(seeded(lambda: Mlp(64)))
+            model = DDP(seeded(net), **ddp)
             optimizer = make(model.parameters())
             return model, optimizer, syncline.attach(model, exchange, optimizer=optimizer, **options)
 
         model, optimizer, handle = attached()
-        train(model, optimizer, rank.rank, range(saved_at), (8, 64))
-        handle.save(folder)
+        train(model, optimizer, rank.rank, range(saved_at), (8, 128))
+        with handle.synced() if saved_at > 2 else contextlib.nullcontext():
+            handle.save(folder)  # saves each rank's own weights in any case
         of_first = [copy.deepcopy(model.module.state_dict()), copy.deepcopy(optimizer.state_dict())]
         dist.broadcast_object_list(of_first)  # what scripts save: rank 0's model and optimizer
-        train(model, optimizer, rank.rank, range(saved_at, saved_at + 9), (8, 64))
+        train(model, optimizer, rank.rank, range(saved_at, saved_at + 9), (8, 128))
 
         other, other_optimizer, other_handle = attached()
         other.module.load_state_dict(of_first[0])
         other_optimizer.load_state_dict(of_first[1])
         other_handle.load(folder)
         assert other_handle.stats().steps == saved_at
-        train(other, other_optimizer, rank.rank, range(saved_at, saved_at + 9), (8, 64))
+        train(other, other_optimizer, rank.rank, range(saved_at, saved_at + 9), (8, 128))
         assert torch.equal(weights(other), weights(model))
         for one, two in zip(optimizer.state.values(), other_optimizer.state.values(), strict=True):
             assert all(torch.equal(one[key], two[key]) for key in one)
@@ -333,9 +475,9 @@ def test_a_checkpoint_resumes_bit_equal(name: str, every: int, delay: int, saved
     resumed(EXCHANGES[name], {"every": every, "delay": delay, "warmup": 4}, adamw, tmp_path / "state", saved_at)
 
 
-def test_a_checkpoint_resumes_bit_equal_with_an_outer_optimizer(tmp_path: Path) -> None:
-    options = {"every": 3, "outer": syncline.Nesterov(), "warmup": 0}
-    resumed(syncline.Dense(), options, sgd, tmp_path / "state", 7)
+def test_a_checkpoint_resumes_bit_equal_with_an_outer_optimizer_groups_and_a_static_graph(tmp_path: Path) -> None:
+    options = {"every": 3, "outer": syncline.Nesterov(), "warmup": 1}
+    resumed(syncline.Dense(), options, sgd_in_groups, tmp_path / "state", 7, net=Normed, static_graph=True)
 
 
 def test_rank_0s_model_and_optimizer_alone_resume() -> None:
@@ -392,15 +534,14 @@ def test_a_checkpoint_of_another_world_size(tmp_path: Path) -> None:
 @pytest.mark.parametrize("warmup", [0, 1, 3])
 def test_options_of_ddp(options: dict[str, Any], warmup: int) -> None:
     def main(rank: Rank) -> None:
-        model = DDP(seeded(Mlp), gradient_as_bucket_view=True, **options)
+        model, plain = (DDP(seeded(Mlp), gradient_as_bucket_view=True, **options) for _ in range(2))
         optimizer = sgd(model.parameters())
-        if options.get("static_graph") and not warmup:
-            told = refusal(lambda: syncline.attach(model, optimizer=optimizer, warmup=0))
-            assert "must synchronise its first step: pass warmup=1" in told
-            return
         handle = syncline.attach(model, optimizer=optimizer, warmup=warmup)
         train(model, optimizer, rank.rank, range(8))
         assert same_on_all(weights(model))
+        if not warmup:
+            train(plain, sgd(plain.parameters()), rank.rank, range(8))
+            torch.testing.assert_close(weights(model), weights(plain), rtol=1e-5, atol=1e-6)
         handle.detach()
         train(model, optimizer, rank.rank, range(4))
         assert same_on_all(weights(model))

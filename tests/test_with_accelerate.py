@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.amp.grad_scaler import GradScaler
 
 import syncline
-from frameworks import distance, fingerprint, on_torchrun_ranks, run_example, said, small_net, type_example
+from frameworks import distance, fingerprint, on_torchrun_ranks, run_example, said, small_net, states_in, type_example
 from syncline.cluster import Rank
 
 SPARSE = syncline.OkTopk(density=0.05)
+UPDATES = {"exchange": SPARSE, "updates": True, "every": 2, "warmup": 1, "delay": 1}
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +90,57 @@ def test_a_run_resumed_from_save_state_equals_the_uninterrupted_one(runs: Any, t
     assert [expected] not in on_torchrun_ranks(without), "the residual made no difference"
 
 
+def test_updates_are_exchanged_and_a_resumed_run_equals_the_uninterrupted_one(runs: Any, tmp_path: Path) -> None:
+    """Each rank has its own weights between exchanges. `save_state` saves these, and those that all agreed on."""
+
+    def whole(rank: Rank) -> dict[str, str]:
+        kwargs = runs.SynclineKwargs(**UPDATES)
+        run = runs.Run(kwargs, accumulated=2)
+        digests = {}
+        run.train(0, 2, clip=1.0)
+        assert kwargs.handle is not None
+        warm = kwargs.handle.stats().total_sent_bytes["world"]
+        run.train(2, 6, clip=1.0)
+        run.accelerator.save_state(tmp_path / "three")
+        assert warm < kwargs.handle.stats().total_sent_bytes["world"] < 2 * warm
+        digests["own"] = fingerprint(run.model)
+        with kwargs.synced():
+            digests["agreed"] = fingerprint(run.model)
+        digests["own, final"] = fingerprint(run.train(0, 4, clip=1.0))
+        run.accelerator.save_state(tmp_path / "five")
+        run.accelerator.load_state(tmp_path / "three")  # return to the third step in the same run
+        with kwargs.synced():
+            assert fingerprint(run.model) == digests["agreed"]
+        assert fingerprint(run.train(0, 4, clip=1.0)) == digests["own, final"]
+        return digests
+
+    def resumed(rank: Rank) -> str:
+        run = runs.Run(runs.SynclineKwargs(**UPDATES), accumulated=2)
+        run.accelerator.load_state(tmp_path / "three")
+        final = fingerprint(run.train(0, 4, clip=1.0))
+        run.accelerator.save_state(tmp_path / "again")
+        return final
+
+    first, second = on_torchrun_ranks(whole)
+    assert first["agreed"] == second["agreed"]
+    assert first["own"] != second["own"]
+    net = small_net()
+    net.load_state_dict(load_file(tmp_path / "three/model.safetensors"))
+    assert fingerprint(net) == first["agreed"]
+    assert on_torchrun_ranks(resumed) == [first["own, final"], second["own, final"]]
+    assert states_in(tmp_path / "again/syncline") == states_in(tmp_path / "five/syncline")
+
+
 def test_the_residual_follows_the_loss_scale(runs: Any) -> None:
     def main(rank: Rank) -> None:
+        scaler = GradScaler("cpu", init_scale=64.0)
+        kwargs = runs.SynclineKwargs(syncline.Dense(), updates=True)
+        final = fingerprint(runs.Run(kwargs, scaler=scaler).train(infinite_at=2))
+        assert scaler.get_scale() == (32.0 if rank.rank == 1 else 64.0)  # rank 1 has skipped a step
+        assert kwargs.handle is not None
+        assert kwargs.handle.stats().steps == 6
+        with kwargs.synced():
+            assert fingerprint(kwargs.followed[0].model) == final
         doubling = GradScaler("cpu", init_scale=64.0, growth_interval=1)
         scaled = runs.Run(runs.SynclineKwargs(SPARSE), scaler=doubling).train()
         assert doubling.get_scale() == 64 * 2**6
@@ -138,9 +189,19 @@ def test_wrong_use_is_refused_and_one_process_has_nothing_to_do(runs: Any, tmp_p
             runs.SynclineKwargs().join(
                 runs.Accelerator(kwargs_handlers=[runs.DistributedDataParallelKwargs(comm_hook="fp16")])
             )
+        with pytest.raises(syncline.UsageError, match="updates=True needs the accelerator's optimizer"):
+            runs.Run(runs.SynclineKwargs(**UPDATES), joins=False)
+        for optimizers, text in {0: "none: pass it to accelerator.prepare", 2: "SGD and SGD: use one with"}.items():
+            accelerator = runs.Accelerator(cpu=True)
+            runs.SynclineKwargs(**UPDATES).join(accelerator)
+            model = accelerator.prepare(small_net())
+            for _ in range(optimizers):
+                accelerator.prepare(torch.optim.SGD(model.parameters()))
+            with pytest.raises(syncline.UsageError, match=f"needs one optimizer of the model, and found {text}"):
+                model(torch.ones(2, 784))
 
     def alone(rank: Rank) -> None:
-        kwargs = runs.SynclineKwargs(SPARSE)
+        kwargs = runs.SynclineKwargs(**UPDATES)
         with said() as text:
             run = runs.Run(kwargs)
             run.model.module = run.model  # the model is not wrapped

@@ -58,6 +58,10 @@ def test_wrong_arguments_are_refused_at_construction(framework: str, tmp_path: P
         f"{nowhere}: cannot be read": {"plan": nowhere},
         f"{tmp_path / 'net'}: cannot be read": {"network": tmp_path / "net"},
         "on_world_size is 'shrink': it must be one of": {"on_world_size": "shrink"},
+        "an exchange of updates must be named: pass exchange= too": {"updates": True},
+        "updates is 1: it must be True or False": {"exchange": syncline.Dense(), "updates": 1},
+        "every is 0: it must be a number of steps": {"exchange": syncline.Dense(), "updates": True, "every": 0},
+        "every, warmup, delay and outer are for updates": {"exchange": syncline.Dense(), "every": 5},
     }.items():
         assert refusal(lambda wanted=wanted: make(**wanted)).startswith(expected)
 

@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.amp.grad_scaler import GradScaler
 
 import made_up
 import syncline
-from frameworks import distance, fingerprint, on_torchrun_ranks, run_example, said, sparse_plan
+from frameworks import distance, fingerprint, on_torchrun_ranks, run_example, said, sparse_plan, states_in
 from syncline.cluster import Rank
 
 SPARSE = syncline.OkTopk(density=0.05)
+UPDATES = {"exchange": SPARSE, "updates": True, "every": 2, "warmup": 2}
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +38,9 @@ def test_dense_trains_as_lightnings_own_ddp_does(runs: Any) -> None:
             assert distance(synced, plain) < 1e-6
             assert strategy.handle is not None
             assert strategy.handle.stats().steps == 6 // accumulated
+        plain = runs.fit(runs.DDPStrategy())
+        for model in (runs.Digits(), runs.Manual()):
+            assert distance(runs.fit(runs.SynclineStrategy(syncline.Dense(), updates=True), model=model), plain) < 1e-6
 
     on_torchrun_ranks(main)
 
@@ -81,6 +86,56 @@ def test_a_run_resumed_from_a_checkpoint_equals_the_uninterrupted_one(runs: Any,
     assert expected not in on_torchrun_ranks(elsewhere), "the residual made no difference"
 
 
+def test_updates_are_exchanged_and_a_resumed_run_equals_the_uninterrupted_one(runs: Any, tmp_path: Path) -> None:
+    """Each rank has its own weights between exchanges, but validates, saves and returns those that all agreed on."""
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 1.0}  # two steps in each epoch of three batches
+
+    def whole(rank: Rank) -> list[str]:
+        strategy = runs.SynclineStrategy(**UPDATES)
+        model = runs.fit(strategy, epochs=3, **runs.after_each_epoch(tmp_path), **options)
+        assert 0 < max(model.sent_bytes[step] for step in (3, 4, 5, 6)) < model.sent_bytes[1]
+        model.trainer.save_checkpoint(tmp_path / "after.ckpt")
+        final = fingerprint(model)
+        assert final == model.validated[-1] != model.validated[-2]
+        assert strategy.handle is not None
+        assert strategy.handle.stats().steps == 6
+
+        model.trainer.fit_loop.max_epochs = 4
+        model.trainer.fit(model, *runs.loaders())
+        assert strategy.handle.stats().steps == 2
+        assert strategy.handle.exchanges_updates
+        return [final, fingerprint(model), *model.validated]
+
+    def resumed(rank: Rank) -> str:
+        path, saved = tmp_path / "step=4.ckpt", runs.after_each_epoch(tmp_path / "more")
+        return fingerprint(runs.fit(runs.SynclineStrategy(**UPDATES), epochs=3, resume=path, **saved, **options))
+
+    def refused(rank: Rank) -> None:
+        class Two(runs.Manual):
+            def configure_optimizers(self) -> Any:
+                return [super().configure_optimizers(), torch.optim.Adam(self.net[1].parameters())]
+
+        class Without(runs.Digits):
+            def configure_optimizers(self) -> Any:
+                return None
+
+        for model, text in {Two(): "SGD and Adam: use one with", Without(): "none: return one from configure_"}.items():
+            with pytest.raises(syncline.UsageError, match=f"needs one optimizer of the model, and found {text}"):
+                runs.fit(runs.SynclineStrategy(**UPDATES), model=model)
+
+    first, second = on_torchrun_ranks(whole)
+    assert first == second
+    saved = torch.load(tmp_path / "step=6.ckpt", weights_only=False)["state_dict"]
+    model = runs.Digits()
+    model.load_state_dict(saved)
+    assert fingerprint(model) == first[0]
+    assert on_torchrun_ranks(resumed) == [first[0], first[0]]
+    expected = states_in(tmp_path / "step=6.ckpt.syncline")
+    assert states_in(tmp_path / "more/step=6.ckpt.syncline") == expected
+    assert states_in(tmp_path / "after.ckpt.syncline") == expected
+    on_torchrun_ranks(refused)
+
+
 def test_the_residual_follows_the_loss_scale(runs: Any) -> None:
     def scaled(growth_interval: int) -> str:
         scaler = GradScaler("cpu", init_scale=64.0, growth_interval=growth_interval)
@@ -92,6 +147,31 @@ def test_the_residual_follows_the_loss_scale(runs: Any) -> None:
 
     def main(rank: Rank) -> None:
         assert scaled(growth_interval=1) == scaled(growth_interval=1000)
+        scaler = GradScaler("cpu", init_scale=64.0)
+        strategy = runs.SynclineStrategy(syncline.Dense(), updates=True)
+        plugin = runs.MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+        runs.fit(strategy, model=runs.Digits(infinite_at=2), plugins=[plugin])
+        assert scaler.get_scale() == (32.0 if rank.rank == 1 else 64.0)  # rank 1 has skipped a step
+        assert strategy.handle is not None
+        assert strategy.handle.stats().steps == 6
+
+    on_torchrun_ranks(main)
+
+
+def test_the_learning_rate_finder_leaves_nothing_behind(runs: Any, tmp_path: Path) -> None:
+    """It trains a few steps, and then loads the checkpoint that it saved before them."""
+
+    class Finder(runs.LearningRateFinder):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            super().on_fit_start(trainer, pl_module)
+            pl_module.lr = 0.05  # not what it has found
+
+    def main(rank: Rank) -> None:
+        wanted = {**UPDATES, "every": 1, "warmup": 0}
+        finder = Finder(num_training_steps=3, early_stop_threshold=None)
+        found = runs.fit(runs.SynclineStrategy(**wanted), callbacks=[finder], default_root_dir=tmp_path)
+        assert len(found.losses) == 9
+        assert fingerprint(found) == fingerprint(runs.fit(runs.SynclineStrategy(**wanted)))
 
     on_torchrun_ranks(main)
 
@@ -151,7 +231,7 @@ def test_the_callback_logs_each_step_and_prints_what_is_attached(runs: Any) -> N
 
 def test_with_one_process_a_single_message_says_that_there_is_nothing_to_do(runs: Any, tmp_path: Path) -> None:
     def main(rank: Rank) -> str:
-        strategy = runs.SynclineStrategy(SPARSE)
+        strategy = runs.SynclineStrategy(**UPDATES)
         with said() as text:
             runs.fit(strategy, ranks=1, **runs.after_each_epoch(tmp_path))
         assert strategy.handle is None

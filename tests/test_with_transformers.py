@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 import syncline
-from frameworks import distance, fingerprint, on_torchrun_ranks, run_example, said
+from frameworks import distance, fingerprint, on_torchrun_ranks, run_example, said, states_in
 from syncline.cluster import Rank
 
 SPARSE = syncline.OkTopk(density=0.05)
+UPDATES = {"exchange": SPARSE, "updates": True, "every": 2, "warmup": 2}
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +75,49 @@ def test_a_run_resumed_from_a_checkpoint_equals_the_uninterrupted_one(runs: Any,
     assert not (tmp_path / "checkpoint-6/syncline").exists()
 
 
+def test_updates_are_exchanged_and_a_resumed_run_equals_the_uninterrupted_one(runs: Any, tmp_path: Path) -> None:
+    """Each rank has its own weights between exchanges, but evaluates, saves and returns those that all agreed on."""
+    options: dict[str, Any] = {f"{kind}_strategy": "steps" for kind in ("save", "eval")}
+    options |= {"save_steps": 2, "eval_steps": 2, "gradient_accumulation_steps": 2}
+
+    class Evaluating(runs.SynclineTrainer):
+        evaluated: tuple[str, ...] = ()
+
+        def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+            self.evaluated += (fingerprint(self.model),)
+            return super().evaluation_loop(*args, **options)
+
+    def whole(rank: Rank) -> list[str]:
+        # The first checkpoint counts as the best, because its loss is larger.
+        best = {"load_best_model_at_end": True, "greater_is_better": True}
+        run = runs.trainer(Evaluating, tmp_path / "first", wanted=UPDATES, **options, **best)
+        run.train()
+        sent = [entry.get("syncline/sent_bytes", 0) for entry in run.state.log_history if "loss" in entry]
+        assert 0 < max(sent[2:]) < sent[0]
+        assert run.state.best_model_checkpoint == str(tmp_path / "first/checkpoint-2")
+        assert fingerprint(run.model) == run.evaluated[0]
+        run.save_model(str(tmp_path / "best"))
+        assert fingerprint(run.model) == run.evaluated[0]
+        run.args.output_dir = str(tmp_path / "second")
+        run.train()
+        assert run.handle is not None
+        assert run.handle.exchanges_updates
+        assert len(set(run.evaluated)) == 6
+        return [*run.evaluated, fingerprint(run.model)]
+
+    def resumed(rank: Rank) -> list[str]:
+        run = runs.trainer(Evaluating, tmp_path / "more", wanted=UPDATES, **options)
+        run.train(resume_from_checkpoint=str(tmp_path / "first/checkpoint-4"))
+        assert fingerprint(run.model) == run.evaluated[0]
+        return list(run.evaluated)
+
+    first, second = on_torchrun_ranks(whole)
+    assert first == second
+    assert fingerprint(runs.GPT2LMHeadModel.from_pretrained(tmp_path / "best")) == first[0]
+    assert on_torchrun_ranks(resumed) == [[first[2]]] * 2
+    assert states_in(tmp_path / "more/checkpoint-6/syncline") == states_in(tmp_path / "first/checkpoint-6/syncline")
+
+
 def test_it_tunes_and_extends_another_trainer(runs: Any, tmp_path: Path) -> None:
     class Own(runs.Trainer):
         batches = 0
@@ -103,9 +147,7 @@ def test_it_tunes_and_extends_another_trainer(runs: Any, tmp_path: Path) -> None
 def test_with_one_process_a_single_message_says_that_there_is_nothing_to_do(runs: Any, tmp_path: Path) -> None:
     def main(rank: Rank) -> None:
         with said() as text:
-            run = runs.trainer(
-                runs.SynclineTrainer, tmp_path, wanted={"exchange": SPARSE}, save_strategy="steps", save_steps=6
-            )
+            run = runs.trainer(runs.SynclineTrainer, tmp_path, wanted=UPDATES, save_strategy="steps", save_steps=6)
             run.train()
         assert text.getvalue().count("nothing to do") == 1
         assert run.handle is None

@@ -13,7 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from syncline.integrations.transformers import SynclineTrainer
 
-__all__ = ["SynclineTrainer", "Trainer", "get_last_checkpoint", "losses", "trainer"]
+__all__ = ["GPT2LMHeadModel", "SynclineTrainer", "Trainer", "get_last_checkpoint", "losses", "trainer"]
 CONTEXT = 16
 TEXT = Path(torch.__file__).read_bytes()[: 256 * CONTEXT]
 
@@ -46,7 +46,8 @@ def trainer(kind: type[Trainer], folder: Path, *, wanted: dict[str, Any] | None 
         report_to="none",
         **{"max_steps": 6, "logging_steps": 1, "save_strategy": "no", **options},
     )
-    return kind(model=small_gpt2(), args=arguments, train_dataset=Windows(), **(wanted or {}))
+    data = {"train_dataset": Windows(), "eval_dataset": Windows() if "eval_strategy" in options else None}
+    return kind(model=small_gpt2(), args=arguments, **data, **(wanted or {}))
 
 
 def losses(of: Trainer) -> list[float]:

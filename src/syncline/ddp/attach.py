@@ -159,9 +159,7 @@ def attach_policy(
             fields["scaler"] = scaler is not None and scaler.is_enabled()
             if optimizer is not None:
                 validation.check_steps_all(optimizer, parameters)
-                if isinstance(policy, UpdatePolicy):
-                    reduction.check_can_stop_synchronising(policy.warmup > 0)
-                else:
+                if not isinstance(policy, UpdatePolicy):
                     check_elementwise(optimizer)
                 fields |= flatten({"optimizer": validation.optimizer_settings(optimizer)})
         if (other := other_hook(ddp)) is not None:  # on all ranks, because they have agreed

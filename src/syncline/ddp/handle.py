@@ -170,6 +170,7 @@ class Handle:
         """Return a context in which the model has the weights that all ranks agreed on last, without communication.
 
         Between exchanges of updates, every rank has weights of its own. Evaluate, and save the model, in this context.
+        A rank may do so alone. `save` stores each rank's own weights also here, but `optimizer.step()` is refused.
         With gradients, all ranks always have the same weights, and the context does nothing.
 
         Example:
@@ -274,7 +275,7 @@ class Handle:
         """Return the model to plain DDP, with the buckets that it has without a plan. All ranks call this.
 
         If updates were exchanged, the weights of the ranks are averaged first, and all ranks get the optimizer state of
-        the first one. Residuals are dropped.
+        the first one. Residuals are dropped. Inside `synced()`, ranks keep the weights that they agreed on last.
         """
         _ = self._attached  # raises if the handle is detached
         self._switch.turn_to(None)

@@ -147,11 +147,6 @@ class Reduction:
             remedy = "build the model without them, or use a lossless exchange"
             raise UsageError(f"{text} would lose part of the residual: {remedy}")
 
-    def check_can_stop_synchronising(self, synchronises_first: bool) -> None:
-        """Raise if this is a static graph whose first backward pass would not synchronise, which DDP cannot do."""
-        if self._static and not (synchronises_first or self._model._static_graph_delay_allreduce_enqueued):
-            raise UsageError("a model with static_graph=True must synchronise its first step: pass warmup=1 or more")
-
     def when_over(self, call: Callable[[], None]) -> bool:
         """Schedule `call` for when DDP has finished this backward pass. Return False outside one, as in `join()`."""
         engine: Any = torch.autograd.Variable._execution_engine

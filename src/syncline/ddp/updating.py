@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,9 @@ class Updating:
         topology: RankTopology | None,
     ) -> None:
         self._ddp = weakref.ref(ddp)  # the model holds its hook, which holds this object
-        self._engine, self._warm, self._optimizer, self._scaler = engine, warm, optimizer, scaler
+        self._engine, self._warm, self._optimizer = engine, warm, optimizer
+        self._is_closed = False
+        self._stop_watching: Callable[[], None] = lambda: None
         self.policy, self.topology = engine.policy, topology
         self._finished_step = 0  # number of steps when `finish` last gave all ranks the same weights
         self._warmup_sent_bytes: dict[str, int] = {}  # per level
@@ -57,7 +59,7 @@ class Updating:
 
     def _watch_scaler(self, scaler: GradScaler, itself: weakref.ref[Updating]) -> None:
         """Wrap the scaler's `step`, so that this rank takes part in the exchange of a step that it skips."""
-        step, optimizer = scaler.step, weakref.ref(self._optimizer)
+        step, before_this, optimizer = scaler.step, vars(scaler).get("step"), weakref.ref(self._optimizer)
 
         def step_or_skip(stepped: Optimizer, *args: Any, **options: Any) -> Any:
             before = _steps_of(itself)
@@ -68,9 +70,20 @@ class Updating:
 
         vars(scaler)["step"] = step_or_skip  # hides the method of the class until `close`
 
+        def stop() -> None:  # another model with the same scaler may be watched, too
+            if vars(scaler).get("step") is step_or_skip:
+                vars(scaler).pop("step")
+                if before_this is not None:
+                    vars(scaler)["step"] = before_this
+
+        self._stop_watching = stop
+
     # --- before and after each step of the optimizer ------------------------------------------------------------
 
     def _before_step(self) -> None:
+        if self._engine.is_synced:
+            text = "optimizer.step() inside handle.synced(), where the model has the weights of all ranks"
+            raise UsageError(f"{text}: leave the context before you train")
         self._engine.recover()
 
     def _after_step(self) -> None:
@@ -81,12 +94,14 @@ class Updating:
         self.steps += 1
         if self._warm is None:
             self._engine.after_step()
+            self._synchronise(False)  # again, because a `no_sync()` that has ended restores the former setting
         elif self.steps >= self.policy.warmup:
             self._end_warmup()
 
     def _after_skipped_step(self) -> None:
-        """Take part in the exchange of a step that the GradScaler has skipped on this rank."""
-        if self._warm is None:  # in the warm-up, all ranks have the same gradients and skip the same steps
+        """Take part in the exchange of a step that the GradScaler has skipped on this rank. In the warm-up, gradients
+        are equal on all ranks, and all skip the step."""
+        if self._warm is None and not self._is_closed:
             self.steps += 1
             self._engine.after_step()
 
@@ -103,12 +118,16 @@ class Updating:
 
     def _start_updates(self) -> None:
         self._engine.start()
-        self._synchronise_backward(False)
+        self._synchronise(False)
+        ddp = self._ddp()
+        if ddp is not None and ddp.static_graph and not ddp._static_graph_delay_allreduce_enqueued:
+            ddp.require_backward_grad_sync = True  # in the first step, as DDP requires. `submit` exchanges nothing
 
-    def _synchronise_backward(self, on: bool) -> None:
+    def _synchronise(self, on: bool) -> None:
+        """Make DDP call the hook in backward passes, and broadcast buffers before forward passes, or stop both."""
         ddp = self._ddp()
         if ddp is not None:
-            ddp.require_backward_grad_sync = on
+            ddp.require_backward_grad_sync = ddp.require_forward_param_sync = on
 
     # --- for the hook and the handle ----------------------------------------------------------------------------
 
@@ -195,9 +214,9 @@ class Updating:
         """Return to backward passes that synchronise, and close the lanes."""
         for hook in self._hooks:
             hook.remove()
-        if self._scaler is not None:
-            vars(self._scaler).pop("step", None)
-        self._synchronise_backward(True)
+        self._stop_watching()
+        self._is_closed = True
+        self._synchronise(True)
         if self._warm is not None:
             self._warm.close()
         self._engine.close()

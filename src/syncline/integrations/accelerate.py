@@ -7,9 +7,11 @@ rank's residual to its own file in the checkpoint's folder `syncline`, those of 
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from syncline.runtime.validation import ddp_of
 
 with needs("accelerate"):
     from accelerate import Accelerator  # type: ignore[import-untyped] # not typed
+    from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped]
     from accelerate.utils import DistributedDataParallelKwargs, DistributedType  # type: ignore[import-untyped]
 
 _WITHOUT_DDP = ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA", "TP")
@@ -101,7 +104,7 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
         if accelerator._models:
             raise UsageError("this accelerator has prepared a model already: join before prepare")
         self.take_over(accelerator)
-        accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.save(folder))
+        accelerator.register_save_state_pre_hook(lambda models, weights, folder: self._save_state(weights, folder))
         accelerator.register_load_state_pre_hook(lambda models, folder: self.load(folder))
         self._accelerator = accelerator
         if accelerator.num_processes == 1:
@@ -117,6 +120,31 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
                 setattr(self, name, value)
         accelerator.ddp_handler = self
 
+    @contextlib.contextmanager
+    def synced(self) -> Iterator[None]:
+        """Give all models the weights that all ranks agreed on last, inside this context, as `Handle.synced` does.
+
+        Evaluate, and save models, in this context. It does nothing before the first training step, and if gradients
+        are exchanged.
+
+        Example:
+            >>> with kwargs.synced():  # doctest: +SKIP
+            ...     evaluate(model)
+        """
+        with contextlib.ExitStack() as stack:
+            for followed in self.followed:
+                stack.enter_context(followed.synced())
+            yield
+
+    def _save_state(self, weights: Sequence[dict[str, Any]], folder: str | os.PathLike[str]) -> None:
+        """Save with `save_state`, and give it copies of the weights that all ranks agreed on last, for its own file."""
+        self.save(folder)
+        accelerator = self._accelerator
+        if self._follower.settings.updates and accelerator is not None and accelerator.is_local_main_process:
+            with self.synced():
+                for state in weights:
+                    state |= copy.deepcopy(dict(state))  # all at once, so that tied weights stay tied
+
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the residuals into a checkpoint's folder. All ranks call it, between steps."""
         for index, followed in enumerate(self.followed):
@@ -129,7 +157,8 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
 
     def _optimizer_of(self, model: nn.Module) -> Optimizer:
         prepared = [] if self._accelerator is None else self._accelerator._optimizers
-        return only_optimizer(prepared, ddp_of(model), "pass it to accelerator.prepare")
+        bare = [o.optimizer if isinstance(o, AcceleratedOptimizer) else o for o in prepared]
+        return only_optimizer(bare, ddp_of(model), "pass it to accelerator.prepare")
 
     def to_dict(self, ignore_keys: Sequence[str] = _HOOKS) -> dict[str, Any]:
         """Return the arguments of DDP only. Accelerate calls it."""

@@ -63,11 +63,11 @@ def take_arguments(options: dict[str, Any]) -> dict[str, Any]:
     return {name: options.pop(name) for name in _ARGUMENTS if name in options}
 
 
-def only_optimizer(optimizers: Sequence[Any], ddp: DDP, advice: str) -> Optimizer:
-    """Return the optimizer that has parameters of a model, without the framework's wrapper.
+def only_optimizer(optimizers: Sequence[Optimizer], ddp: DDP, advice: str) -> Optimizer:
+    """Return the optimizer that has parameters of a model.
 
     Args:
-        optimizers: The framework's optimizers.
+        optimizers: The optimizers, without the framework's wrappers.
         ddp: The model.
         advice: What to do if there is none.
 
@@ -75,14 +75,12 @@ def only_optimizer(optimizers: Sequence[Any], ddp: DDP, advice: str) -> Optimize
         UsageError: There is none, or more than one.
     """
     parameters = {id(parameter) for parameter in ddp.module.parameters()}
-    bare = [getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers]
-    own = [o for o in bare if any(id(p) in parameters for group in o.param_groups for p in group["params"])]
+    own = [o for o in optimizers if any(id(p) in parameters for group in o.param_groups for p in group["params"])]
     if len(own) != 1:
         found = " and ".join(type(optimizer).__name__ for optimizer in own) or "none"
         advice = "use one with several parameter groups" if own else advice
         raise UsageError(f"updates=True needs one optimizer of the model, and found {found}: {advice}")
-    optimizer: Optimizer = own[0]
-    return optimizer
+    return own[0]
 
 
 def refuse_hooks(arguments: Mapping[str, Any], *names: str) -> None:
@@ -147,6 +145,8 @@ class FollowedModel:
         """The step at which that folder was saved, if known."""
         self._starts_anew = False
         """Whether the attached exchange of updates must start from the weights that were loaded without a folder."""
+        self.has_ended = False
+        """Whether the training has ended, so that the model has the weights that all ranks agreed on last."""
         self._hook: RemovableHandle | None = None
         reference = weakref.ref(ddp)  # the model's hooks refer to `following`
 
@@ -168,6 +168,30 @@ class FollowedModel:
     def step(self) -> int | None:
         """The number of steps that were exchanged so far, including those of earlier runs; None if it is not known."""
         return self._folder_step if self.handle is None else self.handle.stats().steps
+
+    def synced(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model has the weights that all ranks agreed on last, as `Handle.synced` does.
+
+        It does nothing if nothing is attached, if the weights were loaded and not trained yet, or after `end`.
+        """
+        handle = self.handle
+        was_loaded = self._folder is not None or self._starts_anew
+        if handle is None or was_loaded or self.has_ended or handle.error is not None:
+            return contextlib.nullcontext()
+        return handle.synced()
+
+    def end(self) -> None:
+        """Leave the model with the weights that all ranks agreed on last. Each rank's own can still be saved."""
+        if not self.has_ended:
+            contextlib.ExitStack().enter_context(self.synced())  # it is not left
+            self.has_ended = True
+
+    def begin_again(self) -> None:
+        """Continue from the weights that the model has now, if the training has ended. All ranks call it."""
+        if self.has_ended:
+            self.has_ended = False
+            self._starts_anew = self._settings.updates and self.handle is not None
+            self._load_in_next_forward()
 
     def close(self) -> None:
         """Stop following. What is attached stays attached and can still be saved."""
@@ -221,6 +245,8 @@ class FollowedModel:
             error_if_missing: The message to raise if the folder is missing. None if it may be missing.
         """
         plan: Plan | None = None
+        if self._settings.updates and (attached := self.handle) is not None and attached.error is None:
+            attached.wait()  # before the framework loads weights, which results under way would change
         with same_on_all_ranks(self._group, self._device, "what is loaded", "load") as fields:
             if error_if_missing is not None and not folder.is_dir():
                 raise UsageError(error_if_missing)
@@ -245,8 +271,11 @@ class FollowedModel:
             self._starts_anew = self._starts_anew and self.handle is not None and self._folder is None
         else:
             self._load_if_attached()
+        self._load_in_next_forward()
+
+    def _load_in_next_forward(self) -> None:
+        """Load what is not loaded yet in the next training forward, after the hook of `following`, which attaches."""
         if self._hook is None and (self._folder is not None or self._starts_anew):
-            # comes after the hook of `following`, which attaches
             self._hook = self.model.register_forward_pre_hook(Unseen(lambda *_: self._load_if_attached()))
 
     def _resume_plan(self, plan: Plan, folder: Path, has_state: bool) -> bool:

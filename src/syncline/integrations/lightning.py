@@ -7,6 +7,7 @@ the folder was not copied with the checkpoint, which names it, resuming raises a
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import sys
@@ -61,6 +62,7 @@ class SynclineStrategy(DDPStrategy):
         self.followed: FollowedModel | None = None
         self._resumed: tuple[Path, Mapping[str, Any]] | None = None
         """The checkpoint from which the run is resumed, and its entry for the folder beside it, if any."""
+        self._validation = contextlib.ExitStack()  # holds the weights that all ranks agreed on
 
     @property
     def handle(self) -> Handle | None:
@@ -100,12 +102,28 @@ class SynclineStrategy(DDPStrategy):
                     self._follower.print(f"{filepath} is not a local file: residuals are not saved with it")
             elif self.followed.save(folder):
                 checkpoint["syncline"] = {"folder": folder.name, "step": self.followed.step}
-        super().save_checkpoint(checkpoint, filepath, storage_options)
+        # The checkpoint's tensors are the model's own, so the weights that the model has now are written.
+        with contextlib.nullcontext() if self.followed is None else self.followed.synced():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **options: Any) -> dict[str, Any]:
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **options)
-        self._resumed = Path(checkpoint_path), checkpoint.get("syncline", {})
+        resumed = Path(checkpoint_path), checkpoint.get("syncline", {})
+        if self.followed is None or self.followed.has_ended:
+            self._resumed = resumed
+        else:  # in the middle of a run, as the learning rate finder does
+            self._load_beside(self.followed, *resumed)
         return checkpoint
+
+    def on_validation_start(self) -> None:
+        """Validate the weights that all ranks agreed on last."""
+        super().on_validation_start()
+        if self.followed is not None:
+            self._validation.enter_context(self.followed.synced())
+
+    def on_validation_end(self) -> None:
+        self._validation.close()
+        super().on_validation_end()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         super().remove_checkpoint(filepath)
@@ -114,8 +132,10 @@ class SynclineStrategy(DDPStrategy):
 
     def teardown(self) -> None:
         self._resumed = None  # the checkpoint may have been loaded only for a test
+        self._validation.close()
         if self.followed is not None:
             self.followed.close()
+            self.followed.end()
         super().teardown()
 
 

@@ -75,8 +75,36 @@ class SynclineTrainer(Trainer, TrainerCallback):
         """Load the residuals of the checkpoint. The trainer is its own callback."""
         if args.world_size > 1 and not self.syncline.followed:
             raise UsageError("Trainer did not wrap its model in DDP through Accelerate: use syncline.follow(model)")
+        for followed in self.syncline.followed:
+            followed.begin_again()  # newer releases of Trainer use the wrapped model again
         if self._resumed is not None:
             self.syncline.load(self._resumed)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: Any, **about: Any) -> None:
+        """Leave the model with the weights that all ranks agreed on last."""
+        for followed in self.syncline.followed:
+            followed.end()
+
+    def _load_best_model(self, *arguments: Any, **options: Any) -> None:
+        for followed in self.syncline.followed:
+            followed.end()  # before the best weights replace the last
+        super()._load_best_model(*arguments, **options)
+
+    def evaluate(self, *arguments: Any, **options: Any) -> dict[str, float]:
+        """Evaluate as Trainer does, with the weights that all ranks agreed on last."""
+        with self.syncline.synced():
+            metrics: dict[str, float] = super().evaluate(*arguments, **options)
+            return metrics
+
+    def predict(self, *arguments: Any, **options: Any) -> Any:
+        """Predict as Trainer does, with the weights that all ranks agreed on last."""
+        with self.syncline.synced():
+            return super().predict(*arguments, **options)
+
+    def save_model(self, *arguments: Any, **options: Any) -> None:
+        """Save the model as Trainer does, with the weights that all ranks agreed on last."""
+        with self.syncline.synced():
+            super().save_model(*arguments, **options)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: Any, **about: Any) -> None:
         if not args.save_only_model and not state.is_hyper_param_search:

@@ -235,7 +235,9 @@ class Following:
         if self._closed or not self._is_first_forward or not torch.is_grad_enabled() or in_backward():
             return
         in_training = ddp.training or ddp.module.training or self._in_eval  # Lightning leaves the wrapper in eval mode
-        if not (ddp.require_backward_grad_sync or self._exchanges_updates) or not in_training:
+        # Updates are attached before the first gradient of a step, so that a resumed step begins with its own weights.
+        syncs = ddp.require_backward_grad_sync or self._exchanges_updates or (self._settings.updates and not self.done)
+        if not syncs or not in_training:
             return
         self._is_first_forward = False
         with current_device(self._device):

@@ -66,10 +66,11 @@ class TuneSettings:
         if not isinstance(self.updates, bool):
             raise UsageError(f"updates is {self.updates!r}: it must be True or False")
         if self.updates and self.exchange is None:
-            raise UsageError("updates=True needs the exchange to use: pass exchange= too, as in exchange=OkTopk()")
+            raise UsageError("an exchange of updates must be named: pass exchange= too, as in exchange=OkTopk()")
         checked_policy(exchange, 1, self.every, self.warmup, self.delay, self.outer)
         if not self.updates and self.update_options != {"every": 1, "warmup": None, "delay": 0, "outer": None}:
-            raise UsageError("every, warmup, delay and outer are for updates: pass updates=True too, or leave them out")
+            text = "pass updates=True too (to follow: optimizer=…), or leave them out"
+            raise UsageError(f"every, warmup, delay and outer are for updates: {text}")
         if self.on_world_size not in ON_WORLD_SIZE:
             raise UsageError(f"on_world_size is {self.on_world_size!r}: it must be one of {', '.join(ON_WORLD_SIZE)}")
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -49,6 +49,22 @@ class Flight:
     finite: Tensor | None = None  # whether the mean is finite, once the future has completed
 
 
+class _Synced(contextlib.AbstractContextManager[None]):
+    """Gives the model the weights that all ranks agreed on last. Unlike a generator, it does nothing if it is released
+    without being left, as at the end of a framework's training."""
+
+    def __init__(self, engine: UpdateEngine) -> None:
+        self._engine, self._inside_another = engine, False
+
+    def __enter__(self) -> None:
+        self._inside_another = self._engine.is_synced
+        self._engine.use_agreed()
+
+    def __exit__(self, *_: object) -> None:
+        if not self._inside_another:
+            self._engine.use_own()
+
+
 class UpdateEngine:
     """Exchanges the updates of one model. All ranks create it together, in the same order as their other groups."""
 
@@ -63,6 +79,7 @@ class UpdateEngine:
         topology: RankTopology | None,
     ) -> None:
         self.group, self.policy = group, policy
+        self._parameters = parameters
         self._weights = {name: parameter.detach() for name, parameter in parameters.items()}
         self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         self._tensors = {**self._weights, **self._buffers}
@@ -73,6 +90,8 @@ class UpdateEngine:
         self.steps = 0  # of the optimizer, skipped ones included
         self.fragments: list[Fragment] = []
         self._flights: list[Flight] = []
+        self._own: list[Tensor] | None = None
+        """This rank's weights by fragment, while the model has those that all ranks agreed on."""
         self._finite_flags: list[tuple[Tensor, Any]] = []
         """Whether each result of the last step was finite, and on CUDA the event after which the flag can be read."""
         self.runner = BucketRunner(group, self._device, policy.lanes, timeout, topology)
@@ -100,8 +119,15 @@ class UpdateEngine:
                     fragment.ready.track_applied()
                 self.fragments.append(fragment)
 
+    def _find_weights(self) -> None:
+        """Find the weights again where a script or a framework has given a parameter other memory, as `.to()` may."""
+        for name, parameter in self._parameters.items():
+            if parameter.data_ptr() != self._weights[name].data_ptr():
+                self._weights[name] = self._tensors[name] = parameter.detach()
+
     def start(self) -> None:
         """Collective: make the current weights the anchor. If they differ between ranks, the first rank's are used."""
+        self._find_weights()
         if len(set(gather_bytes(self.group, digest_of_bits(self._tensors).encode()))) > 1:
             broadcast_from_first(self.group, list(self._tensors.values()))
         for fragment in self.fragments:
@@ -114,6 +140,7 @@ class UpdateEngine:
         if (error := self.runner.error) is not None:
             raise ExchangeError(f"an earlier exchange of this model failed: {self.runner.explained}") from error
         step = Step()
+        self._find_weights()
         with torch.no_grad(), current_device(self._device):
             self.steps += 1
             self.apply(self.steps - self.policy.delay)
@@ -160,9 +187,12 @@ class UpdateEngine:
         fragment.apply(flight.flat, finite, self.policy.outer if fragment.pieces[0].name in self._weights else None)
         new = fragment.anchor.to(self._tensors[fragment.pieces[0].name].dtype)
         if flight.sent is not None and flight.begun < self.steps:  # keep what this rank has done since, if it is finite
-            meanwhile = fragment.gathered(self._tensors).sub_(flight.sent)
-            new = torch.where(finite, new + meanwhile, new)
-        fragment.scatter(new, self._tensors)
+            now = fragment.gathered(self._tensors) if self._own is None else self._own[fragment.index]
+            new = torch.where(finite, new + (now - flight.sent), new)
+        if self._own is None:
+            fragment.scatter(new, self._tensors)
+        else:
+            self._own[fragment.index] = new
         self._record_finite(finite)
 
     # --- updates that are not finite ----------------------------------------------------------------------------
@@ -201,30 +231,57 @@ class UpdateEngine:
 
     # --- for the handle -----------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def synced(self) -> Iterator[None]:
-        """Give the model the weights that all ranks agreed on last, inside this context."""
-        with torch.no_grad():
-            own = [fragment.gathered(self._tensors) for fragment in self.fragments]
-            for fragment, tensor in zip(self.fragments, own, strict=True):
-                fragment.scatter(fragment.anchor.to(tensor.dtype), self._tensors)
-        try:
-            yield
-        finally:
+    @property
+    def is_synced(self) -> bool:
+        """Whether the model has the weights that all ranks agreed on last, instead of this rank's own."""
+        return self._own is not None
+
+    def use_agreed(self) -> None:
+        """Give the model the weights that all ranks agreed on last, until `use_own`, `finish` or `load`."""
+        if self._own is None:
+            self._find_weights()
             with torch.no_grad():
-                for fragment, tensor in zip(self.fragments, own, strict=True):
-                    fragment.scatter(tensor, self._tensors)
+                self._own = [fragment.gathered(self._tensors) for fragment in self.fragments]
+                for fragment, own in zip(self.fragments, self._own, strict=True):
+                    fragment.scatter(fragment.anchor.to(own.dtype), self._tensors)
+
+    def use_own(self) -> None:
+        """Give the model this rank's own weights again."""
+        own, self._own = self._own, None
+        self._find_weights()
+        with torch.no_grad():
+            for fragment, tensor in zip(self.fragments, own or (), strict=own is not None):
+                fragment.scatter(tensor, self._tensors)
+
+    def synced(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which the model has the weights that all ranks agreed on last."""
+        return _Synced(self)
+
+    def _own_weights(self) -> Mapping[str, Tensor]:
+        """Return this rank's own weights and buffers, by name. Inside `synced`, they are copies."""
+        if self._own is None:
+            return self._tensors
+        tensors = {name: torch.empty_like(tensor) for name, tensor in self._tensors.items()}
+        for fragment, own in zip(self.fragments, self._own, strict=True):
+            fragment.scatter(own, tensors)
+        return tensors
 
     def wait(self) -> None:
         """Wait for the exchanges that still run, and apply their results."""
+        self._find_weights()
         with torch.no_grad(), current_device(self._device):
             self.apply(self.steps)
 
     def finish(self) -> None:
         """Collective: average what ranks have done since their last exchange, so that all have the same weights and
-        optimizer state. Residuals are dropped."""
+        optimizer state. Residuals are dropped. If the model has the agreed weights, it keeps them."""
+        self._find_weights()
         with torch.no_grad(), current_device(self._device):
-            self.apply(self.steps)
+            if self._own is None:
+                self.apply(self.steps)
+            else:
+                self._land()
+                self._own = None
             for fragment in self.fragments:
                 now = fragment.gathered(self._tensors)
                 flat = fragment.update_from(now).mul_(1 / self.group.size())
@@ -250,7 +307,7 @@ class UpdateEngine:
             torch.cuda.synchronize(self._device)
         states = [(fragment.pieces, fragment.saved()) for fragment in self.fragments]
         saved = {name: dict(kinds) for name, kinds in join_residuals(states, self._tensors).items()}
-        for name, tensor in self._tensors.items():
+        for name, tensor in self._own_weights().items():
             saved[name]["weights"] = tensor
         for name in self._weights:
             saved[name] |= self.optimizer_state.saved(name)
@@ -267,20 +324,30 @@ class UpdateEngine:
     def load(self, tensors: Residuals, steps: int) -> None:
         """Collective: continue from a checkpoint without `misfit`, with its weights and its optimizer state. If it is
         empty, continue from the current weights."""
-        self._flights, self._finite_flags = [], []
-        self.steps = steps
+        self._land()
+        self._find_weights()
+        self._own, self._finite_flags, self.steps = None, [], steps
         with torch.no_grad():
             for name, kinds in tensors.items():
                 self._tensors[name].copy_(kinds["weights"])
             self.start()
             for name, kinds in tensors.items():  # again: `start` may have replaced them
                 self._tensors[name].copy_(kinds["weights"])
-            for fragment in self.fragments if tensors else ():
-                fragment.load(split_residuals(fragment.pieces, tensors, self._tensors))
+            for fragment in self.fragments:
+                if tensors:
+                    fragment.load(split_residuals(fragment.pieces, tensors, self._tensors))
+                else:
+                    fragment.ready.load(fragment.layout, {})  # no residual
         if tensors:
             self.optimizer_state.load(tensors)
+
+    def _land(self) -> None:
+        """Wait for the exchanges that are under way, and drop their results. Residuals are no longer changed then."""
+        flights, self._flights = self._flights, []
+        for flight in flights:
+            flight.future.wait()
 
     def close(self) -> None:
         """Close the lanes, and drop all fragments."""
         self.runner.close()
-        self.fragments, self._flights = [], []
+        self.fragments, self._flights, self._own = [], [], None
