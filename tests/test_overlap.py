@@ -195,6 +195,9 @@ def test_weights_are_never_read_before_they_have_arrived() -> None:
                 step(trained, optimizer, rank.rank, number)
                 if number % 2:
                     mean.update_parameters(trained.module)
+                else:
+                    parameter = next(trained.parameters())
+                    parameter.data = parameter.data * 0.9  # other values, in other memory
             expected = dict(plain.module.named_parameters())
             close = {"rtol": 1e-4, "atol": 1e-6}
             ways: list[Callable[[], Any]] = [

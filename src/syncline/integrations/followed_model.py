@@ -38,7 +38,7 @@ from syncline.records.plan import Plan
 from syncline.runtime.bucket_policy import difference_of
 from syncline.runtime.validation import ddp_of, only_device, parameters_of
 from syncline.tuning.follow import Following
-from syncline.tuning.settings import TuneSettings, has_residual
+from syncline.tuning.settings import TuneSettings, allows_residual, has_residual
 
 _ARGUMENTS = (
     *("exchange", "plan", "allow", "network", "on_world_size", "timeout_s", "quiet"),
@@ -116,7 +116,7 @@ class Follower:
         if self.settings.updates:
             return True
         exchange, plan = self.settings.exchange, self.settings.plan
-        planned = has_residual(plan) if isinstance(plan, Plan) else "sparse" in self.settings.allow
+        planned = has_residual(plan) if isinstance(plan, Plan) else allows_residual(self.settings.allow)
         return planned if exchange is None else exchange.keeps
 
     def print(self, text: str) -> None:

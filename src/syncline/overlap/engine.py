@@ -195,6 +195,9 @@ class OverlapEngine:
         assert self.optimizer is not None  # noqa: S101
         self.wait()
         self.wait_for_weights()
+        with torch.no_grad():
+            for bucket in self.buckets:
+                bucket.sharded.move_in(self.parameters)  # the script may have given a parameter other memory
         self.optimizer.enter()
         for _, _, shard, gradient in self._pieces():
             shard.grad = gradient

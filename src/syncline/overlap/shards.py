@@ -74,11 +74,12 @@ class ShardedBucket:
         return 0 if self.whole else self.rank * self.part
 
     def move_in(self, parameters: Names) -> None:
-        """Make the parameters views of the flat weights, with the same values."""
+        """Make the parameters views of the flat weights, with the same values. Do nothing for those that are."""
         for slot in self.layout.slots:
             view, parameter = slot.view(self.weights), parameters[slot.name]
-            view.copy_(parameter.detach())
-            parameter.data = view
+            if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
+                view.copy_(parameter.detach())
+                parameter.data = view
 
     def move_out(self, parameters: Names) -> None:
         """Give the parameters memory of their own."""

@@ -12,8 +12,8 @@ from torch.amp.grad_scaler import GradScaler
 
 from syncline.ddp.attach import check_scaler
 from syncline.errors import UsageError
-from syncline.exchange import Exchange
-from syncline.plan.search import check_allowed
+from syncline.exchange import EXCHANGES, Exchange
+from syncline.plan.search import ALLOWED, check_allowed
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.runtime.checkpoint import ON_WORLD_SIZE
@@ -94,3 +94,8 @@ class TuneSettings:
 def has_residual(plan: Plan) -> bool:
     """Return whether an exchange of the plan has a residual."""
     return any(exchange.keeps for exchange in plan.exchanges)
+
+
+def allows_residual(allow: Sequence[str]) -> bool:
+    """Whether a plan that may use these lossy exchanges may have one that keeps a residual."""
+    return any(EXCHANGES[name]().keeps for kind in allow for name in ALLOWED[kind])
