@@ -43,7 +43,7 @@ from syncline.records.profile import Profile, load_profile
 MODELS = ("resnet152-cuda", "bert-base-cuda", "gpt2-small-cuda")
 RATIOS = (0.7, 1.0, 1.5)
 HOSTS, RATE_BPS, COMPUTE_S = 4, 200_000_000, 0.5
-STEPS = 4  # that are measured together
+STEPS = 3  # that are measured together
 PROBE_S = 12.0
 
 
@@ -76,11 +76,13 @@ def on_cluster(rank: Rank, profile: Profile, size: float, rounds: int) -> dict[s
             handle = syncline.attach(model, optimizer=optimizer, overlap="forward") if method == "overlap" else None
             settle = (lambda: None) if handle is None else handle.wait
             handles[method + kind] = handle
-            contenders.append(Contender(method + kind, partial(repeated, step), STEPS, lead=step, settle=settle))
+            contenders.append(
+                Contender(method + kind, partial(repeated, step), STEPS, lead=step, lead_steps=1, settle=settle)
+            )
             schedule = Schedule(method, filled(measured.gradients, tuple(limits)), overlaps=method == "overlap")
             expected_s = predict(measured, network, schedule, paced=True).iteration_s
             about[method + kind] = {"buckets": len(schedule.buckets), "predicted_ms": expected_s * 1e3}
-    record = take_turns(rank, contenders, warmup=3, rounds=rounds)
+    record = take_turns(rank, contenders, warmup=2, rounds=rounds)
     for method, handle in handles.items():
         if handle is not None:
             about[method] |= {"sent_bytes": handle.stats().sent_bytes, "predicted_bytes": handle.predicted_sent_bytes()}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +29,7 @@ from syncline.exchange.halves import AllGather, ReduceScatter, ShardState
 from syncline.models import zoo
 from syncline.models.gpt import GPT
 from syncline.overlap.guards import PendingParameter, UnfinishedGradient
-from syncline.predict.overlap import Reduction, best_whole, overlapped
+from syncline.predict.overlap import BucketTimes, best_whole, overlapped
 
 SMALL = {"bucket_cap_mb": 0.002}
 WARM = 8  # steps after which weights are in shards, whatever DDP rebuilds
@@ -293,6 +295,77 @@ def test_state_moves_between_plain_ddp_and_shards() -> None:
     on_ranks(3, main)
 
 
+def test_what_would_be_silently_wrong_raises() -> None:
+    def main(rank: Rank) -> None:
+        model = DDP(seeded(Mlp).double(), **SMALL)
+        optimizer = SGD(model.parameters(), lr=0.05)
+        handle = attach(model, optimizer)
+
+        def backward(number: int) -> Tensor:
+            loss = model(batch(rank.rank, number).double()).square().mean()
+            loss.backward(retain_graph=True)
+            return loss
+
+        for number in range(WARM):
+            optimizer.zero_grad()
+            backward(number)
+            optimizer.step()
+        optimizer.zero_grad()
+        loss = backward(50)
+        assert "before detach" in refusal(lambda: handle._attached.finish())  # gradients exist only in shards
+        assert float(handle.clip_grad_norm_(1e-3)) > 0  # in fp64
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):  # a graph of the old weights
+            loss.backward()
+        optimizer.zero_grad()
+        with model.no_sync():
+            backward(51)
+        assert "synchronised" in refusal(optimizer.step)
+        optimizer.zero_grad()
+        model.module.extra = nn.Parameter(torch.ones(1))
+        model.module.extra.grad = torch.ones(1)
+        optimizer.add_param_group({"params": [model.module.extra]})
+        backward(52)
+        assert "DDP does not exchange" in refusal(optimizer.step)
+
+    on_ranks(2, main)
+
+
+def test_a_gradient_that_is_zeroed_before_the_step_is_stepped_as_zero() -> None:
+    def main(rank: Rank) -> None:
+        plain, model = (DDP(seeded(Mlp), **SMALL) for _ in range(2))
+        optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (plain, model)]
+        attach(model, optimizers[1])
+        for number in range(2 * WARM):
+            for trained, optimizer in zip((plain, model), optimizers, strict=True):
+                optimizer.zero_grad()
+                trained(batch(rank.rank, number)).square().mean().backward()
+                for parameter in list(trained.parameters())[:3]:
+                    assert parameter.grad is not None
+                    parameter.grad.zero_()
+                optimizer.step()
+        torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
+
+    on_ranks(2, main)
+
+
+def test_nothing_stays_alive_when_a_model_is_dropped() -> None:
+    def main(rank: Rank) -> None:
+        model = DDP(seeded(Mlp), **SMALL)
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        handle = attach(model, optimizer)
+        for number in range(WARM):
+            step(model, optimizer, rank.rank, number)
+        handle.wait()
+        engine = weakref.ref(handle._attached._engine)
+        del model, optimizer, handle
+        gc.collect()
+        assert engine() is None
+
+    on_ranks(2, main)
+
+
 class Sometimes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -336,6 +409,7 @@ def test_wrong_use_is_refused_with_one_line() -> None:
             ({"overlap": "forward"}, "optimizer=optimizer"),
             ({"overlap": "forward", "optimizer": optimizer, "every": 2}, "leave them out"),
             ({"overlap": "forward", "optimizer": optimizer, "exchange": syncline.OkTopk()}, "Dense()"),
+            ({"overlap": "forward", "optimizer": optimizer, "lanes": 2}, "one lane"),
             ({"overlap": "forward", "optimizer": NormScaled(model.parameters(), lr=0.1)}, "elementwise = True"),
         ):
             assert says in refusal(lambda arguments=arguments: syncline.attach(model, **arguments))
@@ -381,9 +455,9 @@ def test_both_halves_give_the_sum_on_all_ranks(numel: int) -> None:
         assert torch.equal(total, 3 * torch.arange(numel, dtype=torch.float32) + 3)
 
 
-def even(count: int, communication_s: float, backward_s: float = 2.0) -> list[Reduction]:
+def even(count: int, communication_s: float, backward_s: float = 2.0) -> list[BucketTimes]:
     each = communication_s / count
-    return [Reduction(backward_s * (n + 1) / count, each, each / 2, each / 2) for n in range(count)]
+    return [BucketTimes(backward_s * (n + 1) / count, each, each / 2, each / 2) for n in range(count)]
 
 
 @pytest.mark.parametrize(("communication_s", "least_s"), [(1.0, 3.0), (3.0, 3.0), (4.0, 4.0), (6.0, 6.0)])

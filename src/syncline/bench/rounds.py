@@ -37,6 +37,8 @@ class Contender:
     """Number of training steps in one call of `step`."""
     lead: Callable[[], None] = lambda: None
     """Called right before the time is taken, for a method whose steps overlap: its first step."""
+    lead_steps: int = 0
+    """Number of training steps in one call of `lead`."""
     settle: Callable[[], None] = lambda: None
     """Called after the time is taken, to wait for what the last step has left under way."""
 
@@ -88,15 +90,18 @@ def take_turns(rank: Rank, contenders: Sequence[Contender], *, warmup: int, roun
             _barrier(rank)
             time.sleep(rest_s)
             _barrier(rank)
+            sent_before = links.sent_bytes() if rank.shaped else -1
             contender.lead()
-            sent_before, start = links.sent_bytes() if rank.shaped else -1, time.monotonic()
+            start = time.monotonic()
             contender.step()
             _finish(rank)
             end = time.monotonic()
             contender.settle()
             _barrier(rank)
             if number >= 0:
-                record[contender.name].append([start, end, sent_before, links.sent_bytes() if rank.shaped else -1])
+                sent = (links.sent_bytes() if rank.shaped else -1) - sent_before
+                measured = sent * contender.steps / (contender.steps + contender.lead_steps)
+                record[contender.name].append([start, end, sent_before, sent_before + measured])
         report_progress(rank, number + warmup + 1, warmup + rounds)
     return record
 

@@ -231,7 +231,7 @@ def _contender(name: str, prepared: Prepared, workload: Workload, rank: Rank) ->
         handle.wait()  # otherwise, the end of a delayed exchange would not be measured
 
     if prepared.method == OVERLAP:
-        return Contender(name, steps, period, lead=step, settle=handle.wait)
+        return Contender(name, steps, period, lead=step, lead_steps=1, settle=handle.wait)
     return Contender(name, steps_and_wait, period)
 
 

@@ -66,7 +66,7 @@ def attach(
     shards during backward, the optimizer steps this rank's shards, and the new weights are gathered while forward runs.
 
     All ranks of the model's process group call this with the same arguments. It replaces an exchange that was attached
-    before. If it raises, the model is unchanged.
+    before. If it raises, the model is unchanged, except that an exchange with `overlap` may be detached.
 
     Args:
         model: A DistributedDataParallel model, or the result of `torch.compile` for one.
@@ -110,7 +110,8 @@ def attach(
     validation.check_positive(timeout_s=timeout_s)
     policy: BucketPolicy | UpdatePolicy | OverlapPolicy = Uniform(exchange, lanes)
     if overlap is not None:
-        policy = _overlap_policy(exchange, overlap, optimizer, (every, warmup, delay, outer) == (1, None, 0, None))
+        _check_overlap(model, exchange, overlap, optimizer, lanes, (every, warmup, delay, outer) == (1, None, 0, None))
+        policy = OverlapPolicy(exchange, 1)
     elif optimizer is not None:
         policy = checked_policy(exchange, lanes, every, warmup, delay, outer)
     elif (every, warmup, delay, outer) != (1, None, 0, None):
@@ -118,17 +119,28 @@ def attach(
     return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler, optimizer=optimizer)
 
 
-def _overlap_policy(exchange: Exchange, overlap: Any, optimizer: Any, no_updates: bool) -> OverlapPolicy:
-    """Return the policy of an exchange that overlaps with the next forward pass. Raise if an argument does not fit."""
-    if overlap != "forward":
-        raise UsageError(f"overlap is {overlap!r}: it must be 'forward', or left out")
-    if exchange != Dense():
-        raise UsageError(f"overlap='forward' exchanges through Dense(), not {exchange!r}: leave one of them out")
-    if optimizer is None:
-        raise UsageError("overlap='forward' steps the optimizer on shards of the weights: pass optimizer=optimizer")
-    if not no_updates:
-        raise UsageError("every, warmup, delay and outer are for updates: leave them out with overlap='forward'")
-    return OverlapPolicy(exchange, 1)
+def _check_overlap(
+    model: nn.Module, exchange: Exchange, overlap: Any, optimizer: Any, lanes: int, no_updates: bool
+) -> None:
+    """Raise if an argument does not fit an exchange that overlaps with the next forward pass."""
+    ddp = ddp_of(model)
+    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in ddp.modules())
+    for problem, is_there in {
+        f"overlap is {overlap!r}: it must be 'forward', or left out": overlap != "forward",
+        f"overlap='forward' exchanges through Dense(), not {exchange!r}: leave one of them out": exchange != Dense(),
+        "overlap='forward' steps the optimizer on shards of the weights: pass optimizer=optimizer": optimizer is None,
+        "every, warmup, delay and outer are for updates: leave them out with overlap='forward'": not no_updates,
+        "overlap='forward' has one lane: leave lanes out": lanes != 1,
+        "overlap='forward' cannot watch a compiled DDP model: compile the module inside DDP": (
+            model is not ddp or ddp._compiled_call_impl is not None
+        ),
+        "overlap='forward' does not support TorchScript modules: use the modules themselves": scripted,
+        "overlap='forward' needs all buckets in every step: build DDP without skip_all_reduce_unused_params": (
+            getattr(ddp, "skip_all_reduce_unused_params", False)
+        ),
+    }.items():
+        if is_there:
+            raise UsageError(problem)
 
 
 def attach_policy(
@@ -165,7 +177,10 @@ def attach_policy(
         if (other := other_hook(ddp)) is not None:  # on all ranks, because they have agreed
             raise UsageError(f"this model has a communication hook already ({other}): DDP takes only one. Remove yours")
         if (before := switches.get(ddp)) is not None and before.engine is not None:
-            before.engine.finish()
+            if isinstance(before.engine, Overlapping):
+                before.turn_to(None)  # weights are no longer in shards, whatever follows
+            else:
+                before.engine.finish()
         with meeting(group, "attach", users=True):
             topology = find_topology(group, policy.exchanges, links)
             made = partial(Engine, group, parameters, timeout=timeout, topology=topology, reduction=reduction)
@@ -222,13 +237,13 @@ def _overlapping(
     timeout: timedelta,
 ) -> Overlapping:
     """Collective: create what overlaps with the next forward pass, and the engine of its first steps."""
-    engine = OverlapEngine(ddp.process_group, parameters_of(ddp), optimizer, policy.lanes, timeout, None)
+    engine = OverlapEngine(ddp.process_group, parameters_of(ddp), optimizer, timeout, ddp.gradient_as_bucket_view)
     try:
         warm = make_engine(policy=Uniform(Dense(), 1))
-        return Overlapping(ddp, engine, warm, optimizer, policy, reduction, None)
     except BaseException:
         engine.close()
         raise
+    return Overlapping(ddp, engine, warm, optimizer, policy, reduction, None)
 
 
 def wrap(

@@ -95,9 +95,10 @@ class Handle:
         return max((getattr(bucket, "period", 1) for bucket in self._attached.buckets.values()), default=1)
 
     def wait(self) -> None:
-        """Wait for exchanges of updates that still run because of a `delay`, and apply their results.
+        """Wait for what is exchanged beside computation: updates with a `delay`, or weights with `overlap="forward"`.
 
-        All ranks call this between steps. Only measurements need it: training applies results when they are due.
+        All ranks call this between steps. Training waits by itself when results are due. Measurements need this, and
+        with overlap, code that reads weights without a function of torch.
         """
         self._attached.wait()
 
@@ -275,7 +276,8 @@ class Handle:
         """Return the model to plain DDP, with the buckets that it has without a plan. All ranks call this.
 
         If updates were exchanged, the weights of the ranks are averaged first, and all ranks get the optimizer state of
-        the first one. Residuals are dropped. Inside `synced()`, ranks keep the weights that they agreed on last.
+        the first one. With `overlap="forward"`, the optimizer gets its whole state again, and the last gradients must
+        have been stepped. Residuals are dropped. Inside `synced()`, ranks keep the weights that they agreed on last.
         """
         _ = self._attached  # raises if the handle is detached
         self._switch.turn_to(None)

@@ -28,11 +28,12 @@ from syncline.ddp.engine import Engine
 from syncline.ddp.reducer import Reduction
 from syncline.dist.comm import gather_bytes
 from syncline.errors import ExchangeError, UsageError
-from syncline.exchange import Exchange, settings
+from syncline.exchange import settings
 from syncline.measure.hooks import Unseen
 from syncline.overlap import guards
 from syncline.overlap.engine import OverlapBucket, OverlapEngine
 from syncline.predict import overlap
+from syncline.runtime.bucket_policy import Uniform
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals
 from syncline.runtime.stats import Stats
 from syncline.runtime.topology import RankTopology
@@ -41,18 +42,8 @@ _MEASURED_STEPS = 4  # steps with DDP's final buckets, before weights move into 
 
 
 @dataclass(frozen=True)
-class OverlapPolicy:
+class OverlapPolicy(Uniform):
     """The settings of an exchange that overlaps with the next forward pass."""
-
-    exchange: Exchange
-    lanes: int
-    plan: None = None
-    mismatch: None = None
-    expected_s: None = None
-
-    @property
-    def exchanges(self) -> tuple[Exchange, ...]:
-        return (self.exchange,)
 
     def settings(self) -> dict[str, Any]:
         return {"type": "Overlap", "exchange": settings(self.exchange)}
@@ -83,7 +74,6 @@ class Overlapping:
         self._ddp = weakref.ref(ddp)  # the model holds its hook, which holds this object
         self._engine, self._optimizer, self._reduction = engine, optimizer, reduction
         self._warm: Engine | None = warm
-        self._names = warm._names
         self.policy, self.topology = policy, topology
         final_after = 2 if ddp.static_graph else int(reducer.rebuilds(ddp))
         if getattr(ddp, "_has_rebuilt_buckets", False):
@@ -96,12 +86,14 @@ class Overlapping:
         self._by_key: dict[tuple[int, ...], OverlapBucket] = {}
         self._in_backward = False
         self._gathers_state = False  # whether `optimizer.state_dict()` is called on all ranks, by this object
-        self.steps = 0
+        self.steps = self._steps_since_attach = 0  # of the optimizer; the former includes those of a checkpoint
+        self._is_compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl for m in ddp.module.modules())
         itself = weakref.ref(self)  # the optimizer and the model hold their hooks
         self._hooks: list[Any] = [
             optimizer.register_step_pre_hook(lambda _, args, kwargs: _call(itself, "_before_step", args, kwargs)),
             optimizer.register_step_post_hook(lambda *_: _call(itself, "_after_step")),
             optimizer.register_state_dict_pre_hook(lambda _: _call(itself, "_check_state_dict")),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: _call(itself, "_leave")),
             optimizer.register_load_state_dict_post_hook(lambda _: _call(itself, "_shard_state")),
             ddp.register_forward_pre_hook(Unseen(lambda *_: _call(itself, "_before_forward"))),
             ddp.register_forward_hook(Unseen(lambda *_: _call(itself, "_after_forward"))),
@@ -111,7 +103,7 @@ class Overlapping:
             if own := tuple(module.parameters(recurse=False)):
                 self._hooks.append(module.register_forward_pre_hook(Unseen(partial(_wait_for_all, own))))
 
-        if ddp.gradient_as_bucket_view:  # `zero_grad` cannot be seen in the gradient, which is always the same tensor
+        if ddp.gradient_as_bucket_view:  # DDP reuses a gradient's tensor, so its class must be reset after `zero_grad`
             for name, parameter in engine.parameters.items():
                 zeroed = partial(_call, itself, "_release_if_zeroed", name)
                 if parameter.requires_grad:
@@ -123,10 +115,14 @@ class Overlapping:
         self._forward_began_s = time.monotonic()
         if self._warm is None:
             self._engine.wait()  # if the script did not step the optimizer, an exchange may still read DDP's buckets
-            ddp = self._ddp()
-            compiled = ddp is not None and (hasattr(ddp.module, "_orig_mod") or ddp.module._compiled_call_impl)
-            if compiled or not torch.is_grad_enabled():
+            self._leave()
+            if self._is_compiled or not torch.is_grad_enabled():
                 self._engine.wait_for_weights()
+
+    def _leave(self) -> None:
+        """Return the groups of an optimizer whose step has failed to it."""
+        if self._engine.optimizer is not None:
+            self._engine.optimizer.leave()
 
     def _after_forward(self) -> None:
         if self._warm is not None and torch.is_grad_enabled():
@@ -165,16 +161,18 @@ class Overlapping:
             raise UsageError("optimizer.step(closure) is not supported with overlap='forward': call backward before it")
         if self._warm is None:
             self._engine.before_step()
+        else:
+            self._measure(self._warm)  # the step before this one: on CUDA, the device has reached its end by now
 
     def _after_step(self) -> None:
         self.steps += 1
+        self._steps_since_attach += 1
         if self._warm is None:
             self._engine.after_step()
             return
         self._warm.conclude()
-        self._measure(self._warm)
-        if self.steps >= self._warm_steps:
-            self._hand_over()
+        if self._steps_since_attach >= self._warm_steps:
+            self._move_into_shards()
 
     # --- from all-reduces to shards -------------------------------------------------------------------------------
 
@@ -190,7 +188,7 @@ class Overlapping:
                 link_s = seconds["end"]
             self._measured.append(step)
 
-    def _hand_over(self) -> None:
+    def _move_into_shards(self) -> None:
         """Collective: move weights and the optimizer's state into shards."""
         assert self._warm is not None  # noqa: S101
         warm, self._warm = self._warm, None
@@ -213,7 +211,7 @@ class Overlapping:
         buckets = []
         for times in zip(*steps, strict=True):
             ready_s, took_s = (statistics.median(values) for values in zip(*times, strict=True))
-            buckets.append(overlap.Reduction(ready_s, took_s, took_s / 2, took_s / 2))
+            buckets.append(overlap.BucketTimes(ready_s, took_s, took_s / 2, took_s / 2))
         backward_s = buckets[-1].ready_s
         forward_s = statistics.median(self._forward_s[-_MEASURED_STEPS:] or [backward_s / 2])
         on_device = next(iter(self._engine.parameters.values())).is_cuda
@@ -293,7 +291,7 @@ class Overlapping:
 
     def load(self, tensors: Residuals, buckets: Sequence[Sequence[str]], steps: int) -> None:
         """Continue to count from a checkpoint. Weights and the optimizer's state are the script's to load."""
-        self.runner.steps = steps
+        self.steps = self.runner.steps = steps
 
     def synced(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -14,6 +14,7 @@ This pays for some of the buckets, if the links would otherwise be idle during b
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import gather_bytes
-from syncline.errors import ExchangeError, UsageError
+from syncline.errors import ExchangeError, UsageError, warn
 from syncline.exchange import Layout
 from syncline.exchange.halves import AllGather, AllReduce, ReduceScatter, ShardState
 from syncline.exchange.workspace import Workspace
@@ -35,8 +36,8 @@ from syncline.health.meeting import meeting
 from syncline.overlap import guards
 from syncline.overlap.shards import ShardedBucket, ShardedOptimizer
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Step
-from syncline.runtime.topology import RankTopology
 
+_increment_version = getattr(torch.autograd.graph, "increment_version", None)  # torch 2.4 does not have it
 _ORDER_KNOWN_AFTER = 2  # forward passes with shards
 
 
@@ -61,32 +62,34 @@ class OverlapEngine:
         group: dist.ProcessGroup,
         parameters: Mapping[str, nn.Parameter],
         optimizer: Optimizer,
-        lanes: int,
         timeout: timedelta,
-        topology: RankTopology | None,
+        reuses_gradients: bool,
     ) -> None:
-        self.group, self.parameters, self._optimizer, self._lanes = group, parameters, optimizer, lanes
+        """`reuses_gradients` says whether a parameter's gradient is always the same tensor, a view of DDP's bucket."""
+        self.group, self.parameters, self._optimizer = group, parameters, optimizer
+        self._reuses_gradients = reuses_gradients
         self._device = next(iter(parameters.values())).device
         self.buckets: list[OverlapBucket] = []  # in the order in which gradients are ready
         self.optimizer: ShardedOptimizer | None = None  # once weights are in shards
         self._order: list[OverlapBucket] = []  # in which weights are gathered
         self._used: list[OverlapBucket] = []  # in the order in which the last forward pass used them
-        self._withheld: dict[str, Tensor] = {}  # gradients that must not be used
+        self._withheld: dict[str, Tensor] = {}  # gradients that must not be used, if they are reused
+        self._lock = threading.RLock()
+        self._stream: Any = None  # of the last step, on CUDA
         self._steps = 0  # of the optimizer, with shards
         self._step = Step()
-        self.runner = BucketRunner(group, self._device, lanes, timeout, topology)
+        self.runner = BucketRunner(group, self._device, 1, timeout, None)
 
     def start(self, layouts: Sequence[Layout], whole: Collection[int]) -> None:
         """Collective: move the weights of these buckets into shards. Those with an index in `whole` stay whole."""
         ranks, rank = self.group.size(), self.group.rank()
-        spaces = [Workspace(self._device) for _ in range(self._lanes)]
+        workspace = Workspace(self._device)
         with meeting(self.group, "the start of overlap"), torch.no_grad():
             for index, layout in enumerate(layouts):
-                lane = index % self._lanes
-                shared = Layout(layout.slots, layout.dtype, layout.device, spaces[lane])
+                shared = Layout(layout.slots, layout.dtype, layout.device, workspace)
                 sharded = ShardedBucket(layout, ranks, rank, whole=index in whole)
-                reduced = Bucket(index, lane, AllReduce() if sharded.whole else ReduceScatter(), shared)
-                gathered = Bucket(index, lane, AllGather(), shared)
+                reduced = Bucket(index, 0, AllReduce() if sharded.whole else ReduceScatter(), shared)
+                gathered = Bucket(index, 0, AllGather(), shared)
                 self.runner.prepare(reduced, {})
                 if not sharded.whole:
                     self.runner.prepare(gathered, {})
@@ -127,8 +130,9 @@ class OverlapEngine:
                 for name in bucket.names:
                     gradient = self.parameters[name].grad
                     if gradient is not None:
-                        guards.withhold(gradient, self)
-                        self._withheld[name] = gradient
+                        guards.withhold(gradient, name, self)
+                        if self._reuses_gradients:
+                            self._withheld[name] = gradient
 
     def release_if_zeroed(self, name: str) -> None:
         """Allow the use of a gradient that `zero_grad` has removed. DDP may use its memory again for the next one."""
@@ -149,6 +153,17 @@ class OverlapEngine:
             future.wait()
         except BaseException as error:
             raise (self.runner.error or error) from error  # the future has a copy of the runner's error
+
+    def zero(self, name: str) -> bool:
+        """Set this rank's shard of a parameter's gradient to zero. Return False if the optimizer has stepped it."""
+        self.wait()  # an exchange may still read the gradient
+        bucket = next(bucket for bucket in self.buckets if name in bucket.names)
+        if bucket.gradient is None:
+            return False
+        for piece, gradient in zip(bucket.sharded.pieces, bucket.sharded.gradients(bucket.gradient), strict=True):
+            if piece.name == name:
+                gradient.zero_()
+        return True
 
     def _pieces(self) -> list[tuple[OverlapBucket, str, Tensor, Tensor]]:
         """Return the pieces of this rank that have a gradient: bucket, parameter, weights and gradient."""
@@ -174,8 +189,11 @@ class OverlapEngine:
         self.wait()
         pieces = self._pieces()
         counted = [g for bucket, _, _, g in pieces if not bucket.sharded.whole or self.group.rank() == 0]
-        norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=torch.float32) for gradient in counted]
-        zero = torch.zeros((), device=self._device)
+        wide = torch.float32
+        for bucket in self.buckets:
+            wide = torch.promote_types(wide, bucket.sharded.layout.dtype)
+        norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=wide) for gradient in counted]
+        zero = torch.zeros((), dtype=wide, device=self._device)
         if norm_type == float("inf"):
             total = torch.stack([*norms, zero]).amax()
             dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.group)
@@ -193,6 +211,10 @@ class OverlapEngine:
     def before_step(self) -> None:
         """Let the optimizer see this rank's pieces and their gradients."""
         assert self.optimizer is not None  # noqa: S101
+        for name in (name for bucket in self.buckets for name in bucket.names):
+            if type(self.parameters[name].grad) not in (type(None), guards.UnfinishedGradient):
+                text = f"the gradient of {name} is not that of a synchronised backward pass"
+                raise UsageError(f"{text}: end accumulation outside no_sync(), and call zero_grad() after each step")
         self.wait()
         self.wait_for_weights()
         with torch.no_grad():
@@ -207,11 +229,16 @@ class OverlapEngine:
         assert self.optimizer is not None  # noqa: S101
         self.optimizer.leave()
         self._steps += 1
+        if self._device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self._device)
         if self._steps == _ORDER_KNOWN_AFTER:
             self._agree_on_order()
         self._used = []
         stepped = [bucket for bucket in self._order if bucket.gradient is not None]
         for bucket in self.buckets:
+            if bucket.gradient is not None and _increment_version is not None:
+                # Shards have other version counters: a graph that saved the old weights must not use the new ones.
+                _increment_version([self.parameters[name] for name in bucket.names])
             bucket.gradient = None
         for bucket in stepped:
             run = partial(self.runner.exchange, bucket.gathered, bucket.sharded.weights)
@@ -235,14 +262,17 @@ class OverlapEngine:
 
     def wait_for_bucket(self, bucket: OverlapBucket) -> None:
         """Wait for the weights of a bucket, and let its parameters be used."""
-        if bucket.gathering is None:
-            return
-        with current_device(self._device):
+        with self._lock, current_device(self._device):
+            if bucket.gathering is None:
+                return
             self._wait_for(bucket.gathering)
-        bucket.gathering = None
-        self._used.append(bucket)
-        for name in bucket.names:
-            guards.make_ready(self.parameters[name])
+            if self._stream is not None and self._stream != torch.cuda.current_stream(self._device):
+                with torch.cuda.stream(self._stream):  # the training's stream must not read too early, either
+                    self._wait_for(bucket.gathering)
+            bucket.gathering = None
+            self._used.append(bucket)
+            for name in bucket.names:
+                guards.make_ready(self.parameters[name])
 
     def wait_for_weights(self) -> None:
         """Wait for all weights that are being gathered."""
@@ -256,7 +286,13 @@ class OverlapEngine:
         return self.runner.predicted_sent_bytes(every)
 
     def finish(self) -> None:
-        """Collective: give the optimizer its whole state again, and the parameters memory of their own."""
+        """Collective: give the optimizer its whole state again, and the parameters memory of their own.
+
+        Raises:
+            UsageError: The optimizer has not stepped the last gradients, which exist only in shards.
+        """
+        if self._pieces():
+            raise UsageError("the last gradients were not stepped: call optimizer.step() or zero_grad() before detach")
         self.wait()
         self.wait_for_weights()
         with torch.no_grad():
@@ -271,10 +307,17 @@ class OverlapEngine:
         for bucket in self.buckets:  # after an error; the weights are then of no use
             for name in bucket.names:
                 guards.make_ready(self.parameters[name])
+        if self.buckets and self.runner.error is not None:
+            text = "an exchange failed, so the weights and the optimizer's state of this model are incomplete"
+            warn(f"{text}: load a checkpoint before you use them")
+        for parameter in self.parameters.values():
+            if type(parameter.grad) is guards.UnfinishedGradient:
+                parameter.grad = None
         for gradient in self._withheld.values():
             guards.release(gradient)
         self._withheld = {}
         if self.optimizer is not None:
             self.optimizer.leave()
+            self.optimizer.drop_shards()
         self.runner.close()
         self.buckets, self._order = [], []

@@ -8,11 +8,13 @@ GradScaler.
 
 A guard changes the class of a tensor that others refer to, as torch itself does for lazily initialised parameters.
 Functions that read memory without calling a function of torch, such as C++ extensions, do not see it. For them, each
-module that owns parameters waits for its own before its forward.
+module that owns parameters waits for its own before its forward. Tensors that share a parameter's memory, such as a
+`state_dict()` that was not cloned, are not guarded.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -27,8 +29,8 @@ Wait = Callable[[], None]
 class Shards(Protocol):
     """Where the gradients really are."""
 
-    def wait(self) -> None:
-        """Wait until all gradients of the last backward pass are summed."""
+    def zero(self, name: str) -> bool:
+        """Set the shard of a parameter's gradient to zero, and return True, if the optimizer has not stepped it yet."""
 
     def unscale(self, dtype: torch.dtype, found_inf: Tensor, inverse_scale: Tensor) -> None:
         """Unscale the shards of this type, and set `found_inf` on all ranks if one is not finite on any rank."""
@@ -55,7 +57,7 @@ def _metadata() -> frozenset[Any]:
 
 
 _METADATA = _metadata()
-_ZEROING = frozenset([Tensor.zero_, Tensor.detach_, torch._foreach_zero_])
+_ZEROING = frozenset([Tensor.zero_, torch._foreach_zero_])
 _UNSCALE: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)  # what a GradScaler calls
 
 
@@ -68,8 +70,7 @@ class PendingParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+            return _unguarded(func, args, kwargs)
         for tensor in _tensors_in((args, kwargs)):
             wait_for(tensor)
         return func(*args, **kwargs)
@@ -86,26 +87,32 @@ class PendingParameter(nn.Parameter):
 class UnfinishedGradient(Tensor):
     """A gradient of this rank alone, whose average over all ranks exists only in shards."""
 
-    _shards: Shards
+    _shards: weakref.ref[Shards]  # a strong reference would be a cycle through torch, which Python cannot collect
+    _name: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+        if func in _METADATA or func is Tensor.detach_:
+            return _unguarded(func, args, kwargs)
         gradients = [tensor for tensor in _tensors_in((args, kwargs)) if type(tensor) is UnfinishedGradient]
+        shards = gradients[0]._shards()
         if func in _ZEROING:
-            gradients[0]._shards.wait()  # an exchange may still read the memory
             for gradient in gradients:
-                release(gradient)
-            return func(*args, **kwargs)
-        if func is _UNSCALE:
+                if shards is None or not shards.zero(gradient._name):
+                    release(gradient)
+            return _unguarded(func, args, kwargs)
+        if func is _UNSCALE and shards is not None:
             found_inf, inverse_scale = args[1:]
-            return gradients[0]._shards.unscale(gradients[0].dtype, found_inf, inverse_scale)
+            return shards.unscale(gradients[0].dtype, found_inf, inverse_scale)
         name = getattr(func, "__name__", str(func))
         text = f"{name}: with overlap='forward', gradients are averaged in shards, and .grad has none that can be used"
         raise UsageError(f"{text}. To clip them, call handle.clip_grad_norm_(max_norm) instead of torch's function")
+
+
+def _unguarded(func: Any, args: Any, kwargs: Any) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
 
 
 def _tensors_in(values: Any) -> Iterator[Tensor]:
@@ -138,18 +145,18 @@ def make_ready(parameter: nn.Parameter) -> None:
 
 def wait_for(tensor: Tensor) -> None:
     """Wait for the weights of a parameter that is pending. Do nothing for other tensors."""
-    if type(tensor) is PendingParameter:
-        tensor._wait()
+    if type(tensor) is PendingParameter and (wait := getattr(tensor, "_wait", None)) is not None:
+        wait()
 
 
-def withhold(gradient: Tensor, shards: Shards) -> None:
-    """Forbid the use of a gradient."""
+def withhold(gradient: Tensor, name: str, shards: Shards) -> None:
+    """Forbid the use of the gradient of a parameter."""
     gradient.__class__ = UnfinishedGradient
-    gradient._shards = shards  # type: ignore[attr-defined]
+    gradient._name, gradient._shards = name, weakref.ref(shards)  # type: ignore[attr-defined]
 
 
 def release(gradient: Tensor) -> None:
     """Allow the use of a gradient again."""
     if type(gradient) is UnfinishedGradient:
-        del gradient._shards
+        del gradient._shards, gradient._name
         gradient.__class__ = Tensor  # type: ignore[assignment]

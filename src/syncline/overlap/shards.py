@@ -108,6 +108,7 @@ class ShardedOptimizer:
             for bucket in buckets
             for piece, shard in zip(bucket.pieces, bucket.shards, strict=True)
         }
+        self._bucketed = {slot.name for bucket in buckets for slot in bucket.layout.slots}
         self._groups: list[list[Tensor]] | None = None  # the groups' own parameters, while they have pieces
         self.shard_state()
 
@@ -115,17 +116,22 @@ class ShardedOptimizer:
         """Give each group the pieces of its parameters, until `leave`."""
         self.leave()  # the last step may have raised an error
         groups = self.optimizer.param_groups
+        for parameter in (parameter for group in groups for parameter in group["params"]):
+            if self._names.get(id(parameter)) not in self._bucketed and parameter.grad is not None:
+                text = "the optimizer has a parameter with a gradient that DDP does not exchange"
+                raise UsageError(f"{text}: add and unfreeze parameters before DDP is built, then attach again")
         self._groups = [group["params"] for group in groups]
         for group in groups:
             names = (self._names.get(id(parameter), "") for parameter in group["params"])
             group["params"] = [self._owned[name][1] for name in names if name in self._owned]
 
     def leave(self) -> None:
-        """Return the groups' own parameters to them."""
-        if self._groups is not None:
-            for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
-                group["params"] = parameters
-            self._groups = None
+        """Return the groups' own parameters to them, if they have pieces."""
+        if self._groups is None:
+            return
+        for group, parameters in zip(self.optimizer.param_groups, self._groups, strict=True):
+            group["params"] = parameters
+        self._groups = None
         for _, shard in self._owned.values():
             shard.grad = None
 
@@ -133,7 +139,8 @@ class ShardedOptimizer:
 
     def shard_state(self) -> None:
         """Replace the state of whole parameters by that of this rank's pieces."""
-        for name, parameter in self._parameters.items():
+        for name in self._bucketed:
+            parameter = self._parameters[name]
             state = self.optimizer.state.pop(parameter, None)
             if state and name in self._owned:
                 piece, shard = self._owned[name]

@@ -24,7 +24,7 @@ _WORTH = 0.998
 
 
 @dataclass(frozen=True)
-class Reduction:
+class BucketTimes:
     """One bucket, in seconds."""
 
     ready_s: float  # from the start of backward until its last gradient is ready
@@ -34,7 +34,7 @@ class Reduction:
 
 
 def overlapped(
-    buckets: Sequence[Reduction], forward_s: float, backward_s: float, whole: Collection[int], update_s: float = 0.0
+    buckets: Sequence[BucketTimes], forward_s: float, backward_s: float, whole: Collection[int], update_s: float = 0.0
 ) -> tuple[float, Timeline]:
     """Return the time of a step in which some buckets are all-reduced as a whole.
 
@@ -65,7 +65,7 @@ def overlapped(
 
 
 def best_whole(
-    buckets: Sequence[Reduction], forward_s: float, backward_s: float, update_s: float = 0.0
+    buckets: Sequence[BucketTimes], forward_s: float, backward_s: float, update_s: float = 0.0
 ) -> frozenset[int]:
     """Return the buckets to all-reduce as a whole, so that a step takes the least time.
 
@@ -92,7 +92,7 @@ def best_whole(
 
 def reductions(
     network: Network, topology: Topology, contents: Sequence[tuple[int, torch.dtype]], ready_s: Sequence[float]
-) -> Iterator[Reduction]:
+) -> Iterator[BucketTimes]:
     """Yield the times of buckets with these elements and types, over links that are never idle."""
     rates = {link.name: link.bytes_per_s for link in network.links}
 
@@ -103,4 +103,4 @@ def reductions(
 
     for (numel, dtype), at_s in zip(contents, ready_s, strict=True):
         costs = (exchange.cost(numel, dtype, topology) for exchange in (Dense(), ReduceScatter(), AllGather()))
-        yield Reduction(at_s, *(busy_s(cost.phases) for cost in costs))
+        yield BucketTimes(at_s, *(busy_s(cost.phases) for cost in costs))
