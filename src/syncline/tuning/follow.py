@@ -4,6 +4,8 @@ The call itself changes nothing. During the model's forwards, between two steps 
 profiled, the links are probed, a plan is made, the plan and plain DDP take turns over the script's own steps, and the
 faster one stays. All this is a generator: each `yield` returns to the script until it has made its next step, and what
 happens between two yields happens inside one forward. The script's data and random numbers stay the same.
+
+This module is longer than others because the generator and the hooks that resume it share all of their state.
 """
 
 from __future__ import annotations
