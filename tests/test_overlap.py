@@ -9,6 +9,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -328,6 +329,25 @@ def test_what_would_be_silently_wrong_raises() -> None:
         optimizer.add_param_group({"params": [model.module.extra]})
         backward(52)
         assert "DDP does not exchange" in refusal(optimizer.step)
+
+    on_ranks(2, main)
+
+
+def test_a_collective_that_fails_between_backward_and_forward_is_explained_like_an_exchange() -> None:
+    def main(rank: Rank) -> None:
+        model = DDP(seeded(Mlp), **SMALL)
+        optimizer = AdamW(model.parameters(), lr=0.01)
+        handle = attach(model, optimizer)
+        for number in range(WARM):
+            step(model, optimizer, rank.rank, number)
+        optimizer.zero_grad()
+        model(batch(rank.rank, WARM)).square().mean().backward()
+        failing = mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("Connection closed by peer"))
+        with failing, pytest.raises(syncline.ExchangeError, match="exchanging the norm of gradients failed in step"):
+            handle.clip_grad_norm_(1.0)
+        assert handle.error is not None
+        with pytest.raises(syncline.ExchangeError, match="unusable"):
+            handle.state_dict()
 
     on_ranks(2, main)
 

@@ -194,7 +194,8 @@ class Overlapping:
         warm, self._warm = self._warm, None
         buckets = sorted(warm.buckets.items(), key=lambda item: item[1].index)
         own = json.dumps(sorted(self._best_whole(len(buckets)))).encode()
-        whole: list[int] = json.loads(gather_bytes(self._engine.group, own)[0])  # the choice of the first rank
+        with self._engine.together("the choice of whole buckets"):
+            whole: list[int] = json.loads(gather_bytes(self._engine.group, own)[0])  # the choice of the first rank
         self._sent_warm = warm.runner.sent_bytes
         self._engine.runner.steps = warm.runner.steps
         self._engine.runner.tracing = warm.runner.tracing
@@ -238,7 +239,7 @@ class Overlapping:
             return state
         self._gathers_state = True
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._engine.together("the optimizer's state"):
                 return self._engine.optimizer.whole_state_dict()
         finally:
             self._gathers_state = False

@@ -13,9 +13,10 @@ This pays for some of the buckets, if the links would otherwise be idle during b
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -28,7 +29,7 @@ from torch.optim import Optimizer
 
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import gather_bytes
-from syncline.errors import ExchangeError, UsageError, warn
+from syncline.errors import ExchangeError, SynclineError, UsageError, warn
 from syncline.exchange import Layout
 from syncline.exchange.halves import AllGather, AllReduce, ReduceScatter, ShardState
 from syncline.exchange.workspace import Workspace
@@ -148,6 +149,16 @@ class OverlapEngine:
                 self._wait_for(bucket.reducing)
                 bucket.reducing = None
 
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Explain a collective that fails inside this context like a failed exchange, with suspects."""
+        try:
+            yield
+        except SynclineError:
+            raise
+        except RuntimeError as error:
+            raise self.runner.fail(what, error) from error
+
     def _wait_for(self, future: Any) -> None:
         try:
             future.wait()
@@ -182,7 +193,8 @@ class OverlapEngine:
         gradients = [gradient for _, _, _, gradient in self._pieces() if gradient.dtype == dtype]
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
-        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self.group)
+        with self.together("whether gradients are finite"):
+            dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self.group)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
         """Collective: scale all gradients so that their norm is at most `max_norm`, and return the norm before."""
@@ -196,10 +208,12 @@ class OverlapEngine:
         zero = torch.zeros((), dtype=wide, device=self._device)
         if norm_type == float("inf"):
             total = torch.stack([*norms, zero]).amax()
-            dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.group)
+            with self.together("the norm of gradients"):
+                dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.group)
         else:
             total = torch.stack([*norms, zero]).pow(norm_type).sum()
-            dist.all_reduce(total, group=self.group)
+            with self.together("the norm of gradients"):
+                dist.all_reduce(total, group=self.group)
             total = total.pow(1 / norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"the norm of the gradients is {float(total)}, so they cannot be clipped")
@@ -254,7 +268,8 @@ class OverlapEngine:
     def _agree_on_order(self) -> None:
         """Collective: gather weights in the order in which the forward pass of the first rank used them."""
         used = [self.buckets.index(bucket) for bucket in self._used]
-        first = json.loads(gather_bytes(self.group, json.dumps(used).encode())[0])
+        with self.together("the order of weights"):
+            first = json.loads(gather_bytes(self.group, json.dumps(used).encode())[0])
         others = [bucket for bucket in self._order if self.buckets.index(bucket) not in first]
         self._order = [self.buckets[index] for index in first] + others
 
@@ -297,7 +312,8 @@ class OverlapEngine:
         self.wait_for_weights()
         with torch.no_grad():
             if self.optimizer is not None:
-                self.optimizer.make_whole()
+                with self.together("the optimizer's state"):
+                    self.optimizer.make_whole()
             for bucket in self.buckets:
                 bucket.sharded.move_out(self.parameters)
         self.buckets, self._order, self.optimizer = [], [], None
