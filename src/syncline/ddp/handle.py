@@ -223,8 +223,8 @@ class Handle:
             ExchangeError: An exchange has failed, so the state is unusable.
         """
         engine = self._attached
-        if (error := engine.runner.error) is not None:
-            raise ExchangeError(f"the state is unusable, because an exchange failed: {error}")
+        if engine.runner.error is not None:
+            raise ExchangeError(f"the state is unusable, because an exchange failed: {engine.runner.explained}")
         state = {"steps": engine.steps, "buckets": engine.bucket_names, "tensors": copied(engine.residuals())}
         return {**self._checkpoints.identity, **state}
 

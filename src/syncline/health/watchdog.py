@@ -190,9 +190,8 @@ class Watchdog:
             return self._explanation
 
     def explained(self, error: BaseException | None) -> str:
-        """Return an earlier error with its explanation, which another thread may still be looking for."""
-        with self._explaining:
-            explanation = self._explanation or ""
+        """Return an earlier error with its explanation. Another thread may not have found it yet, or not have begun."""
+        explanation = self.explain(f"{error}", None if error is None else error.__cause__)
         return f"{error}" + ("" if explanation in str(error) else explanation)
 
     def _report(self, error: str, where: str = "") -> FailureReport:

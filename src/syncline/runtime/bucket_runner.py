@@ -211,6 +211,7 @@ class BucketRunner:
             return error
         text = f"exchanging {label} failed in step {self.steps}: {first_line(error)}"
         preliminary = ExchangeError(text)
+        preliminary.__cause__ = error
         with self._lock:  # finding the suspects takes seconds, in which nothing else may begin
             self.error = self.error or preliminary
         failed = ExchangeError(text + self._watchdog.explain(text, error) + self.after_failure)
