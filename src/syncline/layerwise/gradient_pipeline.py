@@ -281,7 +281,8 @@ class GradientPipeline:
 
     def _check_error(self) -> None:
         if self.error is not None:
-            raise ExchangeError(f"an earlier exchange of this model failed: {self.error}") from self.error
+            why = self.runner.explained or self.error
+            raise ExchangeError(f"an earlier exchange of this model failed: {why}") from self.error
 
     def check_complete(self) -> None:
         """Raise if an exchange failed, or if the last backward pass was interrupted after some layers had stepped."""
