@@ -453,8 +453,9 @@ def test_halves_send_as_many_bytes_as_an_all_reduce() -> None:
     assert sum(phase.sent_bytes for cost in halves for phase in cost.phases) == sum(p.sent_bytes for p in whole.phases)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("numel", [1, 7, 1000])
-def test_both_halves_give_the_sum_on_all_ranks(numel: int) -> None:
+def test_both_halves_give_the_sum_on_all_ranks(numel: int, backend: str) -> None:
     def main(comm: LocalComm) -> tuple[Tensor, dict[str, int]]:
         layout = Layout.flat(numel)
         scatter, gather = ReduceScatter(), AllGather()
@@ -462,6 +463,7 @@ def test_both_halves_give_the_sum_on_all_ranks(numel: int) -> None:
         assert isinstance(state, ShardState)
         flat = torch.arange(numel, dtype=torch.float32) + comm.rank
         scatter.run(flat, state, comm)
+        assert comm.log[0][1] == ("all_to_all" if backend == "gloo" else "reduce_scatter")
         weights = torch.zeros(comm.size * state.gradient.numel())
         weights.view(comm.size, -1)[comm.rank] = state.gradient
         gather.run(weights, gather.prepare(layout, comm), comm)
@@ -470,7 +472,7 @@ def test_both_halves_give_the_sum_on_all_ranks(numel: int) -> None:
         assert sum(comm.counter.sent_bytes.values()) == predicted
         return weights[:numel], comm.counter.sent_bytes
 
-    results = run_ranks(3, main)
+    results = run_ranks(syncline.exchange.Topology.flat(3, backend), main)
     for total, _ in results:
         assert torch.equal(total, 3 * torch.arange(numel, dtype=torch.float32) + 3)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from syncline.ddp import reducer
 from syncline.ddp.engine import Engine
 from syncline.ddp.reducer import Reduction
 from syncline.dist.comm import gather_bytes
+from syncline.dist.lane import Marks
 from syncline.errors import ExchangeError, UsageError
 from syncline.exchange import settings
 from syncline.measure.hooks import Unseen
@@ -79,9 +79,8 @@ class Overlapping:
         if getattr(ddp, "_has_rebuilt_buckets", False):
             final_after = 0
         self._warm_steps = final_after + _MEASURED_STEPS
-        self._measured: list[list[tuple[float, float]]] = []  # per step and bucket: when it was ready, and how long
-        self._forward_s: list[float] = []  # durations of forward passes, on the host's clock
-        self._forward_began_s = self._forward_ended_s = 0.0
+        self._forward: Marks | None = None  # from the start to the end of the last forward pass
+        self._measured: list[tuple[Marks | None, list[Marks]]] = []  # per step: the forward pass, and the buckets
         self._sent_warm: dict[str, int] = {}
         self._by_key: dict[tuple[int, ...], OverlapBucket] = {}
         self._in_backward = False
@@ -112,8 +111,10 @@ class Overlapping:
     # --- a training step, in the order of calls -------------------------------------------------------------------
 
     def _before_forward(self) -> None:
-        self._forward_began_s = time.monotonic()
-        if self._warm is None:
+        if self._warm is not None:
+            if torch.is_grad_enabled():
+                self._forward = self._warm.runner.lanes[0].marks(None)
+        else:
             self._engine.wait()  # if the script did not step the optimizer, an exchange may still read DDP's buckets
             self._leave()
             if self._is_compiled or not torch.is_grad_enabled():
@@ -125,9 +126,8 @@ class Overlapping:
             self._engine.optimizer.leave()
 
     def _after_forward(self) -> None:
-        if self._warm is not None and torch.is_grad_enabled():
-            self._forward_ended_s = time.monotonic()
-            self._forward_s.append(self._forward_ended_s - self._forward_began_s)
+        if self._warm is not None and self._forward is not None and torch.is_grad_enabled():
+            self._forward.mark("end")
 
     def submit(self, bucket: Any) -> Any:
         """Begin to exchange a bucket. Before weights are in shards, return a future of its average."""
@@ -161,8 +161,6 @@ class Overlapping:
             raise UsageError("optimizer.step(closure) is not supported with overlap='forward': call backward before it")
         if self._warm is None:
             self._engine.before_step()
-        else:
-            self._measure(self._warm)  # the step before this one: on CUDA, the device has reached its end by now
 
     def _after_step(self) -> None:
         self.steps += 1
@@ -171,22 +169,11 @@ class Overlapping:
             self._engine.after_step()
             return
         self._warm.conclude()
+        self._measured.append((self._forward, [job.marks for job in self._warm.runner.last_step.jobs]))
         if self._steps_since_attach >= self._warm_steps:
             self._move_into_shards()
 
     # --- from all-reduces to shards -------------------------------------------------------------------------------
-
-    def _measure(self, warm: Engine) -> None:
-        jobs = warm.runner.last_step.jobs
-        times = [seconds for job in jobs if (seconds := job.marks.seconds()) is not None]
-        if times and len(times) == len(jobs):
-            began_s, link_s, step = times[0]["ready"], 0.0, []
-            if jobs[0].marks.on_host:
-                began_s = min(began_s, self._forward_ended_s)
-            for seconds in times:
-                step.append((seconds["ready"] - began_s, seconds["end"] - max(seconds["start"], link_s)))
-                link_s = seconds["end"]
-            self._measured.append(step)
 
     def _move_into_shards(self) -> None:
         """Collective: move weights and the optimizer's state into shards."""
@@ -206,17 +193,21 @@ class Overlapping:
 
     def _best_whole(self, count: int) -> frozenset[int]:
         """Return which buckets to all-reduce as a whole, by what was measured with final buckets."""
-        steps = [step for step in self._measured[-_MEASURED_STEPS + 1 :] if len(step) == count]
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)  # once: the host may be more than a step ahead of the device
+        forwards, steps = [], []
+        for forward, marks in self._measured[-_MEASURED_STEPS + 1 :]:
+            times = _step_times(forward, marks)
+            if times is not None and len(times[1]) == count:
+                forwards.append(times[0])
+                steps.append(times[1])
         if not steps:
             return frozenset()
         buckets = []
-        for times in zip(*steps, strict=True):
-            ready_s, took_s = (statistics.median(values) for values in zip(*times, strict=True))
+        for measured in zip(*steps, strict=True):
+            ready_s, took_s = (statistics.median(values) for values in zip(*measured, strict=True))
             buckets.append(overlap.BucketTimes(ready_s, took_s, took_s / 2, took_s / 2))
-        backward_s = buckets[-1].ready_s
-        forward_s = statistics.median(self._forward_s[-_MEASURED_STEPS:] or [backward_s / 2])
-        on_device = next(iter(self._engine.parameters.values())).is_cuda
-        return overlap.best_whole(buckets, backward_s / 2 if on_device else forward_s, backward_s)
+        return overlap.best_whole(buckets, statistics.median(forwards), buckets[-1].ready_s)
 
     # --- the optimizer's state ------------------------------------------------------------------------------------
 
@@ -314,6 +305,23 @@ class Overlapping:
         if self._warm is not None:
             self._warm.close()
         self._engine.close()
+
+
+def _step_times(forward: Marks | None, buckets: Sequence[Marks]) -> tuple[float, list[tuple[float, float]]] | None:
+    """Return how long a forward pass took, and per bucket when it was ready after the end of the forward pass, and how
+    long its exchange took. Return None if something is not known."""
+    clock = buckets[0] if buckets else None
+    began = None if forward is None else forward.seconds(clock)
+    times = [marks.seconds(clock) for marks in buckets]
+    if began is None or not times:
+        return None
+    link_s, found = 0.0, []
+    for seconds in times:
+        if seconds is None:
+            return None
+        found.append((seconds["ready"] - began["end"], seconds["end"] - max(seconds["start"], link_s)))
+        link_s = seconds["end"]
+    return began["end"] - began["ready"], found
 
 
 def _wait_for_all(parameters: Sequence[nn.Parameter], *_: object) -> None:

@@ -29,6 +29,8 @@ from syncline.exchange import WORLD, Comm, Counter, Level, Topology, Work, wire
 
 gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """`all_gather_into_tensor`, which torch 2.13 renamed."""
+reduce_scatter_from: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""`reduce_scatter_tensor`, which torch 2.13 renamed."""
 
 _c10d: Any = dist.distributed_c10d
 _group_name = getattr(_c10d, "_process_group_name", None)
@@ -78,6 +80,9 @@ class GroupComm:
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         return self._issue("all_gather", output, gather_into, output.view(-1), input.reshape(-1))
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
+        return self._issue(wire.REDUCE_SCATTER, input, reduce_scatter_from, output.view(-1), input.reshape(-1))
 
     def reduce(self, tensor: Tensor, root: int) -> Work:
         return self._issue("reduce", tensor, dist.reduce, tensor, dist.get_global_rank(self.group, root))

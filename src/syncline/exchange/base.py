@@ -56,6 +56,10 @@ class Comm(Protocol):
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Collect every rank's `input` in `output`, in rank order."""
 
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
+        """Sum `input` over the ranks; `output` receives this rank's of `size` equal parts. Use it only on NCCL: gloo
+        would send as many bytes as in an all-reduce."""
+
     def reduce(self, tensor: Tensor, root: int) -> Work:
         """Sum over the ranks into the root's `tensor`. The contents on other ranks are undefined afterwards."""
 

@@ -154,10 +154,15 @@ class Halves(State):
 
     def scatter(self, flat: Tensor, comm: Comm) -> Work:
         """Send each rank its part of `flat`."""
-        if self._padded is not None:
-            self._padded[: self._numel].copy_(flat)
-            self._padded[self._numel :].zero_()
-        return comm.all_to_all(self._received.view(-1), flat if self._padded is None else self._padded)
+        return comm.all_to_all(self._received.view(-1), self._with_equal_parts(flat))
+
+    def _with_equal_parts(self, flat: Tensor) -> Tensor:
+        """Return the bucket, padded with zeros if it does not divide evenly by the ranks."""
+        if self._padded is None:
+            return flat
+        self._padded[: self._numel].copy_(flat)
+        self._padded[self._numel :].zero_()
+        return self._padded
 
     def shard(self) -> Tensor:
         """Return this rank's part of the sum, after `scatter` has ended. An incomplete part is padded with zeros."""

@@ -2,9 +2,9 @@
 
 On the wire, for P ranks and a bucket of S bytes:
 
-- `ReduceScatter`: each rank sends the i-th part of its bucket to rank i (all-to-all), and rank i sums the parts. This
-  is rank i's shard of the sum. Each rank sends (P−1)/P·S bytes. gloo would emulate its own reduce-scatter with an
-  all-reduce, which sends twice as many.
+- `ReduceScatter`: rank i gets the i-th part of the sum, its shard. Each rank sends (P−1)/P·S bytes. On NCCL this is one
+  reduce-scatter. gloo would emulate that with an all-reduce, which sends twice as many bytes. So on gloo each rank
+  sends the i-th part of its bucket to rank i (all-to-all), and rank i sums the parts.
 - `AllGather`: all ranks receive all shards, which replace the bucket. Each rank sends (P−1)/P·S bytes.
 
 Together they send as many bytes as an all-reduce. When they lose: nothing hides the second half, or start-ups dominate,
@@ -20,10 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from syncline.exchange import wire
 from syncline.exchange.base import Comm, Rounding, State, Work
 from syncline.exchange.dense import Dense, Halves, part_of
 from syncline.exchange.layout import Layout
-from syncline.exchange.topology import Cost, Topology
+from syncline.exchange.topology import Cost, Phase, Topology
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class ReduceScatter:
     waits = True
 
     def prepare(self, layout: Layout, comm: Comm) -> State:
-        return ShardState(layout, comm.size)
+        ring = _has_ring(comm.topology)
+        return RingShardState(layout, comm.size) if ring else ShardState(layout, comm.size)
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
         assert isinstance(state, ShardState)  # noqa: S101 - `prepare` made it
@@ -47,7 +49,12 @@ class ReduceScatter:
         return None
 
     def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
-        return Cost(() if topology.ranks == 1 else Dense().halves_cost(numel, dtype, topology)[:1])
+        if topology.ranks == 1:
+            return Cost(())
+        if _has_ring(topology):
+            elements = topology.ranks * part_of(numel, topology.ranks)
+            return Cost((Phase.of(wire.REDUCE_SCATTER, elements, dtype.itemsize, topology),))
+        return Cost(Dense().halves_cost(numel, dtype, topology)[:1])
 
     def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
         return Rounding.of_summation(dtype, ranks)
@@ -124,6 +131,28 @@ class ShardState(Halves):
 
     def shard(self) -> Tensor:
         return super().shard().mul_(self._share)
+
+
+class RingShardState(ShardState):
+    """The buffers of a reduce-scatter that sums on the way, and needs no memory for the parts of all ranks."""
+
+    def __init__(self, layout: Layout, ranks: int) -> None:  # without the buffers of `Halves`
+        part = part_of(layout.numel, ranks)
+        self._numel = layout.numel
+        self._padded = layout.buffer("padded", ranks * part) if ranks * part != layout.numel else None
+        self._sum = torch.zeros(part, dtype=layout.dtype, device=layout.device)
+        self._share = 1.0
+
+    def scatter(self, flat: Tensor, comm: Comm) -> Work:
+        return comm.reduce_scatter(self._sum, self._with_equal_parts(flat))
+
+    def shard(self) -> Tensor:
+        return self._sum.mul_(self._share)
+
+
+def _has_ring(topology: Topology) -> bool:
+    """Return whether the backend's own reduce-scatter sends half of the bytes of an all-reduce."""
+    return topology.backend == "nccl"
 
 
 class _Unscaled(State):

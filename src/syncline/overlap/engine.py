@@ -69,7 +69,7 @@ class OverlapEngine:
         """`reuses_gradients` says whether a parameter's gradient is always the same tensor, a view of DDP's bucket."""
         self.group, self.parameters, self._optimizer = group, parameters, optimizer
         self._reuses_gradients = reuses_gradients
-        self._device = next(iter(parameters.values())).device
+        self.device = next(iter(parameters.values())).device
         self.buckets: list[OverlapBucket] = []  # in the order in which gradients are ready
         self.optimizer: ShardedOptimizer | None = None  # once weights are in shards
         self._order: list[OverlapBucket] = []  # in which weights are gathered
@@ -79,14 +79,15 @@ class OverlapEngine:
         self._stream: Any = None  # of the last step, on CUDA
         self._steps = 0  # of the optimizer, with shards
         self._step = Step()
-        self.runner = BucketRunner(group, self._device, 1, timeout, None)
+        self.runner = BucketRunner(group, self.device, 1, timeout, None)
 
     def start(self, layouts: Sequence[Layout], whole: Collection[int]) -> None:
         """Collective: move the weights of these buckets into shards. Those with an index in `whole` stay whole."""
         ranks, rank = self.group.size(), self.group.rank()
-        workspace = Workspace(self._device)
+        workspace = Workspace(self.device)
         with meeting(self.group, "the start of overlap"), torch.no_grad():
-            for index, layout in enumerate(layouts):
+            # The largest first, so that the others share its buffers.
+            for index, layout in sorted(enumerate(layouts), key=lambda item: -item[1].numel):
                 shared = Layout(layout.slots, layout.dtype, layout.device, workspace)
                 sharded = ShardedBucket(layout, ranks, rank, whole=index in whole)
                 reduced = Bucket(index, 0, AllReduce() if sharded.whole else ReduceScatter(), shared)
@@ -97,6 +98,7 @@ class OverlapEngine:
                 sharded.move_in(self.parameters)
                 names = tuple(slot.name for slot in layout.slots)
                 self.buckets.append(OverlapBucket(sharded, reduced, gathered, names))
+        self.buckets.sort(key=lambda bucket: bucket.reduced.index)
         self._order = [bucket for bucket in reversed(self.buckets) if not bucket.sharded.whole]
         parts = [bucket.sharded for bucket in self.buckets]
         self.optimizer = ShardedOptimizer(self._optimizer, self.parameters, parts, self.group)
@@ -204,8 +206,8 @@ class OverlapEngine:
         wide = torch.float32
         for bucket in self.buckets:
             wide = torch.promote_types(wide, bucket.sharded.layout.dtype)
-        norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=wide) for gradient in counted]
-        zero = torch.zeros((), dtype=wide, device=self._device)
+        norms = torch._foreach_norm(counted, norm_type, dtype=wide) if counted else ()  # few kernels on a GPU
+        zero = torch.zeros((), dtype=wide, device=self.device)
         if norm_type == float("inf"):
             total = torch.stack([*norms, zero]).amax()
             with self.together("the norm of gradients"):
@@ -218,8 +220,11 @@ class OverlapEngine:
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"the norm of the gradients is {float(total)}, so they cannot be clipped")
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ computes it
+        by_type: dict[torch.dtype, list[Tensor]] = {}
         for _, _, _, gradient in pieces:
-            gradient.mul_(scale.to(gradient.dtype))
+            by_type.setdefault(gradient.dtype, []).append(gradient)
+        for dtype, gradients in by_type.items():
+            torch._foreach_mul_(gradients, scale.to(dtype))
         return total
 
     def before_step(self) -> None:
@@ -243,8 +248,8 @@ class OverlapEngine:
         assert self.optimizer is not None  # noqa: S101
         self.optimizer.leave()
         self._steps += 1
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.current_stream(self._device)
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.device)
         if self._steps == _ORDER_KNOWN_AFTER:
             self._agree_on_order()
         self._used = []
@@ -277,11 +282,11 @@ class OverlapEngine:
 
     def wait_for_bucket(self, bucket: OverlapBucket) -> None:
         """Wait for the weights of a bucket, and let its parameters be used."""
-        with self._lock, current_device(self._device):
+        with self._lock, current_device(self.device):
             if bucket.gathering is None:
                 return
             self._wait_for(bucket.gathering)
-            if self._stream is not None and self._stream != torch.cuda.current_stream(self._device):
+            if self._stream is not None and self._stream != torch.cuda.current_stream(self.device):
                 with torch.cuda.stream(self._stream):  # the training's stream must not read too early, either
                     self._wait_for(bucket.gathering)
             bucket.gathering = None

@@ -56,6 +56,7 @@ class ShardedBucket:
         part = self.part
         numel = self.layout.numel if self.whole else self.ranks * part
         self.weights = torch.zeros(numel, dtype=self.layout.dtype, device=self.layout.device)
+        self._views = [(slot.name, slot.view(self.weights)) for slot in self.layout.slots]
         self.pieces, self.shards = [], []
         for slot in self.layout.slots:
             first, end = max(self.start, slot.offset), min(self.start + part, slot.offset + slot.numel)
@@ -75,8 +76,8 @@ class ShardedBucket:
 
     def move_in(self, parameters: Names) -> None:
         """Make the parameters views of the flat weights, with the same values. Do nothing for those that are."""
-        for slot in self.layout.slots:
-            view, parameter = slot.view(self.weights), parameters[slot.name]
+        for name, view in self._views:
+            parameter = parameters[name]
             if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
                 view.copy_(parameter.detach())
                 parameter.data = view
