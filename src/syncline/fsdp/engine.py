@@ -222,6 +222,8 @@ class ReplicaEngine(ShardEngine):
         if not unit.inside.all_reduce_grads:
             text = "set_requires_all_reduce(False) does not accumulate gradients here, because FSDP ignores it"
             raise UsageError(f"{text}: use set_requires_gradient_sync(False)")
-        if unit.inside.gradient_divide_factor is not None:  # as in native HSDP, it replaces the mean over all ranks
+        if (
+            getattr(unit.inside, "gradient_divide_factor", None) is not None
+        ):  # as in native HSDP, it replaces the mean over all ranks
             flat.mul_(self.group.size())
         self.exchange(unit, flat, unit.shard_layout(flat.dtype, flat.device))
