@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
@@ -27,6 +29,8 @@ from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, bound_group, group_timeout
 from syncline.errors import UsageError
 from syncline.exchange import Dense, Exchange, default_lanes
+from syncline.fsdp.attach import attach_replicas
+from syncline.fsdp.units import is_sharded
 from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.health.watchdog import watch_plain
 from syncline.overlap.engine import OverlapEngine
@@ -39,6 +43,7 @@ from syncline.runtime.validation import ddp_of, described_fully, named_parameter
 from syncline.updates.engine import UpdateEngine
 from syncline.updates.policy import Nesterov, UpdatePolicy, checked_policy
 
+_FOR_UPDATES = "every, warmup, delay and outer are for updates: pass optimizer= too, or leave them out"
 _FLAGS = ("static_graph", "find_unused_parameters", "skip_all_reduce_unused_params", "gradient_as_bucket_view")
 
 
@@ -46,6 +51,7 @@ def attach(
     model: nn.Module,
     exchange: Exchange | None = None,
     *,
+    replicate: ProcessGroup | DeviceMesh | None = None,
     optimizer: Optimizer | None = None,
     every: int = 1,
     warmup: int | None = None,
@@ -57,7 +63,7 @@ def attach(
     network: NetworkOrFile = None,
     scaler: GradScaler | None = None,
 ) -> Handle:
-    """Make a DistributedDataParallel model exchange its gradients, or its optimizer's updates, through an exchange.
+    """Make a DDP or FSDP2 model exchange its gradients, or its optimizer's updates, through an exchange.
 
     With `optimizer`, each rank steps it with its own gradients, and ranks exchange what the steps have changed. Use it
     for sparse exchanges with AdamW, which trains badly with sparse gradients. The training loop stays as it is.
@@ -65,12 +71,17 @@ def attach(
     With `overlap="forward"`, the exchange is lossless and extends into the next forward pass: gradients are summed in
     shards during backward, the optimizer steps this rank's shards, and the new weights are gathered while forward runs.
 
+    A model that is sharded with `fully_shard` on a 1-D mesh exchanges between its replicas with `replicate`.
+
     All ranks of the model's process group call this with the same arguments. It replaces an exchange that was attached
     before. If it raises, the model is unchanged, except that an exchange with `overlap` may be detached.
 
     Args:
-        model: A DistributedDataParallel model, or the result of `torch.compile` for one.
+        model: A DistributedDataParallel model, a model sharded with `fully_shard`, or the result of `torch.compile` for
+            one of them.
         exchange: The exchange. Default: `Dense()`.
+        replicate: For a sharded model, the ranks that have the same shard in other replicas: a process group, or a 1-D
+            device mesh such as `mesh["replicate"]`. All ranks of the job are replicas times shards.
         optimizer: The optimizer of all parameters of the model, to exchange updates. Gradients are not synchronised
             then: clipping, for example, uses the norm of this rank's own gradients.
         every: Number of steps of the optimizer between two exchanges of the same weights. Parts of the weights take
@@ -102,12 +113,17 @@ def attach(
         >>> handle = syncline.attach(DistributedDataParallel(net), syncline.Dense(wire="bf16"))
         >>> print(handle.stats().sent_bytes)
     """
-    ddp = ddp_of(model)
     exchange = validation.checked_exchange(exchange)
+    validation.check_positive(timeout_s=timeout_s)
+    if replicate is not None or is_sharded(model):
+        if overlap is not None:
+            raise UsageError("overlap='forward' is for DDP: FSDP gathers parameters behind the forward pass by itself")
+        updating = (optimizer, every, warmup, delay, outer)
+        return _attach_sharded(model, exchange, replicate, updating, lanes, timeout_s, network, scaler)
+    ddp = ddp_of(model)
     if lanes is None:
         lanes = default_lanes(exchange, backend_of(ddp.process_group))
     validation.check_lanes(lanes)
-    validation.check_positive(timeout_s=timeout_s)
     policy: BucketPolicy | UpdatePolicy | OverlapPolicy = Uniform(exchange, lanes)
     if overlap is not None:
         _check_overlap(model, exchange, overlap, optimizer, lanes, (every, warmup, delay, outer) == (1, None, 0, None))
@@ -115,8 +131,29 @@ def attach(
     elif optimizer is not None:
         policy = checked_policy(exchange, lanes, every, warmup, delay, outer)
     elif (every, warmup, delay, outer) != (1, None, 0, None):
-        raise UsageError("every, warmup, delay and outer are for updates: pass optimizer= too, or leave them out")
+        raise UsageError(_FOR_UPDATES)
     return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler, optimizer=optimizer)
+
+
+def _attach_sharded(
+    model: nn.Module,
+    exchange: Exchange,
+    replicate: ProcessGroup | DeviceMesh | None,
+    updating: tuple[Optimizer | None, int, int | None, int, Nesterov | None],
+    lanes: int | None,
+    timeout_s: float | None,
+    network: NetworkOrFile,
+    scaler: GradScaler | None,
+) -> Handle:
+    """Attach to a model that is sharded with `fully_shard`."""
+    validation.check_scaler(scaler)
+    optimizer, *settings = updating
+    if optimizer is None and settings != [1, None, 0, None]:
+        raise UsageError(_FOR_UPDATES)
+    options: dict[str, Any] = {"lanes": lanes, "timeout_s": timeout_s, "network": network, "scaler": scaler}
+    options["scale"] = lambda: validation.scale_of(scaler)
+    updates = None if optimizer is None else checked_policy(exchange, lanes or 1, *settings)
+    return Handle(*attach_replicas(model, exchange, replicate, updates, optimizer=optimizer, **options))
 
 
 def _check_overlap(
@@ -153,7 +190,7 @@ def attach_policy(
     optimizer: Optimizer | None = None,
 ) -> Handle:
     """Attach the exchanges of a policy. See `attach` for the arguments."""
-    check_scaler(scaler)
+    validation.check_scaler(scaler)
     group: dist.ProcessGroup = ddp.process_group
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
     parameters = parameters_of(ddp)
@@ -184,7 +221,7 @@ def attach_policy(
         with meeting(group, "attach", users=True):
             topology = find_topology(group, policy.exchanges, links)
             made = partial(Engine, group, parameters, timeout=timeout, topology=topology, reduction=reduction)
-            made = partial(made, scale=lambda: scale_of(scaler))
+            made = partial(made, scale=lambda: validation.scale_of(scaler))
             engine: Engine | Updating | Overlapping
             if not isinstance(policy, UpdatePolicy | OverlapPolicy):
                 engine = made(policy=policy)
@@ -325,18 +362,3 @@ def make_planned(ddp: DDP, plan: Plan, *, built: bool = False, **options: Any) -
         if not built:
             reducer.make_plain(ddp)
         raise
-
-
-def check_scaler(scaler: object) -> None:
-    """Raise a UsageError unless `scaler` is a GradScaler or None."""
-    known = all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "get_scale"))
-    if scaler is not None and (isinstance(scaler, type) or not known):
-        raise UsageError(f"scaler is a {type(scaler).__name__}: pass the GradScaler of the loss, or leave it out")
-
-
-def scale_of(scaler: GradScaler | None) -> Tensor | None:
-    """Return the current loss scale as a 0-dim tensor, without waiting for the device if torch permits it."""
-    if scaler is None or not scaler.is_enabled():
-        return None
-    scale: Tensor | None = getattr(scaler, "_get_scale_async", lambda: None)()  # private: `get_scale` waits
-    return torch.tensor(scaler.get_scale()) if scale is None else scale

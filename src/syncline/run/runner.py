@@ -32,10 +32,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from syncline._version import __version__
-from syncline.ddp.attach import scale_of
 from syncline.errors import SynclineError, UsageError, first_line
 from syncline.health.heartbeat import shared_heartbeat
 from syncline.records.run_record import FINISHED, RUNNING, RunRecord
+from syncline.runtime.validation import scale_of
 from syncline.tuning.follow import Following
 from syncline.tuning.settings import TuneSettings
 

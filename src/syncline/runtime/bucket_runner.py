@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,16 +79,30 @@ class Step:
     period_s: float | None = None  # time from the previous step's first bucket to that of this step
 
 
+class Watched(NamedTuple):
+    """The ranks among which suspects are found, if they are more than those that exchange buckets with each other."""
+
+    group: ProcessGroup
+    name: str  # of the model, the same on all of these ranks
+
+
 class BucketRunner:
     """Runs the buckets of one model. All ranks create it together, in the same order as their other groups.
 
-    `lanes` is how many buckets may be exchanged at the same time, and `topology` is for exchanges that use it.
+    `lanes` is how many buckets may be exchanged at the same time, `topology` is for exchanges that use it, and
+    `watched` is for a model of which each rank of the group has the same shard.
     """
 
     after_failure = ""  # appended to the message of a failed exchange
 
     def __init__(
-        self, group: ProcessGroup, device: torch.device, lanes: int, timeout: timedelta, topology: RankTopology | None
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        lanes: int,
+        timeout: timedelta,
+        topology: RankTopology | None,
+        watched: Watched | None = None,
     ) -> None:
         self.error: BaseException | None = None
         self.steps = 0
@@ -97,10 +111,11 @@ class BucketRunner:
         self.ranks = group.size()
         self._counted: dict[str, int] = {}
         self._lock = threading.Lock()
-        self._watchdog = Watchdog(group, timeout)  # it must not refer to the runner
+        self._watchdog = Watchdog(watched.group if watched else group, timeout)  # it must not refer to the runner
         self.groups, self.lanes = open_lanes(group, timeout, lanes, device, topology.topology if topology else None)
         try:
-            self._watchdog.watch(self.groups[0].comm.group.group_name, self.groups, self.lanes)
+            name = watched.name if watched else self.groups[0].comm.group.group_name
+            self._watchdog.watch(name, self.groups, self.lanes)
         except BaseException:
             self.close()
             raise
