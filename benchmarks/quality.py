@@ -277,7 +277,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the results here")
     parser.add_argument("--write-digits", type=Path, metavar="FILE", help="only write the digits to this file")
     parser.add_argument("--report", type=Path, metavar="FILE", help="only print the tables of this file")
-    parser.add_argument("--picture", type=Path, metavar="SVG", help="with --report: draw the curves")
+    parser.add_argument("--picture", type=Path, metavar="SVG", help="with --report: draw the curves of --models")
     parser.add_argument("--link-mbit", type=float, default=200.0, help="rate of links, for curves against seconds")
     given = parser.parse_args()
     if given.write_digits is not None:
@@ -289,7 +289,7 @@ def main() -> None:
     if given.report is not None:
         report(read(given.report))
         if given.picture is not None:
-            draw(read(given.report), given.picture, given.link_mbit)
+            draw(read(given.report), given.models.split(","), given.picture, given.link_mbit)
         return
     models, methods = given.models.split(","), given.methods.split(",")
     for name in models:

@@ -172,7 +172,7 @@ TASKS = {
         steps=300,
         examples=128,
         optimizer="SGD",
-        rates=(0.02, 0.05, 0.1, 0.2),
+        rates=(0.01, 0.02, 0.05, 0.1),
         build=zoo.cnn,
         source=DigitSource,
     ),
