@@ -19,7 +19,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from syncline.ddp.engine import Engine
+from syncline.ddp.engine import Engine, completed
 from syncline.errors import UsageError
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals
 from syncline.runtime.stats import Stats
@@ -140,9 +140,7 @@ class Updating:
         if self._warm is not None:
             return self._warm.submit(bucket)
         flat: Tensor = bucket.buffer()
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-        done.set_result(flat)
-        return done
+        return completed(flat)
 
     @property
     def runner(self) -> BucketRunner:
