@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run as torch_run
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
@@ -27,6 +29,7 @@ from torch.optim import SGD, AdamW, Optimizer
 import syncline
 from ddp_helpers import Mlp, batch, on_ranks, refusal, seeded
 from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes
+from syncline.cluster.processes import fork
 from syncline.runtime import checkpoint
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -37,17 +40,18 @@ STEPS, EVERY = 15, 5
 SETTINGS = ["--steps", str(STEPS), "--every", str(EVERY), "--batch", "8", "--timeout", "30"]
 DIE_AT = random.Random(2026).choice([step for step in range(EVERY + 1, STEPS - EVERY) if step % EVERY])
 """The step before which a rank is killed in the first attempt."""
+ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(script: Path, *arguments: str, ranks: int = 2, restarts: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run torchrun in its own process group, so that no worker outlives it."""
-    launcher = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+def torchrun(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run torchrun with one rank, in its own process group, so that no worker outlives it."""
+    launcher = ["--standalone", "--nproc-per-node=1"]
     with subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *launcher, str(script), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **ENVIRONMENT},
         start_new_session=True,
     ) as run:
         try:
@@ -56,6 +60,29 @@ def torchrun(script: Path, *arguments: str, ranks: int = 2, restarts: int = 0) -
             os.killpg(run.pid, signal.SIGKILL)
             raise
     return subprocess.CompletedProcess(run.args, run.returncode, output, errors)
+
+
+def forked_torchrun(folder: Path, restarts: int, *arguments: str) -> tuple[int, str, str]:
+    """Run torchrun on two ranks in a fork of this process, which forks its ranks: none of them imports torch again.
+    Return its exit status, output and errors."""
+
+    def main() -> int:
+        os.setsid()
+        os.environ |= ENVIRONMENT
+        for descriptor, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
+            setattr(sys, name, os.fdopen(descriptor, "w", buffering=1))
+        launcher = ["--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
+        torch_run.main([*launcher, "--run-path", "--start-method=fork", *arguments])
+        return 0
+
+    launcher = psutil.Process(fork(main))
+    try:
+        status = launcher.wait(90)
+    except BaseException:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        raise
+    return status, (folder / "stdout").read_text(), (folder / "stderr").read_text()
 
 
 def run_example(ranks: int, *arguments: str) -> None:
@@ -139,11 +166,12 @@ def test_a_run_in_which_a_rank_was_killed_ends_with_the_bits_of_an_uninterrupted
     """torchrun restarts it, and only the steps since the last checkpoint run again."""
     folder, losses = tmp_path / "run", tmp_path / "losses"
     places = ["--checkpoint-dir", str(folder), "--losses", str(losses)]
-    ran = torchrun(EXAMPLES / "restart_digits.py", *SETTINGS, *places, "--die-at", str(DIE_AT), restarts=3)
-    assert ran.returncode == 0, ran.stderr
+    command = [str(EXAMPLES / "restart_digits.py"), *SETTINGS, *places, "--die-at", str(DIE_AT)]
+    status, output, errors = forked_torchrun(tmp_path, 3, *command)
+    assert status == 0, errors
     last = DIE_AT // EVERY * EVERY
-    assert f"rank 1 kills itself before step {DIE_AT}" in ran.stdout
-    assert re.findall(r"continuing after step (\d+)", ran.stdout) == [str(last)]
+    assert f"rank 1 kills itself before step {DIE_AT}" in output
+    assert re.findall(r"continuing after step (\d+)", output) == [str(last)]
     assert losses_in(losses) == straight.losses[:DIE_AT] + straight.losses[last:]
     assert_ends_like(straight, folder)
 
@@ -230,7 +258,7 @@ def test_a_truncated_state_file_ends_the_run_with_a_one_line_error(straight: Str
     path = tmp_path / "run" / straight.last.name / "exchange" / "rank-00001-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     options = ["--checkpoint-dir", str(tmp_path / "run"), "--on-world-size", "redistribute"]  # one rank reads both
-    ran = torchrun(EXAMPLES / "restart_digits.py", *SETTINGS, *options, ranks=1)
+    ran = torchrun(EXAMPLES / "restart_digits.py", *SETTINGS, *options)
     assert ran.returncode != 0
     (told,) = (line for line in ran.stderr.splitlines() if line.startswith(f"restart_digits: {path}"))
     assert "load an earlier checkpoint" in told
