@@ -17,19 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.run as torch_run
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 import syncline
-from ddp_helpers import Mlp, batch, on_ranks, refusal, seeded
+from ddp_helpers import Mlp, batch, forked_torchrun, on_ranks, refusal, seeded
 from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes
-from syncline.cluster.processes import fork
 from syncline.runtime import checkpoint
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -60,29 +57,6 @@ def torchrun(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
             os.killpg(run.pid, signal.SIGKILL)
             raise
     return subprocess.CompletedProcess(run.args, run.returncode, output, errors)
-
-
-def forked_torchrun(folder: Path, restarts: int, *arguments: str) -> tuple[int, str, str]:
-    """Run torchrun on two ranks in a fork of this process, which forks its ranks: none of them imports torch again.
-    Return its exit status, output and errors."""
-
-    def main() -> int:
-        os.setsid()
-        os.environ |= ENVIRONMENT
-        for descriptor, name in ((1, "stdout"), (2, "stderr")):
-            os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT), descriptor)
-            setattr(sys, name, os.fdopen(descriptor, "w", buffering=1))
-        launcher = ["--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
-        torch_run.main([*launcher, "--run-path", "--start-method=fork", *arguments])
-        return 0
-
-    launcher = psutil.Process(fork(main))
-    try:
-        status = launcher.wait(90)
-    except BaseException:
-        os.killpg(launcher.pid, signal.SIGKILL)
-        raise
-    return status, (folder / "stdout").read_text(), (folder / "stderr").read_text()
 
 
 def run_example(ranks: int, *arguments: str) -> None:
@@ -167,7 +141,7 @@ def test_a_run_in_which_a_rank_was_killed_ends_with_the_bits_of_an_uninterrupted
     folder, losses = tmp_path / "run", tmp_path / "losses"
     places = ["--checkpoint-dir", str(folder), "--losses", str(losses)]
     command = [str(EXAMPLES / "restart_digits.py"), *SETTINGS, *places, "--die-at", str(DIE_AT)]
-    status, output, errors = forked_torchrun(tmp_path, 3, *command)
+    status, output, errors = forked_torchrun(tmp_path, "--max-restarts=3", *command, **ENVIRONMENT)
     assert status == 0, errors
     last = DIE_AT // EVERY * EVERY
     assert f"rank 1 kills itself before step {DIE_AT}" in output
