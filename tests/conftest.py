@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import large_pages
+from background import Beside, beside
 from syncline.measure import overhead
 
 os.environ.pop("SYNCLINE_NO_NAMESPACES", None)
@@ -83,6 +86,25 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or else what Triton holds would count as leaked
+
+
+@pytest.fixture(scope="module")
+def interpreter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
+    """Run the test module as a script, beside its tests, with Triton's interpreter, which must be enabled before Triton
+    is imported. The script compares the CUDA kernels with the CPU's, and prints the differences as JSON."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with beside([sys.executable, str(request.path)], tmp_path_factory.mktemp("interpreter"), environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def interpreted(interpreter: Beside) -> dict[str, str]:
+    """Return what is wrong in the interpreter, by check."""
+    pytest.importorskip("triton")
+    status, output, errors = interpreter.wait()
+    assert status == 0, errors
+    wrong: dict[str, str] = json.loads(output.splitlines()[-1])
+    return wrong
 
 
 @pytest.fixture

@@ -132,7 +132,7 @@ def test_the_demo_tunes_trains_and_ends_with_a_table_and_what_it_means(
     pytest.importorskip("mlxtend")
     path = tmp_path / "demo.json"
     monkeypatch.chdir(tmp_path)
-    arguments = ["demo", "--hosts=2", "--rate=400mbit", "--steps=8", "--tune=5", f"--json={path}"]
+    arguments = ["demo", "--hosts=2", "--rate=400mbit", "--steps=6", "--tune=5", f"--json={path}"]
     answer = runner.invoke(app, arguments)
     assert answer.exit_code == 0, answer.stderr
     assert "Report: syncline-report.html" in answer.stdout

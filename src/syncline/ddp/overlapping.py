@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from syncline.ddp import reducer
-from syncline.ddp.engine import Engine
+from syncline.ddp.engine import Engine, completed
 from syncline.ddp.reducer import Reduction
 from syncline.dist.comm import gather_bytes
 from syncline.dist.lane import Marks
@@ -145,9 +145,7 @@ class Overlapping:
             self._in_backward = self._reduction.when_over(self._backward_is_over)
         self._engine.reduce(known, flat)
         # DDP must not wait: the future has this rank's own gradients, which nobody may use.
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-        done.set_result(flat)
-        return done
+        return completed(flat)
 
     def _release_if_zeroed(self, name: str) -> None:
         self._engine.release_if_zeroed(name)

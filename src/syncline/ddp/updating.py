@@ -6,13 +6,12 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from syncline.ddp.engine import Engine
+from syncline.ddp.engine import Engine, completed
 from syncline.errors import UsageError
 from syncline.runtime.topology import RankTopology
 from syncline.updates import updating
@@ -57,6 +56,4 @@ class Updating(updating.Updating[Engine]):
         if self._warm is not None:
             return self._warm.submit(bucket)
         flat: Tensor = bucket.buffer()
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-        done.set_result(flat)
-        return done
+        return completed(flat)

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import gather_bytes
-from syncline.errors import ExchangeError, SynclineError, UsageError, warn
+from syncline.errors import SynclineError, UsageError, warn
 from syncline.exchange import Layout
 from syncline.exchange.halves import AllGather, AllReduce, ReduceScatter, ShardState
 from syncline.exchange.workspace import Workspace
@@ -107,8 +107,7 @@ class OverlapEngine:
 
     def reduce(self, bucket: OverlapBucket, flat: Tensor) -> None:
         """Begin to sum the gradients of a bucket. `flat` must not change until `wait` has returned."""
-        if (error := self.runner.error) is not None:
-            raise ExchangeError(f"an earlier exchange of this model failed: {self.runner.explained}") from error
+        self.runner.raise_if_failed()
         for name in bucket.names:
             if type(self.parameters[name].grad) is guards.UnfinishedGradient:
                 text = f"the gradient of {name} was not set to zero since the last synchronised backward pass"
@@ -162,10 +161,7 @@ class OverlapEngine:
             raise self.runner.fail(what, error) from error
 
     def _wait_for(self, future: Any) -> None:
-        try:
-            future.wait()
-        except BaseException as error:
-            raise (self.runner.error or error) from error  # the future has a copy of the runner's error
+        self.runner.wait(future)
 
     def zero(self, name: str) -> bool:
         """Set this rank's shard of a parameter's gradient to zero. Return False if the optimizer has stepped it."""

@@ -235,6 +235,18 @@ class BucketRunner:
             self.error = failed if self.error is preliminary else self.error
         return failed
 
+    def wait(self, future: Any) -> None:
+        """Wait for a future that `submit` returned, and raise the error of this runner if it has failed."""
+        try:
+            future.wait()
+        except BaseException as error:
+            raise (self.error or error) from error  # the future has only a copy of the runner's error
+
+    def raise_if_failed(self) -> None:
+        """Raise if an earlier exchange of this model failed."""
+        if self.error is not None:
+            raise ExchangeError(f"an earlier exchange of this model failed: {self.explained}") from self.error
+
     @property
     def explained(self) -> str:
         """The error, with the suspects if they are known by now."""

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from syncline.dist.agreement import agree, current_device
 from syncline.dist.comm import gather_bytes
-from syncline.errors import ExchangeError, warn
+from syncline.errors import warn
 from syncline.exchange import Dense
 from syncline.health.meeting import meeting
 from syncline.records.pieces import buffer_period, fragments_of
@@ -139,8 +139,7 @@ class UpdateEngine:
 
     def after_step(self) -> None:
         """Send the fragments whose turn it is, and apply the results that are due. All ranks call this."""
-        if (error := self.runner.error) is not None:
-            raise ExchangeError(f"an earlier exchange of this model failed: {self.runner.explained}") from error
+        self.runner.raise_if_failed()
         step = Step()
         self._find_weights()
         with torch.no_grad(), current_device(self._device):
@@ -173,10 +172,7 @@ class UpdateEngine:
         """Wait for the results of all updates that were sent up to the step `latest`, and apply them."""
         while self._flights and self._flights[0].begun <= latest:
             flight = self._flights.pop(0)
-            try:
-                flight.future.wait()
-            except BaseException as error:
-                raise (self.runner.error or error) from error  # the future has a copy of the runner's error
+            self.runner.wait(flight.future)
             self._apply(flight)
 
     def _apply(self, flight: Flight) -> None:
