@@ -479,7 +479,7 @@ def test_both_halves_give_the_sum_on_all_ranks(numel: int, backend: str) -> None
 
 def even(count: int, communication_s: float, backward_s: float = 2.0) -> list[BucketTimes]:
     each = communication_s / count
-    return [BucketTimes(backward_s * (n + 1) / count, each, each / 2, each / 2) for n in range(count)]
+    return [BucketTimes.measured(backward_s * (n + 1) / count, each) for n in range(count)]
 
 
 @pytest.mark.parametrize(("communication_s", "least_s"), [(1.0, 3.0), (3.0, 3.0), (4.0, 4.0), (6.0, 6.0)])

@@ -206,7 +206,7 @@ class Overlapping:
         buckets = []
         for measured in zip(*steps, strict=True):
             ready_s, took_s = (statistics.median(values) for values in zip(*measured, strict=True))
-            buckets.append(overlap.BucketTimes(ready_s, took_s, took_s / 2, took_s / 2))
+            buckets.append(overlap.BucketTimes.measured(ready_s, took_s))
         return overlap.best_whole(buckets, statistics.median(forwards), buckets[-1].ready_s)
 
     # --- the optimizer's state ------------------------------------------------------------------------------------
