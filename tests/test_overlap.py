@@ -428,7 +428,9 @@ def test_wrong_use_is_refused_with_one_line() -> None:
             ({"overlap": "backward", "optimizer": optimizer}, "'forward'"),
             ({"overlap": "forward"}, "optimizer=optimizer"),
             ({"overlap": "forward", "optimizer": optimizer, "every": 2}, "leave them out"),
-            ({"overlap": "forward", "optimizer": optimizer, "exchange": syncline.OkTopk()}, "Dense()"),
+            ({"overlap": "forward", "optimizer": optimizer, "exchange": syncline.OkTopk()}, "Dense() or Quantized()"),
+            ({"overlap": "forward", "optimizer": optimizer, "gather": "int8"}, "fp32, bf16, fp16"),
+            ({"gather": "bf16"}, "overlap='forward'"),
             ({"overlap": "forward", "optimizer": optimizer, "lanes": 2}, "one lane"),
             ({"overlap": "forward", "optimizer": NormScaled(model.parameters(), lr=0.1)}, "elementwise = True"),
         ):

@@ -26,7 +26,8 @@ from syncline.ddp.updating import Updating
 from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, bound_group, group_timeout
 from syncline.errors import UsageError
-from syncline.exchange import Dense, Exchange, default_lanes
+from syncline.exchange import Dense, Exchange, Quantized, default_lanes
+from syncline.exchange.lossy_halves import GATHERS
 from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.health.watchdog import watch_plain
 from syncline.overlap.engine import OverlapEngine
@@ -52,6 +53,7 @@ def attach(
     delay: int = 0,
     outer: Nesterov | None = None,
     overlap: str | None = None,
+    gather: str = "fp32",
     lanes: int | None = None,
     timeout_s: float | None = None,
     network: NetworkOrFile = None,
@@ -62,8 +64,9 @@ def attach(
     With `optimizer`, each rank steps it with its own gradients, and ranks exchange what the steps have changed. Use it
     for sparse exchanges with AdamW, which trains badly with sparse gradients. The training loop stays as it is.
 
-    With `overlap="forward"`, the exchange is lossless and extends into the next forward pass: gradients are summed in
-    shards during backward, the optimizer steps this rank's shards, and the new weights are gathered while forward runs.
+    With `overlap="forward"`, the exchange extends into the next forward pass: gradients are summed in shards during
+    backward, the optimizer steps this rank's shards, and the new weights are gathered while forward runs. This is
+    lossless with `Dense()`.
 
     All ranks of the model's process group call this with the same arguments. It replaces an exchange that was attached
     before. If it raises, the model is unchanged, except that an exchange with `overlap` may be detached.
@@ -81,8 +84,11 @@ def attach(
             exchange runs in the background.
         outer: An optimizer of the common weights, with the mean update as its gradient. Default: subtract the mean
             update from the weights.
-        overlap: `"forward"`, with `Dense()` and an `optimizer` that treats every element by itself, such as AdamW and
-            SGD. Each rank then has its shard of the optimizer's state. Clip with `handle.clip_grad_norm_`.
+        overlap: `"forward"`, with `Dense` or `Quantized` and an `optimizer` that treats every element by itself, such
+            as AdamW and SGD. Each rank then has its shard of the optimizer's state, and the exchange decides how
+            gradients are sent to the owners of shards. Clip with `handle.clip_grad_norm_`.
+        gather: The number format in which weights are gathered with `overlap`: `"fp32"` (their own type), `"bf16"` or
+            `"fp16"`. In 16 bits, all ranks compute with rounded weights, and the owner of a shard keeps it in fp32.
         lanes: Number of buckets that may be exchanged at the same time, each over its own connections. Default: 2 for
             exchanges over gloo that wait between their collectives, and 1 otherwise.
         timeout_s: Timeout of a collective in seconds. Default: that of the model's process group.
@@ -104,14 +110,20 @@ def attach(
     """
     ddp = ddp_of(model)
     exchange = validation.checked_exchange(exchange)
+    given_lanes = lanes
     if lanes is None:
         lanes = default_lanes(exchange, backend_of(ddp.process_group))
     validation.check_lanes(lanes)
     validation.check_positive(timeout_s=timeout_s)
     policy: BucketPolicy | UpdatePolicy | OverlapPolicy = Uniform(exchange, lanes)
     if overlap is not None:
+        lanes = 1 if given_lanes is None else lanes
         _check_overlap(model, exchange, overlap, optimizer, lanes, (every, warmup, delay, outer) == (1, None, 0, None))
-        policy = OverlapPolicy(exchange, 1)
+        if gather not in GATHERS:
+            raise UsageError(f"gather is {gather!r}: it must be one of {', '.join(GATHERS)}")
+        policy = OverlapPolicy(exchange, 1, gather=gather)
+    elif gather != "fp32":
+        raise UsageError("gather is for weights that are gathered: pass overlap='forward' too, or leave it out")
     elif optimizer is not None:
         policy = checked_policy(exchange, lanes, every, warmup, delay, outer)
     elif (every, warmup, delay, outer) != (1, None, 0, None):
@@ -127,7 +139,11 @@ def _check_overlap(
     scripted = any(isinstance(module, torch.jit.ScriptModule) for module in ddp.modules())
     for problem, is_there in {
         f"overlap is {overlap!r}: it must be 'forward', or left out": overlap != "forward",
-        f"overlap='forward' exchanges through Dense(), not {exchange!r}: leave one of them out": exchange != Dense(),
+        f"overlap='forward' exchanges through Dense() or Quantized(), not {exchange!r}: leave one of them out": (
+            not isinstance(exchange, Dense | Quantized)
+        ),
+        "overlap='forward' would lose residuals of unused parameters: build DDP without find_unused_parameters, or use "
+        "Dense()": exchange.keeps and ddp.find_unused_parameters,
         "overlap='forward' steps the optimizer on shards of the weights: pass optimizer=optimizer": optimizer is None,
         "every, warmup, delay and outer are for updates: leave them out with overlap='forward'": not no_updates,
         "overlap='forward' has one lane: leave lanes out": lanes != 1,
@@ -193,7 +209,7 @@ def attach_policy(
                 if isinstance(policy, UpdatePolicy):
                     engine = _updating(ddp, policy, optimizer, scaler, made, topology, timeout)
                 else:
-                    engine = _overlapping(ddp, policy, optimizer, made, reduction, timeout)
+                    engine = _overlapping(ddp, policy, optimizer, made, reduction, timeout, lambda: scale_of(scaler))
     try:
         switch = switch_of(ddp)
     except BaseException:
@@ -235,9 +251,11 @@ def _overlapping(
     make_engine: Callable[..., Engine],
     reduction: Reduction,
     timeout: timedelta,
+    scale: Callable[[], Tensor | None],
 ) -> Overlapping:
     """Collective: create what overlaps with the next forward pass, and the engine of its first steps."""
-    engine = OverlapEngine(ddp.process_group, parameters_of(ddp), optimizer, timeout, ddp.gradient_as_bucket_view)
+    views, exchange, gather = ddp.gradient_as_bucket_view, policy.exchange, policy.gather
+    engine = OverlapEngine(ddp.process_group, parameters_of(ddp), optimizer, timeout, views, exchange, gather, scale)
     try:
         warm = make_engine(policy=Uniform(Dense(), 1))
     except BaseException:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from syncline.exchange import Dense, Exchange, Phase, Topology
-from syncline.exchange.halves import AllGather, ReduceScatter
+from syncline.exchange.lossy_halves import halves_of
 from syncline.predict.exchange_time import flow
 from syncline.predict.timeline import Span, Timeline
 from syncline.records.network import Network
@@ -26,8 +26,6 @@ _WORTH = 0.998
 """A whole bucket needs P times the memory for the optimizer's state, so it must save some of the step."""
 REDUCED, SCATTERED, GATHERED = "all_reduce", "reduce_scatter", "all_gather"
 """Names of the spans of a timeline."""
-Halves = tuple[Exchange, Exchange, Exchange]
-"""The exchange of a whole bucket, the first half, and the second half."""
 
 
 @dataclass(frozen=True)
@@ -155,9 +153,11 @@ def reductions(
     topology: Topology,
     contents: Sequence[tuple[int, torch.dtype]],
     ready_s: Sequence[float],
-    halves: Halves = (Dense(), ReduceScatter(), AllGather()),
+    exchange: Exchange | None = None,
+    gather: str = "fp32",
 ) -> Iterator[BucketTimes]:
-    """Yield the times of buckets with these elements and types, which are exchanged as a whole or in these halves."""
+    """Yield the times of buckets with these elements and types, whose gradients are sent to the owners of shards as
+    `exchange` does it, by default `Dense()`, and whose weights are gathered in the format `gather`."""
     links = {link.name: link for link in network.links}
 
     def transfer(phase: Phase) -> Transfer:
@@ -172,5 +172,7 @@ def reductions(
         return Transfer(least_s, pure[name], fitted.serial_s + loaded_s - pure[name], burst_s)
 
     for (numel, dtype), at_s in zip(contents, ready_s, strict=True):
-        costs = (exchange.cost(numel, dtype, topology) for exchange in halves)
-        yield BucketTimes(at_s, *(tuple(map(transfer, cost.phases)) for cost in costs))
+        scatter, gathering, _ = halves_of(exchange or Dense(), gather, numel, dtype, topology.ranks)
+        parts = (half.cost(numel, dtype, topology).phases for half in (exchange or Dense(), scatter, gathering))
+        whole, first, second = (tuple(map(transfer, phases)) for phases in parts)
+        yield BucketTimes(at_s, whole, first, second)
