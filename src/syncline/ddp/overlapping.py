@@ -215,7 +215,7 @@ class Overlapping:
         for layout, times in zip(layouts, zip(*(step.buckets for step in steps), strict=True), strict=True):
             ready_s, took_s = (statistics.median(values) for values in zip(*times, strict=True))
             uses = [step.used_s[slot.name] for step in steps for slot in layout.slots if slot.name in step.used_s]
-            buckets.append(overlap.BucketTimes.measured(ready_s, took_s, min(uses, default=None)))
+            buckets.append(overlap.BucketTimes.measured(ready_s, took_s, min(uses, default=None), self.policy.gather))
         forward_s, backward_s = statistics.median(step.forward_s for step in steps), buckets[-1].ready_s
         order = overlap.gather_order(buckets, forward_s, backward_s)
         whole = overlap.best_whole(buckets, forward_s, backward_s) if self.policy.exchange.lossless else ()

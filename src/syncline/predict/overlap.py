@@ -52,10 +52,13 @@ class BucketTimes:
     needed_s: float | None = None  # from the start of forward until its weights are used; None if it was not measured
 
     @classmethod
-    def measured(cls, ready_s: float, whole_s: float, needed_s: float | None = None) -> BucketTimes:
-        """Return the times of a bucket of which only the all-reduce is known. Halves take half as long."""
-        half = (Transfer(whole_s / 2),)
-        return cls(ready_s, (Transfer(whole_s),), half, half, needed_s)
+    def measured(
+        cls, ready_s: float, whole_s: float, needed_s: float | None = None, gather: str = "fp32"
+    ) -> BucketTimes:
+        """Return the times of a bucket of which only the all-reduce is known. Halves take half as long, and weights in
+        16 bits a quarter."""
+        half, gathering = Transfer(whole_s / 2), Transfer(whole_s / (2 if gather == "fp32" else 4))
+        return cls(ready_s, (Transfer(whole_s),), (half,), (gathering,), needed_s)
 
 
 @dataclass
