@@ -20,19 +20,19 @@ from syncline.ddp import reducer
 from syncline.ddp.engine import Engine
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import other_hook, switch_of, switches
+from syncline.ddp.overlap_setup import check_overlap, make_overlapping, with_best_buckets
 from syncline.ddp.overlapping import Overlapping, OverlapPolicy
 from syncline.ddp.reducer import Reduction
 from syncline.ddp.updating import Updating
 from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, bound_group, group_timeout
 from syncline.errors import UsageError
-from syncline.exchange import Dense, Exchange, Quantized, default_lanes
-from syncline.exchange.lossy_halves import GATHERS
+from syncline.exchange import Exchange, default_lanes
 from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.health.watchdog import watch_plain
-from syncline.overlap.engine import OverlapEngine
 from syncline.overlap.shards import check_elementwise
 from syncline.records.plan import Plan
+from syncline.records.profile import Profile
 from syncline.runtime import validation
 from syncline.runtime.bucket_policy import BucketPolicy, Planned, Uniform, difference_of, read_plan
 from syncline.runtime.topology import NetworkOrFile, RankTopology, find_topology, read_network
@@ -57,6 +57,7 @@ def attach(
     lanes: int | None = None,
     timeout_s: float | None = None,
     network: NetworkOrFile = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
     scaler: GradScaler | None = None,
 ) -> Handle:
     """Make a DistributedDataParallel model exchange its gradients, or its optimizer's updates, through an exchange.
@@ -94,6 +95,8 @@ def attach(
         timeout_s: Timeout of a collective in seconds. Default: that of the model's process group.
         network: The network, or the file that `syncline probe` wrote. Exchanges that use levels, such as
             `Hierarchical`, find racks and choose paths with it. Without it they detect hosts and assume typical links.
+        profile: The model's profile, or the file that `syncline profile` wrote. With `overlap` and a `network`, the
+            model gets buckets of the size with which a step should take the least time, until `detach`.
         scaler: The GradScaler of the loss, if there is one. Residuals must follow changes of its scale. With updates, a
             rank whose scaler skips a step must still take part in the exchange.
 
@@ -118,45 +121,26 @@ def attach(
     policy: BucketPolicy | UpdatePolicy | OverlapPolicy = Uniform(exchange, lanes)
     if overlap is not None:
         lanes = 1 if given_lanes is None else lanes
-        _check_overlap(model, exchange, overlap, optimizer, lanes, (every, warmup, delay, outer) == (1, None, 0, None))
-        if gather not in GATHERS:
-            raise UsageError(f"gather is {gather!r}: it must be one of {', '.join(GATHERS)}")
+        check_overlap(
+            model, exchange, overlap, gather, optimizer, lanes, (every, warmup, delay, outer) == (1, None, 0, None)
+        )
         policy = OverlapPolicy(exchange, 1, gather=gather)
+        if profile is not None:
+            policy = with_best_buckets(ddp, policy, profile, network)
+    elif profile is not None:
+        raise UsageError("profile is for the buckets of overlap='forward': pass that too, or leave it out")
     elif gather != "fp32":
         raise UsageError("gather is for weights that are gathered: pass overlap='forward' too, or leave it out")
     elif optimizer is not None:
         policy = checked_policy(exchange, lanes, every, warmup, delay, outer)
     elif (every, warmup, delay, outer) != (1, None, 0, None):
         raise UsageError("every, warmup, delay and outer are for updates: pass optimizer= too, or leave them out")
-    return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler, optimizer=optimizer)
-
-
-def _check_overlap(
-    model: nn.Module, exchange: Exchange, overlap: Any, optimizer: Any, lanes: int, no_updates: bool
-) -> None:
-    """Raise if an argument does not fit an exchange that overlaps with the next forward pass."""
-    ddp = ddp_of(model)
-    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in ddp.modules())
-    for problem, is_there in {
-        f"overlap is {overlap!r}: it must be 'forward', or left out": overlap != "forward",
-        f"overlap='forward' exchanges through Dense() or Quantized(), not {exchange!r}: leave one of them out": (
-            not isinstance(exchange, Dense | Quantized)
-        ),
-        "overlap='forward' would lose residuals of unused parameters: build DDP without find_unused_parameters, or use "
-        "Dense()": exchange.keeps and ddp.find_unused_parameters,
-        "overlap='forward' steps the optimizer on shards of the weights: pass optimizer=optimizer": optimizer is None,
-        "every, warmup, delay and outer are for updates: leave them out with overlap='forward'": not no_updates,
-        "overlap='forward' has one lane: leave lanes out": lanes != 1,
-        "overlap='forward' cannot watch a compiled DDP model: compile the module inside DDP": (
-            model is not ddp or ddp._compiled_call_impl is not None
-        ),
-        "overlap='forward' does not support TorchScript modules: use the modules themselves": scripted,
-        "overlap='forward' needs all buckets in every step: build DDP without skip_all_reduce_unused_params": (
-            getattr(ddp, "skip_all_reduce_unused_params", False)
-        ),
-    }.items():
-        if is_there:
-            raise UsageError(problem)
+    try:
+        return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler, optimizer=optimizer)
+    except BaseException:
+        if isinstance(policy, OverlapPolicy) and policy.caps:
+            reducer.make_plain(ddp)
+        raise
 
 
 def attach_policy(
@@ -209,7 +193,9 @@ def attach_policy(
                 if isinstance(policy, UpdatePolicy):
                     engine = _updating(ddp, policy, optimizer, scaler, made, topology, timeout)
                 else:
-                    engine = _overlapping(ddp, policy, optimizer, made, reduction, timeout, lambda: scale_of(scaler))
+                    engine = make_overlapping(
+                        ddp, policy, optimizer, made, reduction, timeout, lambda: scale_of(scaler)
+                    )
     try:
         switch = switch_of(ddp)
     except BaseException:
@@ -242,26 +228,6 @@ def _updating(
     except BaseException:
         updates.close()
         raise
-
-
-def _overlapping(
-    ddp: DDP,
-    policy: OverlapPolicy,
-    optimizer: Optimizer,
-    make_engine: Callable[..., Engine],
-    reduction: Reduction,
-    timeout: timedelta,
-    scale: Callable[[], Tensor | None],
-) -> Overlapping:
-    """Collective: create what overlaps with the next forward pass, and the engine of its first steps."""
-    views, exchange, gather = ddp.gradient_as_bucket_view, policy.exchange, policy.gather
-    engine = OverlapEngine(ddp.process_group, parameters_of(ddp), optimizer, timeout, views, exchange, gather, scale)
-    try:
-        warm = make_engine(policy=Uniform(Dense(), 1))
-    except BaseException:
-        engine.close()
-        raise
-    return Overlapping(ddp, engine, warm, optimizer, policy, reduction, None)
 
 
 def wrap(

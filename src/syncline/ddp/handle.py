@@ -280,8 +280,9 @@ class Handle:
         have been stepped. Residuals are dropped. Inside `synced()`, ranks keep the weights that they agreed on last.
         """
         _ = self._attached  # raises if the handle is detached
+        changed = self.plan is not None or bool(getattr(self._policy, "caps", ()))
         self._switch.turn_to(None)
-        if self.plan is not None and reducer.why_not_change(self._ddp) is None:
+        if changed and reducer.why_not_change(self._ddp) is None:
             reducer.make_plain(self._ddp)
 
     @property

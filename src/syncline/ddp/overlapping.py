@@ -48,6 +48,7 @@ class OverlapPolicy(Uniform):
     """The settings of an exchange that overlaps with the next forward pass."""
 
     gather: str = "fp32"  # the format in which weights are gathered
+    caps: tuple[int, ...] = ()  # the sizes of buckets in bytes, if they were changed
 
     def settings(self) -> dict[str, Any]:
         own = {"type": "Overlap", "exchange": settings(self.exchange)}
@@ -274,8 +275,6 @@ class Overlapping:
     def conclude(self) -> None:
         if self._warm is not None:
             self._warm.conclude()
-        elif all(bucket.reducing is None and bucket.gathering is None for bucket in self._engine.buckets):
-            self._engine.end_step()
 
     def drift(self) -> str | None:
         return None

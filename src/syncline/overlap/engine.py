@@ -89,6 +89,7 @@ class OverlapEngine:
         self._stream: Any = None  # of the last step, on CUDA
         self._steps = 0  # of the optimizer, with shards
         self._step = Step()
+        self._has_gradients = False  # whether the step has reached its backward
         self.runner = BucketRunner(group, self.device, 1, timeout, None)
 
     def start(
@@ -132,9 +133,10 @@ class OverlapEngine:
             if type(self.parameters[name].grad) is guards.UnfinishedGradient:
                 text = f"the gradient of {name} was not set to zero since the last synchronised backward pass"
                 raise UsageError(f"{text}: call optimizer.zero_grad(), and accumulate gradients under no_sync()")
-        if bucket is self.buckets[0]:
-            self._settle(applied=False)  # if the script has not stepped the last gradients
+        if bucket is self.buckets[0] and self._has_gradients:  # the script has not stepped the last ones
+            self._settle(applied=False)
             self.end_step()
+        self._has_gradients = True
         run = partial(self.runner.exchange, bucket.reduced, flat, self._scale())
         bucket.reducing = self.runner.submit(self._step, bucket.reduced, flat, run)
         bucket.gradient = getattr(bucket.reduced.ready, "gradient", flat)
@@ -152,10 +154,10 @@ class OverlapEngine:
                     bucket.settled = True
 
     def end_step(self) -> None:
-        """Count the last step, if there was one."""
-        if self._step.jobs:
+        """Count a step: weights that were gathered behind its forward, and gradients of its backward."""
+        if self._has_gradients:
             self.runner.end(self._step)
-            self._step = Step()
+            self._step, self._has_gradients = Step(), False
 
     def backward_is_over(self) -> None:
         """Forbid the use of the gradients of this rank alone."""
@@ -281,6 +283,7 @@ class OverlapEngine:
         assert self.optimizer is not None  # noqa: S101
         self.optimizer.leave()
         self._settle(applied=True)
+        self.end_step()
         self._steps += 1
         if self.device.type == "cuda":
             self._stream = torch.cuda.current_stream(self.device)

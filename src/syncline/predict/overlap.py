@@ -12,11 +12,11 @@ collide, it regains credit for a burst, up to the size of its burst. So short wa
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from syncline.exchange import Dense, Exchange, Phase, Topology
+from syncline.exchange import Cost, Dense, Exchange, Phase, Topology
 from syncline.exchange.lossy_halves import halves_of
 from syncline.predict.exchange_time import flow
 from syncline.predict.timeline import Span, Timeline
@@ -59,6 +59,14 @@ class BucketTimes:
         16 bits a quarter."""
         half, gathering = Transfer(whole_s / 2), Transfer(whole_s / (2 if gather == "fp32" else 4))
         return cls(ready_s, (Transfer(whole_s),), (half,), (gathering,), needed_s)
+
+    def after_work(self, seconds: float) -> BucketTimes:
+        """Return the bucket with an exchange that computes for some seconds. Half of that is part of either half."""
+        if not seconds:
+            return self
+        work = Transfer(seconds / 2)
+        whole, scatter, gather = (Transfer(seconds), *self.whole), (work, *self.scatter), (work, *self.gather)
+        return replace(self, whole=whole, scatter=scatter, gather=gather)
 
 
 @dataclass
@@ -114,15 +122,28 @@ def overlapped(
         start_s, end_s[str(index)] = link.carry(bucket.ready_s, transfers)
         spans.append(Span(str(index), 0, what, start_s, end_s[str(index)]))
     clock_s = max(link.free_s, backward_s) + update_s
-    stepped_s, computed_s = clock_s, 0.0
+    stepped_s, computed_s, computing = clock_s, 0.0, list[tuple[float, float]]()
     for index in gather_order(buckets, forward_s, backward_s):
         if index not in whole:
             start_s, end_s[str(index)] = link.carry(stepped_s, buckets[index].gather)
             spans.append(Span(str(index), 0, GATHERED, start_s, end_s[str(index)]))
             until_s = max(computed_s, needed_s(buckets[index], forward_s, backward_s))
+            computing.append((clock_s, clock_s + until_s - computed_s))
             clock_s = max(clock_s + until_s - computed_s, end_s[str(index)])
             computed_s = until_s
-    return clock_s + forward_s - computed_s, Timeline(tuple(spans), end_s)
+    computing.append((clock_s, clock_s + forward_s - computed_s))
+    return computing[-1][1], Timeline(tuple(spans), end_s, _joined(computing))
+
+
+def _joined(intervals: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Join consecutive intervals without a gap."""
+    joined: list[tuple[float, float]] = []
+    for start_s, end_s in intervals:
+        if joined and start_s <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], end_s)
+        elif end_s > start_s:
+            joined.append((start_s, end_s))
+    return tuple(joined)
 
 
 def best_whole(
@@ -149,6 +170,12 @@ def best_whole(
         if (other_s := time_s(other)) < (_WORTH if index in other else 1.0) * best_s:
             best, best_s = other, other_s
     return best
+
+
+def cost(exchange: Exchange, gather: str, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
+    """Return the collectives of both halves of a bucket. In full, they send as many bytes as an all-reduce."""
+    scatter, gathering, _ = halves_of(exchange, gather, numel, dtype, topology.ranks)
+    return Cost(tuple(phase for half in (scatter, gathering) for phase in half.cost(numel, dtype, topology).phases))
 
 
 def reductions(
