@@ -14,6 +14,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -138,10 +139,15 @@ def _lost(rank: int, options: dict[str, bool]) -> dict[str, float]:
 
 
 OVERLAP_STEPS = 20
-OVERLAP_CASES: dict[str, dict[str, Any]] = {
+OVERLAP_CASES: dict[str, dict[str, Any]] = {  # options of DDP
     "overlap": {},
     "overlap, views": {"gradient_as_bucket_view": True},
     "overlap, unused": {"find_unused_parameters": True},
+}
+LOSSY_CASES: dict[str, dict[str, Any]] = {  # options of attach
+    "overlap, bf16": {"exchange": syncline.Dense(wire="bf16")},
+    "overlap, weights in fp16": {"gather": "fp16"},
+    "overlap, 4 bits and bf16": {"exchange": syncline.Quantized(bits=4), "gather": "bf16"},
 }
 
 
@@ -153,17 +159,18 @@ def _clipped_steps(ddp: DDP, inputs: list[Tensor], clip: Any, optimizer: torch.o
         optimizer.step()
 
 
-def _overlapping(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+def _overlapping(rank: int, options: dict[str, Any], exchange: dict[str, Any]) -> dict[str, Any]:
     """Train twice with AdamW and clipping, with plain DDP and with weights gathered behind the next forward."""
     generator = torch.Generator().manual_seed(rank)
     inputs = [torch.randn(16, 256, generator=generator).cuda() for _ in range(OVERLAP_STEPS + 3)]
     plain, model = (DDP(_net(), device_ids=[0], bucket_cap_mb=0.3, **options) for _ in range(2))
     # Where a gradient is almost zero, AdamW would turn the order of summation into steps of either sign.
     optimizers = [torch.optim.AdamW(ddp.parameters(), lr=1e-3, eps=1e-4) for ddp in (plain, model)]
-    handle = syncline.attach(model, optimizer=optimizers[1], overlap="forward")
+    handle = syncline.attach(model, optimizer=optimizers[1], overlap="forward", **exchange)
     torch_clip = functools.partial(nn.utils.clip_grad_norm_, list(plain.parameters()))
     _clipped_steps(plain, inputs[:OVERLAP_STEPS], torch_clip, optimizers[0])
-    _clipped_steps(model, inputs[:OVERLAP_STEPS], handle.clip_grad_norm_, optimizers[1])
+    with mock.patch("syncline.predict.overlap.best_whole", return_value=frozenset([1])):  # both kinds of buckets
+        _clipped_steps(model, inputs[:OVERLAP_STEPS], handle.clip_grad_norm_, optimizers[1])
     pending = sum(type(parameter) is PendingParameter for parameter in model.parameters())
     stats = handle.stats()
     weights = [torch.cat([p.detach().flatten() for p in ddp.parameters()]) for ddp in (plain, model)]
@@ -194,7 +201,8 @@ def _overlapping(rank: int, options: dict[str, Any]) -> dict[str, Any]:
 def _overlap_main(rank: Rank) -> dict[str, Any]:
     torch.cuda.set_device(0)
     rank.init_process_group()
-    return {name: _overlapping(rank.rank, options) for name, options in OVERLAP_CASES.items()}
+    seen = {name: _overlapping(rank.rank, options, {}) for name, options in OVERLAP_CASES.items()}
+    return seen | {name: _overlapping(rank.rank, {}, options) for name, options in LOSSY_CASES.items()}
 
 
 def _state_numel(optimizer: torch.optim.Optimizer) -> int:
@@ -346,7 +354,16 @@ def test_weights_gathered_behind_the_forward_equal_plain_ddps(overlapped: list[d
     assert len({rank[name]["checksum"] for rank in overlapped}) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in OVERLAP_CASES if name != "overlap, unused"])
+@pytest.mark.parametrize("name", LOSSY_CASES)
+def test_overlap_with_fewer_bits_stays_close_and_ranks_agree(overlapped: list[dict[str, Any]], name: str) -> None:
+    for rank in (rank[name] for rank in overlapped):
+        assert rank["pending"] > 0
+        assert 0 < rank["difference"] < 1e-2
+        assert rank["bytes"][0] == rank["bytes"][1]
+    assert len({rank[name]["checksum"] for rank in overlapped}) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in (*OVERLAP_CASES, *LOSSY_CASES) if name != "overlap, unused"])
 def test_overlap_never_waits_on_the_host(overlapped: list[dict[str, Any]], name: str) -> None:
     assert [rank[name]["synchronised"] for rank in overlapped] == [""] * len(overlapped)
 

@@ -8,6 +8,7 @@ import io
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -21,6 +22,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.checkpoint import checkpoint
 
+import made_up
 import syncline
 from ddp_helpers import Mlp, batch, on_ranks, refusal, seeded
 from syncline.cluster import Rank
@@ -30,7 +32,11 @@ from syncline.exchange.halves import AllGather, ReduceScatter, ShardState
 from syncline.models import zoo
 from syncline.models.gpt import GPT
 from syncline.overlap.guards import PendingParameter, UnfinishedGradient
-from syncline.predict.overlap import BucketTimes, best_whole, overlapped
+from syncline.predict import Schedule, predict
+from syncline.predict.bucket_size import best_overlap
+from syncline.predict.overlap import GATHERED, BucketTimes, Transfer, best_whole, gather_order, overlapped
+from syncline.records.profile import load_profile
+from syncline.report.sections import step as step_section
 
 SMALL = {"bucket_cap_mb": 0.002}
 WARM = 8  # steps after which weights are in shards, whatever DDP rebuilds
@@ -100,7 +106,11 @@ def test_weights_equal_plain_ddps(ranks: int, name: str) -> None:
                 assert pending(model) > 0  # it was really gathered behind the forward passes
             torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
             assert handle.stats().sent_bytes == handle.predicted_sent_bytes()
-            if ranks > 1:
+            if ranks > 1:  # a step has the weights that were gathered behind its forward, and its gradients
+                timings = handle.stats().buckets
+                gathers = [timing for timing in timings if timing.exchange == "AllGather"]
+                sums = [timing for timing in timings if timing.exchange != "AllGather"]
+                assert gathers and max(t.end_s for t in gathers) <= min(t.start_s for t in sums)
                 held = sum(v.numel() for s in optimizers[1].state.values() for v in s.values() if v.dim())
                 whole = sum(v.numel() for s in optimizers[0].state.values() for v in s.values() if v.dim())
                 assert held < whole
@@ -428,7 +438,9 @@ def test_wrong_use_is_refused_with_one_line() -> None:
             ({"overlap": "backward", "optimizer": optimizer}, "'forward'"),
             ({"overlap": "forward"}, "optimizer=optimizer"),
             ({"overlap": "forward", "optimizer": optimizer, "every": 2}, "leave them out"),
-            ({"overlap": "forward", "optimizer": optimizer, "exchange": syncline.OkTopk()}, "Dense()"),
+            ({"overlap": "forward", "optimizer": optimizer, "exchange": syncline.OkTopk()}, "Dense() or Quantized()"),
+            ({"overlap": "forward", "optimizer": optimizer, "gather": "int8"}, "fp32, bf16, fp16"),
+            ({"gather": "bf16"}, "overlap='forward'"),
             ({"overlap": "forward", "optimizer": optimizer, "lanes": 2}, "one lane"),
             ({"overlap": "forward", "optimizer": NormScaled(model.parameters(), lr=0.1)}, "elementwise = True"),
         ):
@@ -479,7 +491,7 @@ def test_both_halves_give_the_sum_on_all_ranks(numel: int, backend: str) -> None
 
 def even(count: int, communication_s: float, backward_s: float = 2.0) -> list[BucketTimes]:
     each = communication_s / count
-    return [BucketTimes(backward_s * (n + 1) / count, each, each / 2, each / 2) for n in range(count)]
+    return [BucketTimes.measured(backward_s * (n + 1) / count, each) for n in range(count)]
 
 
 @pytest.mark.parametrize(("communication_s", "least_s"), [(1.0, 3.0), (3.0, 3.0), (4.0, 4.0), (6.0, 6.0)])
@@ -492,6 +504,75 @@ def test_a_step_takes_as_long_as_computation_or_communication(communication_s: f
     assert all(a.end_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(spans))
     halves_s, _ = overlapped(buckets, 1.0, 2.0, ())
     assert step_s <= halves_s
+
+
+def test_a_link_that_waits_inside_a_collective_regains_its_burst() -> None:
+    gather = (Transfer(0.001, busy_s=0.010, wasted_s=0.003, burst_s=0.004),)
+    buckets = [BucketTimes(0.1, gather, gather, gather)] * 50
+    step_s, _ = overlapped(buckets, 0.0, 0.1, range(50))
+    assert step_s == pytest.approx(0.1 + 50 * 0.010 - 0.001)  # the first one starts with a full burst
+    wasteful = (Transfer(0.001, busy_s=0.010, wasted_s=0.007, burst_s=0.004),)
+    step_s, _ = overlapped([BucketTimes(0.1, wasteful, gather, gather)] * 50, 0.0, 0.1, range(50))
+    assert step_s == pytest.approx(0.1 + 50 * 0.013)  # no more than the burst
+
+
+def test_weights_are_gathered_in_the_order_in_which_forward_was_seen_to_use_them() -> None:
+    times = [BucketTimes.measured(1.0 + n, 1.0, needed) for n, needed in enumerate((0.0, 0.2, 0.1, 0.3))]
+    assert gather_order(times, 1.0, 4.0) == [0, 2, 1, 3]
+    assert gather_order([replace(bucket, needed_s=None) for bucket in times], 1.0, 4.0) == [3, 2, 1, 0]
+    step_s, timeline = overlapped(times, 1.0, 4.0, ())
+    gathers = [span for span in timeline.spans if span.what == GATHERED]
+    assert [span.bucket for span in gathers] == ["0", "2", "1", "3"]
+    assert sum(end_s - start_s for start_s, end_s in timeline.forward) == pytest.approx(1.0)
+    assert timeline.forward[0][0] == pytest.approx(gathers[0].end_s)
+    assert timeline.forward[-1][1] == pytest.approx(step_s)
+
+
+def test_small_buckets_are_chosen_where_forward_waits_for_the_first_one() -> None:
+    profile = load_profile("bert-base-cuda").scaled(time=10.0, bytes=0.1)
+    slow = made_up.network(host_of_rank=(0, 1, 2, 3), startup_s=1e-4).with_rate(600_000_000)
+    own, (best, caps) = predict(profile, slow, Schedule.of(profile, "overlap")), best_overlap(profile, slow)
+    assert len(caps) == 1 and caps[0] < 25 * 2**20
+    assert best.iteration_s < 0.99 * own.iteration_s
+    costly = made_up.network(host_of_rank=(0, 1, 2, 3), startup_s=0.05).with_rate(600_000_000)
+    _, fewer = best_overlap(profile, costly)
+    assert len(fewer) > 1 or fewer[0] > caps[0]
+
+
+def test_fewer_bits_are_predicted_to_take_less_time() -> None:
+    profile = load_profile("bert-base-cuda")
+    network = made_up.network(host_of_rank=(0, 1, 2, 3)).with_rate(1_000_000_000)
+    full = Schedule.of(profile, "overlap")
+    times, sent = [], []
+    for exchange, gather in ((syncline.Dense(), "fp32"), (syncline.Dense(), "bf16"), (syncline.Quantized(), "bf16")):
+        prediction = predict(profile, network, replace(full, exchange=exchange, gather=gather))
+        times.append(prediction.iteration_s)
+        sent.append(prediction.link_bytes["host"])
+        assert prediction.schedule.lossless == (gather == "fp32")
+    assert times == sorted(times, reverse=True)
+    assert sent[1] == pytest.approx(0.75 * sent[0], rel=0.01) and sent[2] == pytest.approx(0.316 * sent[0], rel=0.02)
+
+
+def test_a_drawn_step_ends_with_the_next_forward_and_the_gathers_behind_it() -> None:
+    profile = load_profile("bert-base-cuda")
+    network = made_up.network(host_of_rank=(0, 1, 2, 3)).with_rate(10_000_000_000)
+    prediction = predict(profile, network, Schedule.of(profile, "overlap"))
+    forecast = mock.Mock(profile=profile, source="predicted")
+    chart = step_section._predicted_timeline(forecast, "overlap", prediction)
+    computing, sending = chart.rows
+    assert [bar.label for bar in computing.bars][:1] == ["backward"] and "next forward" in [
+        bar.label for bar in computing.bars
+    ]
+    gathers = [bar for bar in sending.bars if "through all_gather" in bar.tooltip]
+    scatters = [bar for bar in sending.bars if "through reduce_scatter" in bar.tooltip]
+    whole = [bar for bar in sending.bars if "through all_reduce" in bar.tooltip]
+    assert (
+        gathers
+        and scatters
+        and len({bar.data["bucket"] for bar in scatters + whole}) == len(prediction.schedule.buckets)
+    )
+    assert min(bar.start for bar in gathers) >= max(bar.end for bar in scatters)
+    assert any(bar.kind == "hidden" for bar in gathers)
 
 
 def test_nothing_is_whole_where_that_saves_nothing() -> None:

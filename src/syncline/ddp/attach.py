@@ -9,7 +9,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -22,20 +21,21 @@ from syncline.ddp import reducer
 from syncline.ddp.engine import Engine
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import other_hook, switch_of, switches
+from syncline.ddp.overlap_setup import check_overlap, make_overlapping, with_best_buckets
 from syncline.ddp.overlapping import Overlapping, OverlapPolicy
 from syncline.ddp.reducer import Reduction
 from syncline.ddp.updating import Updating
 from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, bound_group, group_timeout
 from syncline.errors import UsageError
-from syncline.exchange import Dense, Exchange, default_lanes
+from syncline.exchange import Exchange, default_lanes
 from syncline.fsdp.attach import attach_replicas
 from syncline.fsdp.units import is_sharded
 from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.health.watchdog import watch_plain
-from syncline.overlap.engine import OverlapEngine
 from syncline.overlap.shards import check_elementwise
 from syncline.records.plan import Plan
+from syncline.records.profile import Profile
 from syncline.runtime import validation
 from syncline.runtime.bucket_policy import BucketPolicy, Planned, Uniform, difference_of, read_plan
 from syncline.runtime.topology import NetworkOrFile, RankTopology, find_topology, read_network
@@ -58,9 +58,11 @@ def attach(
     delay: int = 0,
     outer: Nesterov | None = None,
     overlap: str | None = None,
+    gather: str = "fp32",
     lanes: int | None = None,
     timeout_s: float | None = None,
     network: NetworkOrFile = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
     scaler: GradScaler | None = None,
 ) -> Handle:
     """Make a DDP or FSDP2 model exchange its gradients, or its optimizer's updates, through an exchange.
@@ -68,8 +70,9 @@ def attach(
     With `optimizer`, each rank steps it with its own gradients, and ranks exchange what the steps have changed. Use it
     for sparse exchanges with AdamW, which trains badly with sparse gradients. The training loop stays as it is.
 
-    With `overlap="forward"`, the exchange is lossless and extends into the next forward pass: gradients are summed in
-    shards during backward, the optimizer steps this rank's shards, and the new weights are gathered while forward runs.
+    With `overlap="forward"`, the exchange extends into the next forward pass: gradients are summed in shards during
+    backward, the optimizer steps this rank's shards, and the new weights are gathered while forward runs. This is
+    lossless with `Dense()`.
 
     A model that is sharded with `fully_shard` on a 1-D mesh exchanges between its replicas with `replicate`.
 
@@ -92,13 +95,18 @@ def attach(
             exchange runs in the background.
         outer: An optimizer of the common weights, with the mean update as its gradient. Default: subtract the mean
             update from the weights.
-        overlap: `"forward"`, with `Dense()` and an `optimizer` that treats every element by itself, such as AdamW and
-            SGD. Each rank then has its shard of the optimizer's state. Clip with `handle.clip_grad_norm_`.
+        overlap: `"forward"`, with `Dense` or `Quantized` and an `optimizer` that treats every element by itself, such
+            as AdamW and SGD. Each rank then has its shard of the optimizer's state, and the exchange decides how
+            gradients are sent to the owners of shards. Clip with `handle.clip_grad_norm_`.
+        gather: The number format in which weights are gathered with `overlap`: `"fp32"` (their own type), `"bf16"` or
+            `"fp16"`. In 16 bits, all ranks compute with rounded weights, and the owner of a shard keeps it in fp32.
         lanes: Number of buckets that may be exchanged at the same time, each over its own connections. Default: 2 for
             exchanges over gloo that wait between their collectives, and 1 otherwise.
         timeout_s: Timeout of a collective in seconds. Default: that of the model's process group.
         network: The network, or the file that `syncline probe` wrote. Exchanges that use levels, such as
             `Hierarchical`, find racks and choose paths with it. Without it they detect hosts and assume typical links.
+        profile: The model's profile, or the file that `syncline profile` wrote. With `overlap` and a `network`, the
+            model gets buckets of the size with which a step should take the least time, until `detach`.
         scaler: The GradScaler of the loss, if there is one. Residuals must follow changes of its scale. With updates, a
             rank whose scaler skips a step must still take part in the exchange.
 
@@ -121,18 +129,33 @@ def attach(
         updating = (optimizer, every, warmup, delay, outer)
         return _attach_sharded(model, exchange, replicate, updating, lanes, timeout_s, network, scaler)
     ddp = ddp_of(model)
+    given_lanes = lanes
     if lanes is None:
         lanes = default_lanes(exchange, backend_of(ddp.process_group))
     validation.check_lanes(lanes)
     policy: BucketPolicy | UpdatePolicy | OverlapPolicy = Uniform(exchange, lanes)
     if overlap is not None:
-        _check_overlap(model, exchange, overlap, optimizer, lanes, (every, warmup, delay, outer) == (1, None, 0, None))
-        policy = OverlapPolicy(exchange, 1)
+        lanes = 1 if given_lanes is None else lanes
+        check_overlap(
+            model, exchange, overlap, gather, optimizer, lanes, (every, warmup, delay, outer) == (1, None, 0, None)
+        )
+        policy = OverlapPolicy(exchange, 1, gather=gather)
+        if profile is not None:
+            policy = with_best_buckets(ddp, policy, profile, network)
+    elif profile is not None:
+        raise UsageError("profile is for the buckets of overlap='forward': pass that too, or leave it out")
+    elif gather != "fp32":
+        raise UsageError("gather is for weights that are gathered: pass overlap='forward' too, or leave it out")
     elif optimizer is not None:
         policy = checked_policy(exchange, lanes, every, warmup, delay, outer)
     elif (every, warmup, delay, outer) != (1, None, 0, None):
         raise UsageError(_FOR_UPDATES)
-    return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler, optimizer=optimizer)
+    try:
+        return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler, optimizer=optimizer)
+    except BaseException:
+        if isinstance(policy, OverlapPolicy) and policy.caps:
+            reducer.make_plain(ddp)
+        raise
 
 
 def _attach_sharded(
@@ -154,30 +177,6 @@ def _attach_sharded(
     options["scale"] = lambda: validation.scale_of(scaler)
     updates = None if optimizer is None else checked_policy(exchange, lanes or 1, *settings)
     return Handle(*attach_replicas(model, exchange, replicate, updates, optimizer=optimizer, **options))
-
-
-def _check_overlap(
-    model: nn.Module, exchange: Exchange, overlap: Any, optimizer: Any, lanes: int, no_updates: bool
-) -> None:
-    """Raise if an argument does not fit an exchange that overlaps with the next forward pass."""
-    ddp = ddp_of(model)
-    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in ddp.modules())
-    for problem, is_there in {
-        f"overlap is {overlap!r}: it must be 'forward', or left out": overlap != "forward",
-        f"overlap='forward' exchanges through Dense(), not {exchange!r}: leave one of them out": exchange != Dense(),
-        "overlap='forward' steps the optimizer on shards of the weights: pass optimizer=optimizer": optimizer is None,
-        "every, warmup, delay and outer are for updates: leave them out with overlap='forward'": not no_updates,
-        "overlap='forward' has one lane: leave lanes out": lanes != 1,
-        "overlap='forward' cannot watch a compiled DDP model: compile the module inside DDP": (
-            model is not ddp or ddp._compiled_call_impl is not None
-        ),
-        "overlap='forward' does not support TorchScript modules: use the modules themselves": scripted,
-        "overlap='forward' needs all buckets in every step: build DDP without skip_all_reduce_unused_params": (
-            getattr(ddp, "skip_all_reduce_unused_params", False)
-        ),
-    }.items():
-        if is_there:
-            raise UsageError(problem)
 
 
 def attach_policy(
@@ -230,7 +229,9 @@ def attach_policy(
                 if isinstance(policy, UpdatePolicy):
                     engine = _updating(ddp, policy, optimizer, scaler, made, topology, timeout)
                 else:
-                    engine = _overlapping(ddp, policy, optimizer, made, reduction, timeout)
+                    engine = make_overlapping(
+                        ddp, policy, optimizer, made, reduction, timeout, lambda: validation.scale_of(scaler)
+                    )
     try:
         switch = switch_of(ddp)
     except BaseException:
@@ -263,24 +264,6 @@ def _updating(
     except BaseException:
         updates.close()
         raise
-
-
-def _overlapping(
-    ddp: DDP,
-    policy: OverlapPolicy,
-    optimizer: Optimizer,
-    make_engine: Callable[..., Engine],
-    reduction: Reduction,
-    timeout: timedelta,
-) -> Overlapping:
-    """Collective: create what overlaps with the next forward pass, and the engine of its first steps."""
-    engine = OverlapEngine(ddp.process_group, parameters_of(ddp), optimizer, timeout, ddp.gradient_as_bucket_view)
-    try:
-        warm = make_engine(policy=Uniform(Dense(), 1))
-    except BaseException:
-        engine.close()
-        raise
-    return Overlapping(ddp, engine, warm, optimizer, policy, reduction, None)
 
 
 def wrap(

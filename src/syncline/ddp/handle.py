@@ -287,9 +287,10 @@ class Handle:
         have been stepped. Residuals are dropped. Inside `synced()`, ranks keep the weights that they agreed on last.
         """
         _ = self._attached  # raises if the handle is detached
+        changed = self.plan is not None or bool(getattr(self._policy, "caps", ()))
         self._switch.turn_to(None)
         ddp = self._model
-        if self.plan is not None and isinstance(ddp, DDP) and reducer.why_not_change(ddp) is None:
+        if changed and isinstance(ddp, DDP) and reducer.why_not_change(ddp) is None:
             reducer.make_plain(ddp)
 
     @property

@@ -23,21 +23,23 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from syncline.ddp import reducer
-from syncline.ddp.engine import Engine, completed
+from syncline.ddp.engine import Engine, completed, copied
 from syncline.ddp.reducer import Reduction
 from syncline.dist.comm import gather_bytes
 from syncline.dist.lane import Marks
 from syncline.errors import ExchangeError, UsageError
-from syncline.exchange import settings
+from syncline.exchange import Layout, settings
 from syncline.measure.hooks import Unseen
 from syncline.overlap import guards
 from syncline.overlap.engine import OverlapBucket, OverlapEngine
 from syncline.predict import overlap
 from syncline.runtime.bucket_policy import Uniform
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals
+from syncline.runtime.checkpoint import misfit_of
 from syncline.runtime.stats import Stats
 from syncline.runtime.topology import RankTopology
 
+_USE = "use "
 _MEASURED_STEPS = 4  # steps with DDP's final buckets, before weights move into shards
 
 
@@ -45,21 +47,25 @@ _MEASURED_STEPS = 4  # steps with DDP's final buckets, before weights move into 
 class OverlapPolicy(Uniform):
     """The settings of an exchange that overlaps with the next forward pass."""
 
+    gather: str = "fp32"  # the format in which weights are gathered
+    caps: tuple[int, ...] = ()  # the sizes of buckets in bytes, if they were changed
+
     def settings(self) -> dict[str, Any]:
-        return {"type": "Overlap", "exchange": settings(self.exchange)}
+        own = {"type": "Overlap", "exchange": settings(self.exchange)}
+        return own if self.gather == "fp32" else {**own, "gather": self.gather}
 
     def fingerprint(self) -> dict[str, Any]:
         return {"overlap": self.settings(), "lanes": self.lanes}
 
     def __str__(self) -> str:
-        return f"{self.exchange!r}, which overlaps with the next forward pass,"
+        gather = "" if self.gather == "fp32" else f" and gathers weights in {self.gather}"
+        return f"{self.exchange!r}, which overlaps with the next forward pass{gather},"
 
 
 class Overlapping:
     """The exchange of gradients and weights that is attached to a model."""
 
     exchanges_gradients = True
-    keeps = False
 
     def __init__(
         self,
@@ -74,12 +80,13 @@ class Overlapping:
         self._ddp = weakref.ref(ddp)  # the model holds its hook, which holds this object
         self._engine, self._optimizer, self._reduction = engine, optimizer, reduction
         self._warm: Engine | None = warm
-        self.policy, self.topology = policy, topology
+        self.policy, self.topology, self.keeps = policy, topology, policy.exchange.keeps
+        self._stored: Residuals = {}  # residuals of a checkpoint, until weights are in shards
         final_after = 2 if ddp.static_graph else int(reducer.rebuilds(ddp))
         if getattr(ddp, "_has_rebuilt_buckets", False):
             final_after = 0
         self._warm_steps = final_after + _MEASURED_STEPS
-        self._forward: Marks | None = None  # from the start to the end of the last forward pass
+        self._forward: Marks | None = None  # from the start to the end of the last forward pass, with uses of weights
         self._measured: list[tuple[Marks | None, list[Marks]]] = []  # per step: the forward pass, and the buckets
         self._sent_warm: dict[str, int] = {}
         self._by_key: dict[tuple[int, ...], OverlapBucket] = {}
@@ -97,10 +104,13 @@ class Overlapping:
             ddp.register_forward_pre_hook(Unseen(lambda *_: _call(itself, "_before_forward"))),
             ddp.register_forward_hook(Unseen(lambda *_: _call(itself, "_after_forward"))),
         ]
-        # For modules whose forward reads its parameters without a function of torch, such as C++ extensions.
+        # Modules wait, too: their forward may read parameters without a function of torch, like C++ extensions.
+        names = {id(parameter): name for name, parameter in engine.parameters.items()}
         for module in ddp.module.modules():
             if own := tuple(module.parameters(recurse=False)):
-                self._hooks.append(module.register_forward_pre_hook(Unseen(partial(_wait_for_all, own))))
+                used = tuple(names[id(parameter)] for parameter in own if id(parameter) in names)
+                before = Unseen(partial(_before_module, itself, own, used))
+                self._hooks.append(module.register_forward_pre_hook(before))
 
         if ddp.gradient_as_bucket_view:  # DDP reuses a gradient's tensor, so its class must be reset after `zero_grad`
             for name, parameter in engine.parameters.items():
@@ -178,34 +188,37 @@ class Overlapping:
         assert self._warm is not None  # noqa: S101
         warm, self._warm = self._warm, None
         buckets = sorted(warm.buckets.items(), key=lambda item: item[1].index)
-        own = json.dumps(sorted(self._best_whole(len(buckets)))).encode()
+        whole, order = self._choice([bucket.layout for _, bucket in buckets])
+        own = json.dumps([sorted(whole), order]).encode()
         with self._engine.together("the choice of whole buckets"):
-            whole: list[int] = json.loads(gather_bytes(self._engine.group, own)[0])  # the choice of the first rank
+            whole, order = json.loads(gather_bytes(self._engine.group, own)[0])  # the choice of the first rank
         self._sent_warm = warm.runner.sent_bytes
         self._engine.runner.steps = warm.runner.steps
         self._engine.runner.tracing = warm.runner.tracing
         warm.close()
-        self._engine.start([bucket.layout for _, bucket in buckets], whole)
+        self._engine.start([bucket.layout for _, bucket in buckets], whole, order, self._stored)
+        self._measured, self._stored, self._forward = [], {}, None
         keys = [key for key, _ in buckets]
         self._by_key = dict(zip(keys, self._engine.buckets, strict=True))
 
-    def _best_whole(self, count: int) -> frozenset[int]:
-        """Return which buckets to all-reduce as a whole, by what was measured with final buckets."""
+    def _choice(self, layouts: Sequence[Layout]) -> tuple[list[int], list[int]]:
+        """Return which buckets to all-reduce as a whole, and the order in which to gather the weights of the others, by
+        what was measured with final buckets."""
         if self._engine.device.type == "cuda":
             torch.cuda.synchronize(self._engine.device)  # once: the host may be more than a step ahead of the device
-        forwards, steps = [], []
-        for forward, marks in self._measured[-_MEASURED_STEPS + 1 :]:
-            times = _step_times(forward, marks)
-            if times is not None and len(times[1]) == count:
-                forwards.append(times[0])
-                steps.append(times[1])
+        measured = [_step_times(forward, marks) for forward, marks in self._measured[-_MEASURED_STEPS + 1 :]]
+        steps = [times for times in measured if times is not None and len(times.buckets) == len(layouts)]
         if not steps:
-            return frozenset()
+            return [], list(reversed(range(len(layouts))))
         buckets = []
-        for measured in zip(*steps, strict=True):
-            ready_s, took_s = (statistics.median(values) for values in zip(*measured, strict=True))
-            buckets.append(overlap.BucketTimes(ready_s, took_s, took_s / 2, took_s / 2))
-        return overlap.best_whole(buckets, statistics.median(forwards), buckets[-1].ready_s)
+        for layout, times in zip(layouts, zip(*(step.buckets for step in steps), strict=True), strict=True):
+            ready_s, took_s = (statistics.median(values) for values in zip(*times, strict=True))
+            uses = [step.used_s[slot.name] for step in steps for slot in layout.slots if slot.name in step.used_s]
+            buckets.append(overlap.BucketTimes.measured(ready_s, took_s, min(uses, default=None), self.policy.gather))
+        forward_s, backward_s = statistics.median(step.forward_s for step in steps), buckets[-1].ready_s
+        order = overlap.gather_order(buckets, forward_s, backward_s)
+        whole = overlap.best_whole(buckets, forward_s, backward_s) if self.policy.exchange.lossless else ()
+        return list(whole), order
 
     # --- the optimizer's state ------------------------------------------------------------------------------------
 
@@ -255,13 +268,11 @@ class Overlapping:
 
     @property
     def bucket_names(self) -> list[list[str]]:
-        return []  # lossless results do not depend on buckets
+        return []  # a resumed run need not have the same ones
 
     def conclude(self) -> None:
         if self._warm is not None:
             self._warm.conclude()
-        elif all(bucket.reducing is None and bucket.gathering is None for bucket in self._engine.buckets):
-            self._engine.end_step()
 
     def drift(self) -> str | None:
         return None
@@ -274,14 +285,18 @@ class Overlapping:
         return self._engine.predicted_sent_bytes() if self._warm is None else self._warm.predicted_sent_bytes()
 
     def residuals(self) -> Residuals:
-        return {}
+        return self._stored if self._warm is not None else self._engine.residuals()
 
     def misfit(self, tensors: Residuals, buckets: Sequence[Sequence[str]] = ()) -> str | None:
-        return None
+        return misfit_of({name: parameter.shape for name, parameter in self._engine.parameters.items()}, tensors)
 
     def load(self, tensors: Residuals, buckets: Sequence[Sequence[str]], steps: int) -> None:
-        """Continue to count from a checkpoint. Weights and the optimizer's state are the script's to load."""
+        """Continue from a checkpoint. Weights and the optimizer's state are the script's to load."""
         self.steps = self.runner.steps = steps
+        if self._warm is not None:
+            self._stored = copied(tensors)
+        else:
+            self._engine.load(tensors)
 
     def synced(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -305,24 +320,45 @@ class Overlapping:
         self._engine.close()
 
 
-def _step_times(forward: Marks | None, buckets: Sequence[Marks]) -> tuple[float, list[tuple[float, float]]] | None:
-    """Return how long a forward pass took, and per bucket when it was ready after the end of the forward pass, and how
-    long its exchange took. Return None if something is not known."""
+@dataclass(frozen=True)
+class _StepTimes:
+    """What was measured in one step."""
+
+    forward_s: float
+    used_s: Mapping[str, float]  # by parameter, from the start of forward until its first use
+    buckets: list[tuple[float, float]]  # per bucket: ready after the end of forward, and the time of its exchange
+
+
+def _step_times(forward: Marks | None, buckets: Sequence[Marks]) -> _StepTimes | None:
+    """Return the times of a step, or None if one of them is not known."""
     clock = buckets[0] if buckets else None
-    began = None if forward is None else forward.seconds(clock)
+    passed = None if forward is None else forward.seconds(clock)
     times = [marks.seconds(clock) for marks in buckets]
-    if began is None or not times:
+    if passed is None or not times:
         return None
     link_s, found = 0.0, []
     for seconds in times:
         if seconds is None:
             return None
-        found.append((seconds["ready"] - began["end"], seconds["end"] - max(seconds["start"], link_s)))
+        found.append((seconds["ready"] - passed["end"], seconds["end"] - max(seconds["start"], link_s)))
         link_s = seconds["end"]
-    return began["end"] - began["ready"], found
+    used_s: dict[str, float] = {}
+    for what, at_s in sorted(passed.items(), key=lambda item: item[1]):
+        if what.startswith(_USE):
+            for name in what.removeprefix(_USE).split("\n"):
+                used_s.setdefault(name, at_s - passed["ready"])
+    return _StepTimes(passed["end"] - passed["ready"], used_s, found)
 
 
-def _wait_for_all(parameters: Sequence[nn.Parameter], *_: object) -> None:
+def _before_module(
+    itself: weakref.ref[Overlapping], parameters: Sequence[nn.Parameter], names: tuple[str, ...], *_: object
+) -> None:
+    """Wait for the weights of a module, or record in a measured step when they are used."""
+    overlapping = itself()
+    if overlapping is not None and overlapping._warm is not None:
+        if overlapping._forward is not None and names:
+            overlapping._forward.mark(_USE + "\n".join(names))
+        return
     for parameter in parameters:
         guards.wait_for(parameter)
 

@@ -64,6 +64,8 @@ class ReduceScatter:
 class AllGather:
     """Replace a bucket, padded to equal shards, by the shards of all ranks. Each rank's own shard is in its place."""
 
+    part: int | None = None
+    """Elements of a shard; by default, the smallest number that suffices."""
     lossless = True
     keeps = False
     waits = True  # so that a lane gathers the bucket that is needed first alone, at the full rate of the link
@@ -77,7 +79,10 @@ class AllGather:
         return None
 
     def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
-        return Cost(() if topology.ranks == 1 else Dense().halves_cost(numel, dtype, topology)[1:])
+        if topology.ranks == 1:
+            return Cost(())
+        elements = topology.ranks * (self.part or part_of(numel, topology.ranks))
+        return Cost((Phase.of("all_gather", elements, dtype.itemsize, topology),))
 
     def rounding(self, dtype: torch.dtype, ranks: int) -> Rounding:
         return Rounding(0.0)

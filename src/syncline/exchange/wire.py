@@ -26,13 +26,15 @@ NEVER_BYTES = 1 << 40  # no buffer is as large
 def protocol(kind: str, nbytes: int, ranks: int, level: str, backend: str, paced_bytes: int | None) -> str:
     """Return how a collective of `nbytes` runs: as `PACED`, or as the kind itself.
 
-    Two ranks cannot collide, and ranks of one host share no link.
+    Ranks of one host share no link. Two ranks cannot collide, but over gloo, large messages in both directions still
+    take turns: a rank sends only after the other has asked for it, and this question waits behind the other's message.
 
     Args:
         level: Name of the level of its groups.
         paced_bytes: Smallest buffer that is sent in rounds; None if it was not measured.
     """
-    if kind != "all_to_all" or ranks < 3 or level == "local" or backend not in ("gloo", "nccl"):
+    least_ranks = 2 if backend == "gloo" else 3
+    if kind != "all_to_all" or ranks < least_ranks or level == "local" or backend not in ("gloo", "nccl"):
         return kind
     if paced_bytes is None:
         paced_bytes = PACED_FROM_BYTES if backend == "gloo" else ranks * PACED_NCCL_MESSAGE_BYTES

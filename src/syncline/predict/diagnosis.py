@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import msgspec
 
 from syncline.exchange import BASELINES, EXCHANGES, FOR_UPDATES, Climbing
+from syncline.predict.bucket_size import best_overlap
 from syncline.predict.exchange_time import topology_of
 from syncline.predict.prediction import Losses, Prediction, predict
-from syncline.predict.schedule import OVERLAP, Schedule
+from syncline.predict.schedule import OVERLAP, Schedule, ddp_caps
 from syncline.records.network import Network
 from syncline.records.profile import Profile
 from syncline.units import count_text, duration_text, milliseconds_text, rate_text, size_text
@@ -136,8 +137,9 @@ def more_lanes(profile: Profile, network: Network, schedule: Schedule) -> Iterat
 
 def overlap_with_forward(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
     if schedule.lossless and not schedule.overlaps and schedule.exchange_name == "dense":
-        option = Schedule.of(profile, OVERLAP, bucket_mb=schedule.bucket_mb)
-        yield Remedy(OVERLAP, "weights gathered behind the next forward (overlap)", predict(profile, network, option))
+        best, _ = best_overlap(profile, network, caps=ddp_caps(schedule.bucket_mb))
+        size = "" if best.schedule.bucket_mb is None else f", bucket_cap_mb={best.schedule.bucket_mb:.3g}"
+        yield Remedy(OVERLAP, f"weights gathered behind the next forward (overlap{size})", best)
 
 
 def other_exchanges(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
