@@ -29,7 +29,7 @@ from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, bound_group, group_timeout
 from syncline.errors import UsageError
 from syncline.exchange import Dense, Exchange, default_lanes
-from syncline.fsdp.attach import attach_replicas
+from syncline.fsdp.attach import attach_sharded
 from syncline.fsdp.units import is_sharded
 from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.health.watchdog import watch_plain
@@ -52,6 +52,7 @@ def attach(
     exchange: Exchange | None = None,
     *,
     replicate: ProcessGroup | DeviceMesh | None = None,
+    gather: str | None = None,
     optimizer: Optimizer | None = None,
     every: int = 1,
     warmup: int | None = None,
@@ -81,7 +82,10 @@ def attach(
             one of them.
         exchange: The exchange. Default: `Dense()`.
         replicate: For a sharded model, the ranks that have the same shard in other replicas: a process group, or a 1-D
-            device mesh such as `mesh["replicate"]`. All ranks of the job are replicas times shards.
+            device mesh such as `mesh["replicate"]`. All ranks of the job are replicas times shards. Without it, the
+            gradients of a sharded model are sent to the owners of shards through `Dense` or `Quantized`.
+        gather: For a sharded model without replicas: gather parameters in `"bf16"` or `"fp16"`. Default: in their own
+            type.
         optimizer: The optimizer of all parameters of the model, to exchange updates. Gradients are not synchronised
             then: clipping, for example, uses the norm of this rank's own gradients.
         every: Number of steps of the optimizer between two exchanges of the same weights. Parts of the weights take
@@ -115,11 +119,11 @@ def attach(
     """
     exchange = validation.checked_exchange(exchange)
     validation.check_positive(timeout_s=timeout_s)
-    if replicate is not None or is_sharded(model):
+    if replicate is not None or gather is not None or is_sharded(model):
         if overlap is not None:
             raise UsageError("overlap='forward' is for DDP: FSDP gathers parameters behind the forward pass by itself")
         updating = (optimizer, every, warmup, delay, outer)
-        return _attach_sharded(model, exchange, replicate, updating, lanes, timeout_s, network, scaler)
+        return _attach_sharded(model, exchange, (replicate, gather), updating, lanes, timeout_s, network, scaler)
     ddp = ddp_of(model)
     if lanes is None:
         lanes = default_lanes(exchange, backend_of(ddp.process_group))
@@ -138,7 +142,7 @@ def attach(
 def _attach_sharded(
     model: nn.Module,
     exchange: Exchange,
-    replicate: ProcessGroup | DeviceMesh | None,
+    between: tuple[ProcessGroup | DeviceMesh | None, str | None],
     updating: tuple[Optimizer | None, int, int | None, int, Nesterov | None],
     lanes: int | None,
     timeout_s: float | None,
@@ -153,7 +157,7 @@ def _attach_sharded(
     options: dict[str, Any] = {"lanes": lanes, "timeout_s": timeout_s, "network": network, "scaler": scaler}
     options["scale"] = lambda: validation.scale_of(scaler)
     updates = None if optimizer is None else checked_policy(exchange, lanes or 1, *settings)
-    return Handle(*attach_replicas(model, exchange, replicate, updates, optimizer=optimizer, **options))
+    return Handle(*attach_sharded(model, exchange, *between, updates, optimizer=optimizer, **options))
 
 
 def _check_overlap(

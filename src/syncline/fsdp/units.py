@@ -93,7 +93,7 @@ def sharded_model(model: nn.Module) -> nn.Module:
     if not is_sharded(inner):
         kind = type(inner).__name__
         raise UsageError(
-            f"replicate is for sharded models, but this is a {kind}: call fully_shard(model, mesh=…) first"
+            f"replicate and gather are for sharded models, not for a {kind}: call fully_shard(model, mesh=…) first"
         )
     check_supported(type(inner))
     refuse_sparse(inner)
