@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 
 import syncline
-from ddp_helpers import batch, on_ranks
+from ddp_helpers import Branches, batch, on_ranks, refusal
 from syncline.cluster import Rank
 from syncline.dist.local_comm import run_ranks
 from syncline.exchange import Layout, Slot, Topology
@@ -216,3 +219,128 @@ def test_gradients_to_the_owners_of_shards_train_like_fsdp() -> None:
     dense = 3 * 256 * 256 * 4
     assert sent["dense"] == dense * 3 // 4  # gloo's own reduce-scatter, an all-reduce, sends twice as many
     assert dense / sent["bf16"] > 2.6 and dense / sent["int8"] > 5 and dense / sent["int4"] > 10
+
+
+def test_training_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+    """Weights and the optimizer's state come from torch.distributed.checkpoint, and residuals from the handle."""
+    ways: dict[str, dict[str, Any]] = {
+        "int4": {"exchange": syncline.Quantized(bits=4)},
+        "updates": {"exchange": syncline.ChunkedTopk(density=0.1), "every": 3, "warmup": 0},
+        "warm-up": {"exchange": syncline.ChunkedTopk(density=0.1), "every": 3, "warmup": 5},
+        "shards": {"exchange": syncline.Quantized(bits=4)},
+    }
+
+    def main(rank: Rank) -> None:
+        mesh = two_by_two()
+        flat = init_device_mesh("cpu", (4,))
+
+        def started(name: str, way: dict[str, Any]) -> tuple[Any, Any, syncline.Handle]:
+            model = sharded(flat if name == "shards" else mesh["shard"])
+            optimizer = AdamW(model.parameters(), lr=0.01)
+            between = {} if name == "shards" else {"replicate": mesh["replicate"]}
+            updates = {"optimizer": optimizer} if "every" in way else {}
+            return model, optimizer, syncline.attach(model, **way, **between, **updates)
+
+        for name, way in ways.items():
+            folder = tmp_path / name
+            model, optimizer, handle = started(name, way)
+            train(model, optimizer, rank.rank, range(4))
+            handle.save(folder / "exchange")
+            with handle.synced():
+                states = get_state_dict(model, optimizer)
+                checkpoint.save(dict(zip(("model", "optimizer"), states, strict=True)), checkpoint_id=folder / "model")
+            train(model, optimizer, rank.rank, range(4, 8))
+            expected = weights(model)
+            model, optimizer, handle = started(name, way)
+            states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            checkpoint.load(states, checkpoint_id=folder / "model")
+            set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])
+            handle.load(folder / "exchange")
+            assert handle.stats().steps == 4
+            train(model, optimizer, rank.rank, range(4, 8))
+            assert torch.equal(weights(model), expected), name
+        text = refusal(lambda: handle.load(tmp_path / "int4" / "exchange", on_world_size="reset"))
+        assert "Scatter" in text, text
+
+    on_ranks(4, main)
+
+
+def test_a_divide_factor_and_a_step_that_is_not_finite_do_as_in_native_hsdp() -> None:
+    def main(rank: Rank) -> None:
+        mesh = two_by_two()
+        native, model = sharded(mesh), sharded(mesh["shard"])
+        syncline.attach(model, replicate=mesh["replicate"])
+        for trained in (native, model):
+            for unit in trained.modules():
+                if isinstance(unit, FSDPModule):
+                    unit.set_gradient_divide_factor(2.0)
+                    unit.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply in its reduce-scatter
+            train(trained, torch.optim.SGD(trained.parameters(), lr=0.01), rank.rank, range(3))
+        torch.testing.assert_close(weights(model), weights(native), rtol=1e-6, atol=1e-7)
+        # The second shard of one replica is not finite: a GradScaler skips the step everywhere, and so do residuals.
+        model = sharded(mesh["shard"])
+        handle = syncline.attach(model, syncline.Quantized(bits=4), replicate=mesh["replicate"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        train(model, optimizer, rank.rank, range(2))
+        before = handle.state_dict()["tensors"]
+        optimizer.zero_grad()
+        loss = model(batch(rank.rank, 2, 8, WIDTH)).square().mean()
+        if rank.rank == 3:
+            rows = torch.ones(WIDTH + 1, 1)
+            rows[WIDTH:] = torch.inf
+            model.first.weight.register_hook(lambda gradient: gradient * rows)
+        loss.backward()
+        finite = all(bool(p.grad.to_local().isfinite().all()) for p in model.parameters())
+        assert finite == (rank.rank % 2 == 0)
+        after = handle.state_dict()["tensors"]
+        for name, kinds in before.items():
+            assert torch.equal(kinds["residual"], after[name]["residual"]), name
+
+    on_ranks(4, main)
+
+
+def test_what_is_not_supported_is_refused_with_one_line() -> None:
+    def main(rank: Rank) -> None:
+        mesh = two_by_two()
+        replicas = {"replicate": mesh["replicate"]}
+        model = sharded(mesh["shard"])
+        optimizer = AdamW(model.parameters())
+        cases: dict[str, Callable[[], Any]] = {
+            "2-D mesh": lambda: syncline.attach(sharded(mesh), **replicas),
+            "for sharded models": lambda: syncline.attach(Net(), **replicas),
+            "pass replicate=": lambda: syncline.attach(model),
+            "mesh['replicate']": lambda: syncline.attach(model, replicate=mesh),
+            "replicate is a str": lambda: syncline.attach(model, replicate="replicate"),
+            "other mesh dimension": lambda: syncline.attach(model, replicate=mesh["shard"]),
+            "not all of the job's 4 ranks": lambda: syncline.attach(model, replicate=dist.group.WORLD),
+            "overlap='forward' is for DDP": lambda: syncline.attach(model, overlap="forward", optimizer=optimizer),
+            "every, warmup, delay": lambda: syncline.attach(model, **replicas, every=3),
+            "leave it out with replicate": lambda: syncline.attach(model, **replicas, gather="bf16"),
+            "gather is 'int4'": lambda: syncline.attach(sharded(init_device_mesh("cpu", (4,))), gather="int4"),
+            "Dense or Quantized": lambda: syncline.attach(sharded(init_device_mesh("cpu", (4,))), syncline.OkTopk()),
+            "fully_shard": lambda: syncline.tune(model, lambda model: None),
+            "nothing is attached": lambda: syncline.handle_of(model),
+            "is not sharded": lambda: syncline.attach(partly_sharded(mesh["shard"]), **replicas),
+        }
+        for text, attempt in cases.items():
+            line = refusal(attempt)
+            assert text in line, line
+        handle = syncline.attach(model, **replicas)
+        model.set_requires_all_reduce(False)
+        loss = model(batch(rank.rank, 0, 8, WIDTH)).sum()
+        assert "set_requires_gradient_sync" in refusal(loss.backward)
+        handle.detach()
+        model = sharded(mesh["shard"])
+        model.set_all_reduce_hook(lambda flat: None)
+        assert "all-reduce hook already" in refusal(lambda: syncline.attach(model, **replicas))
+        model = sharded(mesh["shard"], Branches)
+        handle = syncline.attach(model, syncline.Quantized(bits=4), **replicas)
+        assert "some of its parameters" in refusal(model(batch(rank.rank, 0), 0).sum().backward)
+
+    on_ranks(4, main)
+
+
+def partly_sharded(mesh: DeviceMesh) -> Any:
+    """Return a model with a parameter that FSDP is told to ignore."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return fully_shard(net, mesh=mesh, ignored_params={net[0].weight})
