@@ -140,7 +140,9 @@ def _updating(
     sized = ShardUpdatePolicy(**{**settings, **sizes})
     # A rank whose part of a small parameter is empty has nothing to exchange for it.
     trained = {name: p for name, p in parameters.items() if p.requires_grad and local_part(p).numel()}
-    engine = UpdateEngine(group, trained, {}, optimizer, sized, **options)
+    watched: Watched = options["watched"]
+    own_name = {"watched": watched._replace(name=f"updates {watched.name}")}  # the warm-up has the other one
+    engine = UpdateEngine(group, trained, {}, optimizer, sized, **{**options, **own_name})
     try:
         warm = None
         if updates.warmup:

@@ -117,14 +117,15 @@ class _Explained(_Comm):
         self._what = what
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
+        engine = self._switch.engine
+        if engine is None:
+            return self._inner(*arguments, **options)
+        engine.runner.count_collective()
         try:
             return self._inner(*arguments, **options)
         except SynclineError:
             raise
         except RuntimeError as error:
-            engine = self._switch.engine
-            if engine is None:
-                raise
             raise engine.runner.fail(f"the {self._what} of {self._unit.label} among shards", error) from error
 
 
