@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from torch.optim import AdamW
 
 import syncline
 from ddp_helpers import Branches, batch, on_ranks, refusal
+from syncline.cli.app import run_script
 from syncline.cluster import Rank
 from syncline.dist.local_comm import run_ranks
 from syncline.exchange import Layout, Slot, Topology
@@ -344,3 +347,28 @@ def partly_sharded(mesh: DeviceMesh) -> Any:
     """Return a model with a parameter that FSDP is told to ignore."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     return fully_shard(net, mesh=mesh, ignored_params={net[0].weight})
+
+
+def test_syncline_run_attaches_to_a_model_that_is_sharded_among_all_ranks(tmp_path: Path) -> None:
+    script = Path(__file__).parent / "scripts" / "shards.py"
+
+    def main(rank: Rank) -> dict[str, str]:
+        errors = {}
+        for name, options in {"plain": [], "int8": ["--exchange", "int8"], "oktopk": ["--exchange", "oktopk"]}.items():
+            with contextlib.redirect_stderr(io.StringIO()) as printed, contextlib.suppress(SystemExit):
+                run_script(["--out", str(tmp_path / f"run-{name}"), *options, str(script), str(tmp_path / name)])
+            errors[name] = printed.getvalue()
+        return errors
+
+    printed = on_ranks(2, main)
+    assert "is sharded with fully_shard, and left alone: to exchange between replicas" in printed[0]["plain"]
+    assert "Scatter(like=Quantized(bits=8" in printed[0]["int8"]
+    assert "left alone: OkTopk" in printed[0]["oktopk"] and "use Dense or Quantized" in printed[0]["oktopk"]
+    assert "fully_shard" not in printed[1]["plain"]
+    losses = {
+        name: torch.tensor([float(line) for line in (tmp_path / f"{name}-0").read_text().split()])
+        for name in ("plain", "int8", "oktopk")
+    }
+    assert torch.equal(losses["plain"], losses["oktopk"])
+    assert not torch.equal(losses["plain"], losses["int8"])
+    torch.testing.assert_close(losses["int8"], losses["plain"], rtol=0.02, atol=0.0)
