@@ -86,12 +86,13 @@ def test_dense_between_replicas_trains_like_native_hsdp() -> None:
         for policy in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)):
             native, model = sharded(mesh, mp_policy=policy), sharded(mesh["shard"], mp_policy=policy)
             handle = syncline.attach(model, replicate=mesh["replicate"])
+            predicted = handle.predicted_sent_bytes()  # before the first step
             for trained in (native, model):
                 optimizer = AdamW(trained.parameters(), lr=0.01)
                 train(trained, optimizer, rank.rank, range(50), accumulate=2, clip=0.5)
             assert same_on_replicas(weights(model))
             torch.testing.assert_close(weights(model), weights(native), rtol=1e-6, atol=1e-7)
-            assert handle.stats().sent_bytes == handle.predicted_sent_bytes()
+            assert handle.stats().sent_bytes == handle.predicted_sent_bytes() == predicted
             assert handle.stats().steps == 50
             assert "between 2 replicas of 2 shards" in syncline.handle_of(model).describe()
             handle.detach()  # from now on, what native HSDP does
@@ -205,9 +206,10 @@ def test_gradients_to_the_owners_of_shards_train_like_fsdp() -> None:
         for name, (exchange, options, error) in ways.items():
             model = sharded(mesh, Wide)
             handle = syncline.attach(model, exchange, **options)
+            predicted = handle.predicted_sent_bytes()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
             train(model, optimizer, rank.rank, range(10), accumulate=2, clip=0.5)
-            assert handle.stats().sent_bytes == handle.predicted_sent_bytes()
+            assert handle.stats().sent_bytes == handle.predicted_sent_bytes() == predicted
             sent[name] = handle.stats().sent_bytes["world"]
             off = (weights(model) - weights(plain)).abs().max()
             assert off <= error * weights(plain).abs().max(), (name, off)
@@ -323,6 +325,7 @@ def test_what_is_not_supported_is_refused_with_one_line() -> None:
             "Dense or Quantized": lambda: syncline.attach(sharded(init_device_mesh("cpu", (4,))), syncline.OkTopk()),
             "fully_shard": lambda: syncline.tune(model, lambda model: None),
             "nothing is attached": lambda: syncline.handle_of(model),
+            "before fully_shard": lambda: syncline.measure_backward(model, lambda model: None),
             "is not sharded": lambda: syncline.attach(partly_sharded(mesh["shard"]), **replicas),
         }
         for text, attempt in cases.items():

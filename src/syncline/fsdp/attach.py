@@ -96,13 +96,13 @@ def attach_sharded(
 
             def gradients(policy: ShardPolicy) -> ReplicaEngine:
                 made = ReplicaEngine(group, policy=policy, device=device, **common, **options)
-                made.expect([unit.shard_layout(torch.float32, device) for unit in units])
+                made.expect([unit.shard_layout(unit.dtype, device) for unit in units])
                 return made
 
             engine: Engine
             if replicate is None:
                 engine = ScatterEngine(group, policy=policy, device=device, **common, **options)
-                engine.expect([unit.whole_layout(torch.float32, device) for unit in units])
+                engine.expect([unit.whole_layout(unit.dtype, device) for unit in units])
             elif updates is None or optimizer is None:
                 engine = gradients(policy)
             else:
