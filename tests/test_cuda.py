@@ -20,6 +20,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
@@ -257,6 +259,70 @@ def _main(rank: Rank) -> dict[str, Any]:
         ("oktopk", syncline.OkTopk(density=0.05), {"residual": "host"}),
     ):
         seen[f"layerwise, {name}"] = _layerwise(rank.rank, exchange, plain, dict(options))
+    seen["sharded model"] = _sharded(rank.rank)
+    return seen
+
+
+SHARDED: dict[str, tuple[syncline.Exchange, bool]] = {
+    "dense": (syncline.Dense(), True),
+    "bf16": (syncline.Dense(wire="bf16"), True),
+    "int4": (syncline.Quantized(bits=4), True),
+    "updates": (syncline.ChunkedTopk(density=0.1), True),
+    "to shards": (syncline.Dense(), False),
+    "to shards in 4 bits": (syncline.Quantized(bits=4), False),
+}
+"""Exchanges for sharded models, and whether they are between replicas."""
+
+
+def _sharded(rank: int) -> dict[str, dict[str, Any]]:
+    """Train models that are sharded on 2 hosts with 2 ranks each, or among all ranks, beside PyTorch's own."""
+    grid = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+    flat = init_device_mesh("cuda", (4,))
+
+    def made(mesh: Any) -> Any:
+        net: Any = _net()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)  # gradients are cast
+        for layer in net[2::2]:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        return fully_shard(net, mesh=mesh, mp_policy=policy)
+
+    def trained(model: Any, optimizer: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            for part in range(2):
+                model.set_requires_gradient_sync(part == 1)
+                model(torch.randn(16, 256, generator=generator).cuda()).float().square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        return torch.cat([parameter.detach().full_tensor().flatten() for parameter in model.parameters()])
+
+    first = torch.cat([parameter.detach().flatten() for parameter in _net().parameters()])
+    native = {}
+    for replicas, mesh in ((True, grid), (False, flat)):
+        model = made(mesh)
+        native[replicas] = trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seen: dict[str, dict[str, Any]] = {}
+    for name, (exchange, replicas) in SHARDED.items():
+        model = made(grid["shard"] if replicas else flat)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"replicate": grid["replicate"]} if replicas else {}
+        if name == "updates":
+            options |= {"optimizer": optimizer, "every": 2, "warmup": 2}
+        handle = syncline.attach(model, exchange, **options)
+        weights = trained(model, optimizer)
+        if name == "updates":
+            handle.detach()
+            weights = torch.cat([parameter.detach().full_tensor().flatten() for parameter in model.parameters()])
+        torch.cuda.synchronize()
+        seen[name] = {
+            "difference": (weights - native[replicas]).abs().max().item(),
+            "moved": (native[replicas] - first).abs().max().item(),
+            "checksum": weights.double().sum().item(),
+        }
+        if name != "updates":
+            seen[name]["bytes"] = [handle.stats().sent_bytes, handle.predicted_sent_bytes()]
+            handle.detach()
     return seen
 
 
@@ -375,6 +441,19 @@ def test_a_failure_reaches_the_user_and_the_handle(seen: list[dict[str, Any]], w
 
 def test_a_non_finite_step_leaves_the_state_finite(seen: list[dict[str, Any]]) -> None:
     assert all(rank["kept is finite"] for rank in seen)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_models_train_like_pytorchs_own(seen: list[dict[str, Any]], name: str) -> None:
+    """Gradients are reduced in bf16, so results differ by its rounding in any case."""
+    allowed = {"updates": 0.5}.get(name, 0.05)
+    for rank in seen:
+        found = rank["sharded model"][name]
+        assert found["difference"] <= allowed * found["moved"]
+        assert found["checksum"] == seen[0]["sharded model"][name]["checksum"]
+        if name != "updates":
+            sent, predicted = found["bytes"]
+            assert sent == predicted
 
 
 def _ended_by(fault: str, folder: Path) -> list[Any]:

@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
         *("bench", "cluster", "dist", "doctor", "exchange", "health", "layerwise", "measure", "models", "plan"),
         *("predict", "records", "report", "run", "tuning"),
     },
-    "run": {"_version", "errors", "health", "records", "runtime", "tuning"},
+    "run": {"_version", "ddp", "errors", "fsdp", "health", "records", "runtime", "tuning"},
     "report": {"_version", "errors", "exchange", "files", "predict", "records", "units"},
     "doctor": {"_version", "cluster", "ddp", "dist", "errors", "files", "health", "measure", "records", "units"},
     "bench": {

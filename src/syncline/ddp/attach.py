@@ -29,7 +29,7 @@ from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, bound_group, group_timeout
 from syncline.errors import UsageError
 from syncline.exchange import Exchange, default_lanes
-from syncline.fsdp.attach import attach_replicas
+from syncline.fsdp.attach import attach_sharded
 from syncline.fsdp.units import is_sharded
 from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.health.watchdog import watch_plain
@@ -58,7 +58,7 @@ def attach(
     delay: int = 0,
     outer: Nesterov | None = None,
     overlap: str | None = None,
-    gather: str = "fp32",
+    gather: str | None = None,
     lanes: int | None = None,
     timeout_s: float | None = None,
     network: NetworkOrFile = None,
@@ -84,7 +84,8 @@ def attach(
             one of them.
         exchange: The exchange. Default: `Dense()`.
         replicate: For a sharded model, the ranks that have the same shard in other replicas: a process group, or a 1-D
-            device mesh such as `mesh["replicate"]`. All ranks of the job are replicas times shards.
+            device mesh such as `mesh["replicate"]`. All ranks of the job are replicas times shards. Without it, the
+            gradients of a sharded model are sent to the owners of shards through `Dense` or `Quantized`.
         optimizer: The optimizer of all parameters of the model, to exchange updates. Gradients are not synchronised
             then: clipping, for example, uses the norm of this rank's own gradients.
         every: Number of steps of the optimizer between two exchanges of the same weights. Parts of the weights take
@@ -98,8 +99,9 @@ def attach(
         overlap: `"forward"`, with `Dense` or `Quantized` and an `optimizer` that treats every element by itself, such
             as AdamW and SGD. Each rank then has its shard of the optimizer's state, and the exchange decides how
             gradients are sent to the owners of shards. Clip with `handle.clip_grad_norm_`.
-        gather: The number format in which weights are gathered with `overlap`: `"fp32"` (their own type), `"bf16"` or
-            `"fp16"`. In 16 bits, all ranks compute with rounded weights, and the owner of a shard keeps it in fp32.
+        gather: With `overlap`, or for a sharded model without replicas: gather parameters in `"bf16"` or `"fp16"`. All
+            ranks then compute with rounded parameters, and the owner of a shard keeps it in fp32. Default: gather
+            parameters in their own type.
         lanes: Number of buckets that may be exchanged at the same time, each over its own connections. Default: 2 for
             exchanges over gloo that wait between their collectives, and 1 otherwise.
         timeout_s: Timeout of a collective in seconds. Default: that of the model's process group.
@@ -127,7 +129,7 @@ def attach(
         if overlap is not None:
             raise UsageError("overlap='forward' is for DDP: FSDP gathers parameters behind the forward pass by itself")
         updating = (optimizer, every, warmup, delay, outer)
-        return _attach_sharded(model, exchange, replicate, updating, lanes, timeout_s, network, scaler)
+        return _attach_sharded(model, exchange, (replicate, gather), updating, lanes, timeout_s, network, scaler)
     ddp = ddp_of(model)
     given_lanes = lanes
     if lanes is None:
@@ -137,14 +139,20 @@ def attach(
     if overlap is not None:
         lanes = 1 if given_lanes is None else lanes
         check_overlap(
-            model, exchange, overlap, gather, optimizer, lanes, (every, warmup, delay, outer) == (1, None, 0, None)
+            model,
+            exchange,
+            overlap,
+            gather or "fp32",
+            optimizer,
+            lanes,
+            (every, warmup, delay, outer) == (1, None, 0, None),
         )
-        policy = OverlapPolicy(exchange, 1, gather=gather)
+        policy = OverlapPolicy(exchange, 1, gather=gather or "fp32")
         if profile is not None:
             policy = with_best_buckets(ddp, policy, profile, network)
     elif profile is not None:
         raise UsageError("profile is for the buckets of overlap='forward': pass that too, or leave it out")
-    elif gather != "fp32":
+    elif gather is not None:
         raise UsageError("gather is for weights that are gathered: pass overlap='forward' too, or leave it out")
     elif optimizer is not None:
         policy = checked_policy(exchange, lanes, every, warmup, delay, outer)
@@ -161,7 +169,7 @@ def attach(
 def _attach_sharded(
     model: nn.Module,
     exchange: Exchange,
-    replicate: ProcessGroup | DeviceMesh | None,
+    between: tuple[ProcessGroup | DeviceMesh | None, str | None],
     updating: tuple[Optimizer | None, int, int | None, int, Nesterov | None],
     lanes: int | None,
     timeout_s: float | None,
@@ -176,7 +184,7 @@ def _attach_sharded(
     options: dict[str, Any] = {"lanes": lanes, "timeout_s": timeout_s, "network": network, "scaler": scaler}
     options["scale"] = lambda: validation.scale_of(scaler)
     updates = None if optimizer is None else checked_policy(exchange, lanes or 1, *settings)
-    return Handle(*attach_replicas(model, exchange, replicate, updates, optimizer=optimizer, **options))
+    return Handle(*attach_sharded(model, exchange, *between, updates, optimizer=optimizer, **options))
 
 
 def attach_policy(

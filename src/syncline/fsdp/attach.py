@@ -18,9 +18,11 @@ from syncline.dist.agreement import agree, current_device, flatten, versions_her
 from syncline.dist.comm import backend_of, bound_group, gather_bytes, group_timeout
 from syncline.errors import UsageError
 from syncline.exchange import Exchange, default_lanes
+from syncline.exchange.scatter import Scatter
 from syncline.fsdp.engine import ReplicaEngine
 from syncline.fsdp.hook import Switch, keep_switch, switch_of
 from syncline.fsdp.policy import ShardPolicy, ShardUpdatePolicy
+from syncline.fsdp.scatter import WIRES, ScatterEngine
 from syncline.fsdp.units import Unit, sharded_model, units_of
 from syncline.fsdp.updating import ShardUpdating
 from syncline.health.meeting import meeting, same_on_all_ranks
@@ -33,13 +35,14 @@ from syncline.updates.engine import UpdateEngine
 from syncline.updates.policy import UpdatePolicy
 
 Scale = Callable[[], Tensor | None]
-Engine = ReplicaEngine | ShardUpdating
+Engine = ReplicaEngine | ScatterEngine | ShardUpdating
 
 
-def attach_replicas(
+def attach_sharded(
     model: nn.Module,
     exchange: Exchange,
     replicate: object,
+    gather: str | None,
     updates: UpdatePolicy | None,
     *,
     lanes: int | None,
@@ -49,22 +52,28 @@ def attach_replicas(
     scale: Scale,
     optimizer: Optimizer | None,
 ) -> tuple[nn.Module, Switch, Engine]:
-    """Collective: exchange gradients or updates between replicas of a sharded model. See `syncline.attach`."""
+    """Collective: exchange gradients or updates between replicas of a sharded model, or, without `replicate`, gradients
+    between its shards. See `syncline.attach`."""
     sharded = sharded_model(model)
-    world, group = validation.group_or_default(None), replicas_group(replicate)
     units = units_of(sharded)
+    world, shard_group = validation.group_or_default(None), units[0].shard_group
+    group = shard_group if replicate is None else replicas_group(replicate)
+    _check_arguments(exchange, replicate, gather, updates, shard_group)
+    if replicate is None:
+        exchange = Scatter(exchange)
     device = torch.device(units[0].inside.device)
     timeout = group_timeout(world) if timeout_s is None else timedelta(seconds=timeout_s)
     parameters = dict(validation.named_parameters(sharded, ()))
-    shards, replicas = units[0].shard_group.size(), group.size()
+    shards, replicas = shard_group.size(), 1 if replicate is None else group.size()
     if lanes is None:
         lanes = default_lanes(exchange, backend_of(group))
     validation.check_lanes(lanes)
-    policy = ShardPolicy(exchange, lanes, shards=shards, replicas=replicas)
+    policy = ShardPolicy(exchange, lanes, shards=shards, replicas=replicas, gather=gather)
     with current_device(device):
         with same_on_all_ranks(world, device, "what is attached", "attach") as fields:
             links = read_network(network, fields)
-            _check_grid(units[0].shard_group, group)
+            if replicate is not None:
+                _check_grid(shard_group, group)
             described = {name: validation.described_fully(parameter) for name, parameter in parameters.items()}
             versions = {**versions_here(), "backend": backend_of(group)}
             fields |= flatten({**policy.fingerprint(), "version": versions, "parameter": described})
@@ -76,31 +85,37 @@ def attach_replicas(
         if switch is not None and switch.engine is not None:
             switch.engine.finish()
         with meeting(world, "attach", users=True):
-            _check_replicas(group, units, parameters)
+            if replicate is not None:
+                _check_replicas(group, units, parameters)
             topology = find_topology(group, (exchange,), links)
             name = gather_bytes(world, secrets.token_hex(8).encode())[0].decode()
             watched = Watched(world, f"sharded {name}")
             options: dict[str, Any] = {"timeout": timeout, "topology": topology, "watched": watched}
 
+            common: dict[str, Any] = {"shard_group": shard_group, "parameters": parameters, "scale": scale}
+
             def gradients(policy: ShardPolicy) -> ReplicaEngine:
-                common: dict[str, Any] = {"shard_group": units[0].shard_group, "parameters": parameters, "scale": scale}
                 made = ReplicaEngine(group, policy=policy, device=device, **common, **options)
-                made.expect([unit.shard_layout(torch.float32, device) for unit in units])
+                made.expect([unit.shard_layout(unit.dtype, device) for unit in units])
                 return made
 
             engine: Engine
-            if updates is None or optimizer is None:
+            if replicate is None:
+                engine = ScatterEngine(group, policy=policy, device=device, **common, **options)
+                engine.expect([unit.whole_layout(unit.dtype, device) for unit in units])
+            elif updates is None or optimizer is None:
                 engine = gradients(policy)
             else:
                 engine = _updating(group, parameters, updates, policy, optimizer, scaler, gradients, options)
     try:
         # A collective among shards outlasts the death of another replica unless it has this timeout, too.
-        if group_timeout(units[0].shard_group) > timeout:
-            bound_group(units[0].shard_group, timeout.total_seconds())
+        if group_timeout(shard_group) > timeout:
+            bound_group(shard_group, timeout.total_seconds())
+        replicas_or_none = None if replicate is None else group
         if switch is None:
-            switch = Switch(units, group, explains=device.type == "cpu")
+            switch = Switch(units, replicas_or_none, explains=device.type == "cpu")
             keep_switch(sharded, switch)
-        elif switch.replicas is not group:
+        elif switch.replicas is not replicas_or_none:
             raise UsageError("this model was attached with another replicate before: shard a new model")
     except BaseException:
         engine.close()
@@ -125,7 +140,9 @@ def _updating(
     sized = ShardUpdatePolicy(**{**settings, **sizes})
     # A rank whose part of a small parameter is empty has nothing to exchange for it.
     trained = {name: p for name, p in parameters.items() if p.requires_grad and local_part(p).numel()}
-    engine = UpdateEngine(group, trained, {}, optimizer, sized, **options)
+    watched: Watched = options["watched"]
+    own_name = {"watched": watched._replace(name=f"updates {watched.name}")}  # the warm-up has the other one
+    engine = UpdateEngine(group, trained, {}, optimizer, sized, **{**options, **own_name})
     try:
         warm = None
         if updates.warmup:
@@ -136,6 +153,23 @@ def _updating(
     except BaseException:
         engine.close()
         raise
+
+
+def _check_arguments(
+    exchange: Exchange, replicate: object, gather: Any, updates: UpdatePolicy | None, shard_group: dist.ProcessGroup
+) -> None:
+    """Raise if an argument does not fit a model with, or without, replicas."""
+    for problem, is_there in {
+        f"gather is {gather!r}: it must be 'bf16', 'fp16', or left out": gather is not None and gather not in WIRES,
+        "gather is for a model without replicas: leave it out with replicate=": None not in (gather, replicate),
+        "updates are exchanged between replicas: pass replicate=, or leave optimizer= out": (
+            replicate is None and updates is not None
+        ),
+        f"the model is sharded among {shard_group.size()} of {dist.get_world_size()} ranks, so it has replicas: pass "
+        "replicate=": replicate is None and shard_group.size() != dist.get_world_size(),
+    }.items():
+        if is_there:
+            raise UsageError(problem)
 
 
 def replicas_group(replicate: object) -> dist.ProcessGroup:

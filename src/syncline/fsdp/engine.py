@@ -65,13 +65,16 @@ class ShardEngine:
         self.keeps = any(exchange.keeps for exchange in self.policy.exchanges)
         self.buckets: dict[Key, Bucket] = {}
         self._shapes: dict[str, torch.Size] = {}  # of residuals, by parameter
+        self._expected: list[Bucket] = []  # the units, before their gradients were seen
         self._step = Step()
         self._stored: dict[str, dict[str, Tensor]] = {}  # residuals of parameters whose bucket is not prepared yet
         lanes, topology = self.policy.lanes, self.topology
         self.runner = BucketRunner(self.group, self.device, lanes, self.timeout, topology, self.watched)
 
     def expect(self, layouts: Sequence[Layout]) -> None:
-        """Set the shapes of the residuals that a checkpoint may contain."""
+        """Set the layouts of the units, for predictions and for the residuals that a checkpoint may contain."""
+        buckets = (Bucket(index, 0, self.policy.exchange, layout) for index, layout in enumerate(layouts))
+        self._expected = [bucket for bucket in buckets if bucket.layout.numel]
         self._shapes = {slot.name: torch.Size(slot.shape) for layout in layouts for slot in layout.slots if slot.name}
 
     # --- in the thread that runs backward -----------------------------------------------------------------------
@@ -168,7 +171,7 @@ class ShardEngine:
         return self.runner.stats()
 
     def predicted_sent_bytes(self) -> dict[str, int]:
-        return self.runner.predicted_sent_bytes(self.buckets.values())
+        return self.runner.predicted_sent_bytes(self.buckets.values() or self._expected)
 
     def drift(self) -> str | None:
         return None
@@ -211,7 +214,7 @@ class ShardEngine:
     def close(self) -> None:
         """Close the lanes, and drop all buckets."""
         self.runner.close()
-        self.buckets, self._step = {}, Step()
+        self.buckets, self._expected, self._step = {}, [], Step()
 
 
 class ReplicaEngine(ShardEngine):

@@ -1,8 +1,9 @@
 """The hooks of a sharded model. FSDP calls them for each unit; a `Switch` selects what they do.
 
 FSDP2 has one all-reduce hook per unit, which it calls with the unit's flat gradient between its reduce-scatter and
-the moment at which the gradient is assigned. On the CPU, FSDP's own collectives also run through the switch, so that
-one that fails is explained like an exchange.
+the moment at which the gradient is assigned. A model without replicas has a custom reduce-scatter and all-gather
+instead. On the CPU, FSDP's own collectives also run through the switch, so that one that fails is explained like an
+exchange.
 """
 
 from __future__ import annotations
@@ -48,9 +49,12 @@ class Switch:
                     text = f"{unit.label} has an all-reduce hook already ({name}), and FSDP takes only one"
                     raise UsageError(f"{text}: remove yours")
                 unit.module.set_all_reduce_hook(partial(self.reduce, unit))
+            else:
+                unit.module.set_custom_reduce_scatter(_ReduceScatter(self, unit, inside._reduce_scatter_comm))
+                unit.module.set_custom_all_gather(_AllGather(self, unit, inside._all_gather_comm))
             if explains:
-                unit.module.set_custom_all_gather(_Explained(self, unit, inside._all_gather_comm, "gathering"))
-                unit.module.set_custom_reduce_scatter(_Explained(self, unit, inside._reduce_scatter_comm, "reducing"))
+                unit.module.set_custom_all_gather(_Explained(self, unit, inside._all_gather_comm, "parameters"))
+                unit.module.set_custom_reduce_scatter(_Explained(self, unit, inside._reduce_scatter_comm, "gradients"))
 
     def turn_to(self, engine: Attached | None) -> None:
         """Use `engine` from now on, or only FSDP if it is None, and close the engine that was used before."""
@@ -72,24 +76,57 @@ class Switch:
                 flat.record_stream(torch.cuda.current_stream(flat.device))
 
 
-class _Explained:
-    """A collective of FSDP among shards that blocks. If it fails, the error names suspects."""
+class _Comm:
+    """A collective of FSDP, in the form in which `set_custom_all_gather` and `set_custom_reduce_scatter` take it."""
 
-    def __init__(self, switch: Switch, unit: Unit, inner: Any, does: str) -> None:
-        self._switch, self._unit, self._inner, self._does = switch, unit, inner, does
+    def __init__(self, switch: Switch, unit: Unit, inner: Any) -> None:
+        self._switch, self._unit, self._inner = switch, unit, inner
         self.allocate: Callable[..., Tensor] = inner.allocate
 
+
+class _ReduceScatter(_Comm):
+    """A reduce-scatter by the engine's exchange, or FSDP's own without an engine."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> Any:
+        engine = self._switch.engine
+        if engine is None:
+            return self._inner(output_tensor, input_tensor, group, op, async_op)
+        return engine.reduce_scatter(self._unit, output_tensor, input_tensor, op)
+
+
+class _AllGather(_Comm):
+    """An all-gather by the engine, or FSDP's own without an engine."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        engine = self._switch.engine
+        if engine is None:
+            return self._inner(output_tensor, input_tensor, group, async_op)
+        plain = partial(self._inner, async_op=async_op)
+        return engine.gather(output_tensor, input_tensor, group, plain)
+
+
+class _Explained(_Comm):
+    """A collective of FSDP among shards that blocks. If it fails, the error names suspects."""
+
+    def __init__(self, switch: Switch, unit: Unit, inner: Any, what: str) -> None:
+        super().__init__(switch, unit, inner)
+        self._what = what
+
     def __call__(self, *arguments: Any, **options: Any) -> Any:
+        engine = self._switch.engine
+        if engine is None:
+            return self._inner(*arguments, **options)
+        engine.runner.count_collective()
         try:
             return self._inner(*arguments, **options)
         except SynclineError:
             raise
         except RuntimeError as error:
-            engine = self._switch.engine
-            if engine is None:
-                raise
-            what = "parameters" if self._does == "gathering" else "gradients"
-            raise engine.runner.fail(f"the {what} of {self._unit.label} among shards", error) from error
+            raise engine.runner.fail(f"the {self._what} of {self._unit.label} among shards", error) from error
 
 
 def switch_of(model: nn.Module) -> Switch | None:

@@ -21,7 +21,7 @@ class ShardPolicy(Uniform):
         if self.replicas > 1:
             return f"{self.exchange!r} between {self.replicas} replicas of {self.shards} shards"
         gathered = f", and parameters gathered in {self.gather}" if self.gather else ""
-        return f"gradients to {self.shards} shards as in {self.exchange!r}{gathered}"
+        return f"{self.exchange!r} to {self.shards} shards{gathered}"
 
     def settings(self) -> dict[str, Any]:
         return {**super().settings(), "shards": self.shards, "replicas": self.replicas}

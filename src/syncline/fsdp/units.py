@@ -46,6 +46,13 @@ class Unit:
         group: dist.ProcessGroup = self.inside.mesh_info.shard_process_group
         return group
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type in which FSDP reduces the unit's gradients."""
+        policy, first = self.inside.mp_policy, self.inside.fsdp_params[0].sharded_param
+        dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or first.dtype
+        return dtype
+
     def trained(self) -> tuple[tuple[str, tuple[int, ...], int], ...]:
         """Return name, shape of this rank's shard and number of its elements with padding, for parameters that require
         a gradient, in the order in which the unit's flat gradient contains them."""
@@ -93,7 +100,7 @@ def sharded_model(model: nn.Module) -> nn.Module:
     if not is_sharded(inner):
         kind = type(inner).__name__
         raise UsageError(
-            f"replicate is for sharded models, but this is a {kind}: call fully_shard(model, mesh=…) first"
+            f"replicate and gather are for sharded models, not for a {kind}: call fully_shard(model, mesh=…) first"
         )
     check_supported(type(inner))
     refuse_sparse(inner)

@@ -110,6 +110,7 @@ class BucketRunner:
         self.last_step = Step()
         self.ranks = group.size()
         self._counted: dict[str, int] = {}
+        self._counts_collectives = watched is not None
         self._lock = threading.Lock()
         self._watchdog = Watchdog(watched.group if watched else group, timeout)  # it must not refer to the runner
         self.groups, self.lanes = open_lanes(group, timeout, lanes, device, topology.topology if topology else None)
@@ -213,6 +214,12 @@ class BucketRunner:
         step.sent_bytes = {level: sent[level] - self._counted.get(level, 0) for level in sent}
         self._counted, self.last_step = sent, step
         self.steps += 1
+        if self._counts_collectives:
+            self._watchdog.step_ended(self.steps)
+
+    def count_collective(self) -> None:
+        """Count a collective that all watched ranks run outside of exchanges, to find the rank that does not."""
+        self._watchdog.count_collective()
 
     # --- errors -------------------------------------------------------------------------------------------------
 
