@@ -558,8 +558,8 @@ def test_a_memory_budget_applies_its_choice_to_the_measured_blocks(one_rank: Non
     budget = int(kept.choice.peak_bytes) - 2**20
     kept.close()
     trainer = syncline.Layerwise(model, plain_sgd, memory_budget=budget, step=step)
-    assert trainer.ways
-    assert all(name.startswith("early.") for name in trainer.ways)
+    assert trainer.activations
+    assert all(name.startswith("early.") for name in trainer.activations)
     trainer.close()
 
 

@@ -526,7 +526,7 @@ def test_without_error_feedback_there_is_no_state() -> None:
         assert state.average(0.5)
         exchange.run(flat, state, comm)
         assert torch.allclose(flat, torch.ones(5000), rtol=1e-2)
-        return state.kept(), state.tensors(layout), state.rests_bytes, state.settles, exchange.keeps
+        return state.kept(), state.tensors(layout), state.state_bytes, state.settles, exchange.keeps
 
     assert run_ranks(2, main) == [(None, {}, 0, False, False)] * 2
 

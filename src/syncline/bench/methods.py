@@ -81,7 +81,7 @@ class Prepared:
 
     def chosen(self) -> str:
         """Return the setting, and the paths of the buckets, the most frequent first."""
-        paths = Counter(self.handle.ways if isinstance(self.handle, Handle) else {}).most_common()
+        paths = Counter(self.handle.paths if isinstance(self.handle, Handle) else {}).most_common()
         return "; ".join(filter(None, [self.setting, *(path for path, _ in paths)]))
 
     def sent_bytes(self, ranks: int) -> int | None:
@@ -155,7 +155,7 @@ class Wrapping:
             buckets = schedule.buckets
             if isinstance(handle, Layerwise):
                 buckets = filled(profile.gradients, (handle.bucket_bytes,))
-                recompute_s = profile.forward_s if handle.ways else 0.0
+                recompute_s = profile.forward_s if handle.activations else 0.0
             schedule = Schedule(name, buckets, handle.exchange, name, handle.lanes)
         return (recompute_s + predict(profile, self.network, schedule, paced=self.paced).iteration_s) * 1e3
 

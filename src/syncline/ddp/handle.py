@@ -84,7 +84,7 @@ class Handle:
         return len(self._attached.runner.lanes)
 
     @property
-    def ways(self) -> dict[str, int]:
+    def paths(self) -> dict[str, int]:
         """The number of buckets on each path, if the exchange has several paths."""
         states = [bucket.state for bucket in self._attached.buckets.values() if bucket.state is not None]
         return dict(Counter(path for state in states if (path := state.describe())))
@@ -157,7 +157,7 @@ class Handle:
             lines += [self.mismatch] if self.mismatch else []
         if self._topology is not None and self._topology.tree is not None:
             lines += [self._topology.tree.describe(), f"links: {self._topology.known}"]
-        return "\n".join([*lines, *(f"buckets: {count} × {path}" for path, count in self.ways.items())])
+        return "\n".join([*lines, *(f"buckets: {count} × {path}" for path, count in self.paths.items())])
 
     def predicted_sent_bytes(self) -> dict[str, int]:
         """Return the bytes per level that the busiest rank should send in a step, by the cost of the exchange.

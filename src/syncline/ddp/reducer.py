@@ -128,7 +128,7 @@ def _rebuild(ddp: DDP, config: Any) -> None:
 
 
 class Reduction:
-    """What the reducer of a DDP model, which may be replaced while the model lives, has applied in a step.
+    """The results that the reducer of a DDP model has applied in a step. The reducer may be replaced at any time.
 
     DDP leaves the gradients of parameters alone that no rank has used, and may skip whole buckets of them. So buckets
     show neither the end of a step nor which results were applied. The reducer knows both after it has finished.

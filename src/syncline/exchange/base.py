@@ -87,7 +87,7 @@ class Rounding:
 class State:
     """The buffers and the residual of an exchange for one bucket.
 
-    This base class has no residual. A state with a residual overrides `kept`, `rests_bytes`, `tensors`, `load`, `begin`
+    This base class has no residual. A state with a residual overrides `kept`, `state_bytes`, `tensors`, `load`, `begin`
     and `settle`.
     """
 
@@ -100,7 +100,7 @@ class State:
         return None
 
     @property
-    def rests_bytes(self) -> int:
+    def state_bytes(self) -> int:
         """Bytes that the state occupies between steps, buffers excluded."""
         return 0
 
@@ -192,7 +192,7 @@ class Exchange(Protocol):
 
 
 @runtime_checkable
-class Climbing(Protocol):
+class UsesLevels(Protocol):
     """An exchange that uses the levels of a tree of ranks in addition to the group of all ranks."""
 
     def tree(self, found: Tree, ranks: int) -> Tree:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from syncline.exchange import BASELINES, EXCHANGES, FOR_UPDATES, Climbing
+from syncline.exchange import BASELINES, EXCHANGES, FOR_UPDATES, UsesLevels
 from syncline.predict.bucket_size import best_overlap
 from syncline.predict.exchange_time import topology_of
 from syncline.predict.prediction import Losses, Prediction, predict
@@ -146,7 +146,7 @@ def other_exchanges(profile: Profile, network: Network, schedule: Schedule) -> I
     levels = [level for level in topology_of(network).levels if level.ranks > 1]
     for name, make in EXCHANGES.items() if schedule.lossless else ():
         exchange = make()
-        useful = len(levels) > 1 if isinstance(exchange, Climbing) else not exchange.lossless
+        useful = len(levels) > 1 if isinstance(exchange, UsesLevels) else not exchange.lossless
         if useful and name not in (*BASELINES, *FOR_UPDATES, schedule.exchange_name):
             option = Schedule.of(profile, name, lanes=schedule.lanes, bucket_mb=schedule.bucket_mb)
             what = _DESCRIPTIONS.get(name, f"{name} on the wire")

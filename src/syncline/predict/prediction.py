@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from syncline.exchange import Climbing, Cost, Topology
+from syncline.exchange import Cost, Topology, UsesLevels
 from syncline.predict import overlap
 from syncline.predict.exchange_time import capacities, flow, solo_s, topology_of
 from syncline.predict.schedule import Schedule
@@ -301,7 +301,7 @@ def predict(
     copies and hooks delay the thread that runs backward. `topology` is the network's, to save time in repeated
     predictions."""
     if topology is None:
-        climbing = [exchange for exchange in schedule.exchanges.values() if isinstance(exchange, Climbing)]
+        climbing = [exchange for exchange in schedule.exchanges.values() if isinstance(exchange, UsesLevels)]
         tree = climbing[0].tree(network.tree, network.ranks) if climbing else network.tree
         topology = topology_of(network, tree)
     return Prediction(profile, network, schedule, paced, topology)

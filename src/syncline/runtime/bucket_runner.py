@@ -22,7 +22,7 @@ from syncline.dist.agreement import agree
 from syncline.dist.comm import close_lanes, open_lanes
 from syncline.dist.lane import Job, Phases, span_of
 from syncline.errors import ExchangeError, SynclineError, first_line
-from syncline.exchange import WORLD, Climbing, Exchange, Layout, State, Work
+from syncline.exchange import WORLD, Exchange, Layout, State, UsesLevels, Work
 from syncline.health.watchdog import Watchdog
 from syncline.runtime.stats import Stats, timings_of
 from syncline.runtime.topology import RankTopology
@@ -184,7 +184,7 @@ class BucketRunner:
         self._watchdog.record("agree", bucket.lane, WORLD)
         agree(comm.group, {"index": bucket.index, "dtype": str(layout.dtype), **slots}, "a gradient bucket")
         state = bucket.exchange.prepare(layout, comm)
-        if isinstance(bucket.exchange, Climbing):  # it chose by arithmetic, which other machines may do differently
+        if isinstance(bucket.exchange, UsesLevels):  # it chose by arithmetic, which other machines may do differently
             self._watchdog.record("agree", bucket.lane, WORLD)
             agree(comm.group, {"path": state.describe()}, "the path of a gradient bucket")
         if residuals:
