@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ import made_up
 import syncline
 from ddp_helpers import Mlp, batch, on_ranks, refusal, seeded
 from syncline.cluster import Rank
+from syncline.ddp import reducer
 from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.exchange import Layout
 from syncline.exchange.halves import AllGather, ReduceScatter, ShardState
@@ -422,6 +424,37 @@ def test_options_of_ddp(options: dict[str, Any]) -> None:
                 step(trained, optimizer, rank.rank, number)
         assert pending(model)
         torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
+
+    on_ranks(2, main)
+
+
+def test_a_profile_and_a_network_decide_the_size_of_buckets() -> None:
+    def main(rank: Rank) -> None:
+        plain, model = (DDP(seeded(Mlp)) for _ in range(2))
+        optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (plain, model)]
+        named = list(seeded(Mlp).named_parameters())[::-1]
+        profile = made_up.profile([p.numel() for _, p in named], forward_s=0.02)
+        gradients = zip(profile.gradients, named, strict=True)
+        renamed = (msgspec.structs.replace(g, name=name, shape=tuple(p.shape)) for g, (name, p) in gradients)
+        profile = msgspec.structs.replace(profile, gradients=tuple(renamed))
+        options = {"optimizer": optimizers[1], "overlap": "forward"}
+        # All gradients together take as long as computation, and start-ups take no time.
+        mbit = 8e-6 * profile.gradient_bytes / (profile.backward_s + profile.forward_s)
+        links = (made_up.link("local", mbit),)  # ranks are on one host here
+        network = msgspec.structs.replace(made_up.network((0, 0), startup_s=1e-9), links=links)
+        own = reducer.own_caps(model)
+        handle = syncline.attach(model, **options, network=network, profile=profile)
+        for number in range(20):
+            for trained, optimizer in zip((plain, model), optimizers, strict=True):
+                step(trained, optimizer, rank.rank, number)
+        assert len(handle.stats().buckets) > 2
+        torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
+        handle.detach()
+        assert (model.bucket_bytes_cap, reducer.own_caps(model)) == (plain.bucket_bytes_cap, own)
+        other = load_profile("bert-base-cuda")
+        assert "another model" in refusal(lambda: syncline.attach(model, **options, network=network, profile=other))
+        assert "network=" in refusal(lambda: syncline.attach(model, **options, profile=profile))
+        assert "overlap='forward'" in refusal(lambda: syncline.attach(model, profile=profile))
 
     on_ranks(2, main)
 

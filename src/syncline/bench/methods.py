@@ -41,7 +41,7 @@ from syncline.records.bucket_caps import filled
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
-from syncline.units import count_text
+from syncline.units import count_text, size_text
 
 
 @dataclass
@@ -148,6 +148,8 @@ class Wrapping:
         recompute_s, schedule = 0.0, Schedule.of(profile, bucket_mb=self.bucket_mb)
         if prepared.method == OVERLAP:
             schedule = Schedule.of(profile, OVERLAP, bucket_mb=self.bucket_mb)
+            if isinstance(handle, Handle) and handle.caps:
+                schedule = dataclasses.replace(schedule, buckets=filled(profile.gradients, handle.caps))
         elif prepared.method in UPDATES and handle is not None:
             updates = dataclasses.replace(UPDATES[prepared.method], exchange_name=name)
             schedule = Schedule.of_updates(profile, name, updates, handle.lanes)
@@ -211,8 +213,12 @@ def _updates(method: str, net: nn.Module, wrapping: Wrapping) -> Prepared:
 def _overlap(method: str, net: nn.Module, wrapping: Wrapping) -> Prepared:
     ddp = wrapping.ddp(net)
     optimizer = slow_sgd(ddp.parameters())
-    handle = attach(ddp, Dense(), optimizer=optimizer, overlap="forward", network=wrapping.network)
-    return Prepared(method, ddp, handle, optimizer=optimizer)
+    # Without a size that the user chose, predictions choose it.
+    profile = wrapping.profile if wrapping.bucket_mb is None and wrapping.network is not None else None
+    options: dict[str, Any] = {"network": wrapping.network, "profile": profile}
+    handle = attach(ddp, Dense(), optimizer=optimizer, overlap="forward", **options)
+    setting = f"buckets of {size_text(handle.caps[0])}" if handle.caps else ""
+    return Prepared(method, ddp, handle, setting, optimizer=optimizer)
 
 
 def _native_shards(replicas: bool) -> Preparation:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from syncline.ddp import reducer
 from syncline.ddp.engine import Engine, copied
 from syncline.ddp.hook import Switch, switches
-from syncline.ddp.overlapping import Overlapping
+from syncline.ddp.overlapping import Overlapping, OverlapPolicy
 from syncline.ddp.updating import Updating
 from syncline.dist.lane import span_of
 from syncline.errors import ExchangeError, UsageError
@@ -88,6 +88,11 @@ class Handle:
         """The number of buckets on each path, if the exchange has several paths."""
         states = [bucket.state for bucket in self._attached.buckets.values() if bucket.state is not None]
         return dict(Counter(path for state in states if (path := state.describe())))
+
+    @property
+    def caps(self) -> tuple[int, ...]:
+        """The sizes in bytes at which buckets are closed, if a profile decided them; otherwise empty."""
+        return self._policy.caps if isinstance(self._policy, OverlapPolicy) else ()
 
     @property
     def exchanges_updates(self) -> bool:
@@ -287,7 +292,7 @@ class Handle:
         have been stepped. Residuals are dropped. Inside `synced()`, ranks keep the weights that they agreed on last.
         """
         _ = self._attached  # raises if the handle is detached
-        changed = self.plan is not None or bool(getattr(self._policy, "caps", ()))
+        changed = self.plan is not None or bool(self.caps)
         self._switch.turn_to(None)
         ddp = self._model
         if changed and isinstance(ddp, DDP) and reducer.why_not_change(ddp) is None:

@@ -89,6 +89,7 @@ class Overlapping:
         self._forward: Marks | None = None  # from the start to the end of the last forward pass, with uses of weights
         self._measured: list[tuple[Marks | None, list[Marks]]] = []  # per step: the forward pass, and the buckets
         self._sent_warm: dict[str, int] = {}
+        self._keys: list[tuple[int, ...]] = []  # of the buckets since the last step, in the order of their submission
         self._by_key: dict[tuple[int, ...], OverlapBucket] = {}
         self._in_backward = False
         self._gathers_state = False  # whether `optimizer.state_dict()` is called on all ranks, by this object
@@ -145,10 +146,12 @@ class Overlapping:
         if ddp is not None and ddp._join_config.enable:
             text = "join() is not supported with overlap='forward': a rank that has joined steps no optimizer"
             raise UsageError(f"{text}. Give all ranks the same number of steps")
+        key = tuple(map(id, bucket.parameters()))
         if self._warm is not None:
+            self._keys.append(key)
             return self._warm.submit(bucket)
         flat: Tensor = bucket.buffer()
-        known = self._by_key.get(tuple(map(id, bucket.parameters())))
+        known = self._by_key.get(key)
         if known is None:
             raise ExchangeError("DDP has changed its buckets since weights were moved into shards: attach again")
         if not self._in_backward:
@@ -180,6 +183,7 @@ class Overlapping:
         self._measured.append((self._forward, [job.marks for job in self._warm.runner.last_step.jobs]))
         if self._steps_since_attach >= self._warm_steps:
             self._move_into_shards()
+        self._keys = []
 
     # --- from all-reduces to shards -------------------------------------------------------------------------------
 
@@ -187,7 +191,8 @@ class Overlapping:
         """Collective: move weights and the optimizer's state into shards."""
         assert self._warm is not None  # noqa: S101
         warm, self._warm = self._warm, None
-        buckets = sorted(warm.buckets.items(), key=lambda item: item[1].index)
+        # The last backward pass shows the order. The index of a bucket may be from before DDP has rebuilt the others.
+        buckets = [(key, warm.buckets[key]) for key in self._keys[-len(warm.buckets) :]]
         whole, order = self._choice([bucket.layout for _, bucket in buckets])
         own = json.dumps([sorted(whole), order]).encode()
         with self._engine.together("the choice of whole buckets"):

@@ -89,7 +89,7 @@ class OverlapEngine:
         self._stream: Any = None  # of the last step, on CUDA
         self._steps = 0  # of the optimizer, with shards
         self._step = Step()
-        self._has_gradients = False  # whether the step has reached its backward
+        self._summed: list[OverlapBucket] = []  # buckets whose gradients the step has begun to sum
         self.runner = BucketRunner(group, self.device, 1, timeout, None)
 
     def start(
@@ -132,10 +132,10 @@ class OverlapEngine:
             if type(self.parameters[name].grad) is guards.UnfinishedGradient:
                 text = f"the gradient of {name} was not set to zero since the last synchronised backward pass"
                 raise UsageError(f"{text}: call optimizer.zero_grad(), and accumulate gradients under no_sync()")
-        if bucket is self.buckets[0] and self._has_gradients:  # the script has not stepped the last ones
+        if bucket in self._summed:  # the script has not stepped the last gradients
             self._settle(applied=False)
             self.end_step()
-        self._has_gradients = True
+        self._summed.append(bucket)
         run = partial(self.runner.exchange, bucket.reduced, flat, self._scale())
         bucket.reducing = self.runner.submit(self._step, bucket.reduced, flat, run)
         bucket.gradient = getattr(bucket.reduced.ready, "gradient", flat)
@@ -154,9 +154,9 @@ class OverlapEngine:
 
     def end_step(self) -> None:
         """Count a step: weights that were gathered behind its forward, and gradients of its backward."""
-        if self._has_gradients:
+        if self._summed:
             self.runner.end(self._step)
-            self._step, self._has_gradients = Step(), False
+            self._step, self._summed = Step(), []
 
     def backward_is_over(self) -> None:
         """Forbid the use of the gradients of this rank alone."""

@@ -24,6 +24,8 @@ from syncline.records.network import Network
 
 _WORTH = 0.998
 """A whole bucket needs P times the memory for the optimizer's state, so it must save some of the step."""
+_MOST_TRIALS = 40
+"""Spreads, and changes of single buckets, that are tried. More take long with hundreds of buckets, and gain little."""
 REDUCED, SCATTERED, GATHERED = "all_reduce", "reduce_scatter", "all_gather"
 """Names of the spans of a timeline."""
 
@@ -156,16 +158,20 @@ def best_whole(
     bucket.
     """
 
+    # When weights are needed is computed once, and not for each trial.
+    buckets = [replace(bucket, needed_s=needed_s(bucket, forward_s, backward_s)) for bucket in buckets]
+
     def time_s(whole: frozenset[int]) -> float:
         return overlapped(buckets, forward_s, backward_s, whole, update_s)[0]
 
     count = len(buckets)
-    spreads = [frozenset(n * count // k for n in range(k)) for k in range(1, count + 1)]
+    stride = -(-count // _MOST_TRIALS)
+    spreads = [frozenset(n * count // k for n in range(k)) for k in (*range(1, count, stride), count)]
     best, best_s = frozenset[int](), time_s(frozenset())
     for spread in spreads:
         if (spread_s := time_s(spread)) < _WORTH * best_s:
             best, best_s = spread, spread_s
-    for index in range(count):
+    for index in range(0, count, stride):
         other = best ^ {index}
         if (other_s := time_s(other)) < (_WORTH if index in other else 1.0) * best_s:
             best, best_s = other, other_s
