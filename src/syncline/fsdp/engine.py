@@ -157,7 +157,7 @@ class ShardEngine:
         return mine
 
     def _exchanged(self, step: Step, bucket: Bucket, flat: Tensor) -> None:
-        if bucket.ready.settles or (self.keeps and not bucket.exchange.keeps):
+        if self.keeps or bucket.ready.settles:  # also for units that are sent dense: a GradScaler skips the whole step
             step.finite.append(bucket.ready.finite(flat))
         step.unfinished -= 1
 
