@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from syncline.fsdp.engine import ReplicaEngine
 from syncline.fsdp.hook import Switch, keep_switch, switch_of
 from syncline.fsdp.policy import ShardPolicy, ShardUpdatePolicy
 from syncline.fsdp.scatter import WIRES, ScatterEngine
-from syncline.fsdp.units import Unit, sharded_model, units_of
+from syncline.fsdp.units import Unit, is_in_backward, sharded_model, units_of
 from syncline.fsdp.updating import ShardUpdating
 from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.runtime import validation
@@ -95,6 +96,7 @@ def attach_sharded(
             watched = Watched(world, f"sharded {name}")
             options: dict[str, Any] = {"timeout": timeout, "topology": topology, "watched": watched}
             common: dict[str, Any] = {"shard_group": shard_group, "parameters": parameters, "scale": scale}
+            common["in_backward"] = partial(is_in_backward, sharded)
 
             def gradients(policy: ShardPolicy) -> ReplicaEngine:
                 made = ReplicaEngine(group, policy=policy, device=device, **common, **options)

@@ -58,6 +58,7 @@ class ShardEngine:
     scale: Callable[[], Tensor | None]  # returns the current loss scale
     watched: Watched
     device: torch.device
+    in_backward: Callable[[], bool]  # returns whether FSDP is inside a backward pass
 
     exchanges_gradients = True
 
@@ -121,7 +122,8 @@ class ShardEngine:
 
     def _backward_is_over(self) -> None:
         self._step.awaits_end = False
-        self.conclude()
+        if not self.in_backward():  # it is after a nested backward pass, of activation checkpointing
+            self.conclude()
 
     def conclude(self) -> None:
         """Collective among shards: end the step whose units have been exchanged, if it has not been ended."""
