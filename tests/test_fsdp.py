@@ -100,6 +100,13 @@ def test_dense_between_replicas_trains_like_native_hsdp() -> None:
             for trained in (native, model):
                 train(trained, torch.optim.SGD(trained.parameters(), lr=0.01), rank.rank, range(3))
             torch.testing.assert_close(weights(model), weights(native), rtol=1e-6, atol=1e-7)
+        # Updates of plain SGD that are exchanged losslessly in every step are the same as averaged gradients.
+        native, model = sharded(mesh), sharded(mesh["shard"])
+        optimizers = [torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9) for trained in (native, model)]
+        syncline.attach(model, replicate=mesh["replicate"], optimizer=optimizers[1])
+        for trained, optimizer in zip((native, model), optimizers, strict=True):
+            train(trained, optimizer, rank.rank, range(10))
+        torch.testing.assert_close(weights(model), weights(native), rtol=1e-5, atol=1e-6)
 
     on_ranks(4, main)
 
