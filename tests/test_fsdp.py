@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
+from torch.utils.checkpoint import checkpoint as recomputed
 
 import syncline
 from ddp_helpers import Branches, batch, on_ranks, refusal
@@ -99,6 +100,13 @@ def test_dense_between_replicas_trains_like_native_hsdp() -> None:
             for trained in (native, model):
                 train(trained, torch.optim.SGD(trained.parameters(), lr=0.01), rank.rank, range(3))
             torch.testing.assert_close(weights(model), weights(native), rtol=1e-6, atol=1e-7)
+        # Updates of plain SGD that are exchanged losslessly in every step are the same as averaged gradients.
+        native, model = sharded(mesh), sharded(mesh["shard"])
+        optimizers = [torch.optim.SGD(trained.parameters(), lr=0.05, momentum=0.9) for trained in (native, model)]
+        syncline.attach(model, replicate=mesh["replicate"], optimizer=optimizers[1])
+        for trained, optimizer in zip((native, model), optimizers, strict=True):
+            train(trained, optimizer, rank.rank, range(10))
+        torch.testing.assert_close(weights(model), weights(native), rtol=1e-5, atol=1e-6)
 
     on_ranks(4, main)
 
@@ -300,6 +308,35 @@ def test_a_divide_factor_and_a_step_that_is_not_finite_do_as_in_native_hsdp() ->
         after = handle.state_dict()["tensors"]
         for name, kinds in before.items():
             assert torch.equal(kinds["residual"], after[name]["residual"]), name
+
+    on_ranks(4, main)
+
+
+class Checkpointed(Net):
+    """A backward pass inside the backward pass recomputes the block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(recomputed(self.block, torch.tanh(self.first(x)), use_reentrant=True))
+
+
+def test_compiled_and_recomputed_models_exchange_as_others() -> None:
+    def main(rank: Rank) -> None:
+        mesh = two_by_two()
+        found = {}
+        for name in ("plain", "compiled blocks", "compiled", "recomputed"):
+            torch.manual_seed(7)
+            net: Any = Checkpointed() if name == "recomputed" else Net()
+            if name == "compiled blocks":
+                net.block.compile(backend="eager")
+            fully_shard(net.block, mesh=mesh["shard"])
+            model: Any = fully_shard(net, mesh=mesh["shard"])
+            model = torch.compile(model, backend="eager") if name == "compiled" else model
+            handle = syncline.attach(model, syncline.Quantized(bits=4), replicate=mesh["replicate"])
+            train(model, torch.optim.SGD(net.parameters(), lr=0.1), rank.rank, range(3))
+            assert handle.stats().steps == 3, name
+            assert handle.stats().sent_bytes == handle.predicted_sent_bytes(), name
+            found[name] = weights(net)
+        assert all(torch.equal(other, found["plain"]) for other in found.values())
 
     on_ranks(4, main)
 

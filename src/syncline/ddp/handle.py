@@ -290,6 +290,7 @@ class Handle:
         If updates were exchanged, the weights of the ranks are averaged first, and all ranks get the optimizer state of
         the first one. With `overlap="forward"`, the optimizer gets its whole state again, and the last gradients must
         have been stepped. Residuals are dropped. Inside `synced()`, ranks keep the weights that they agreed on last.
+        A sharded model returns to FSDP's own collectives, with PyTorch's all-reduce between its replicas.
         """
         _ = self._attached  # raises if the handle is detached
         changed = self.plan is not None or bool(self.caps)

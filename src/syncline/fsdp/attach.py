@@ -6,6 +6,7 @@ import dataclasses
 import secrets
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from syncline.fsdp.engine import ReplicaEngine
 from syncline.fsdp.hook import Switch, keep_switch, switch_of
 from syncline.fsdp.policy import ShardPolicy, ShardUpdatePolicy
 from syncline.fsdp.scatter import WIRES, ScatterEngine
-from syncline.fsdp.units import Unit, sharded_model, units_of
+from syncline.fsdp.units import Unit, is_in_backward, sharded_model, units_of
 from syncline.fsdp.updating import ShardUpdating
 from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.runtime import validation
@@ -80,6 +81,9 @@ def attach_sharded(
             fields["scaler"] = scaler is not None and scaler.is_enabled()
             if updates is not None and optimizer is not None:
                 validation.check_steps_all(optimizer, parameters)
+                if not _own_parts(parameters):
+                    text = "this rank has no element of any trained parameter, so it has no updates to exchange"
+                    raise UsageError(f"{text}: use fewer shards")
                 fields |= flatten({**updates.fingerprint(), "optimizer": validation.optimizer_settings(optimizer)})
         switch = switch_of(sharded)
         if switch is not None and switch.engine is not None:
@@ -91,8 +95,8 @@ def attach_sharded(
             name = gather_bytes(world, secrets.token_hex(8).encode())[0].decode()
             watched = Watched(world, f"sharded {name}")
             options: dict[str, Any] = {"timeout": timeout, "topology": topology, "watched": watched}
-
             common: dict[str, Any] = {"shard_group": shard_group, "parameters": parameters, "scale": scale}
+            common["in_backward"] = partial(is_in_backward, sharded)
 
             def gradients(policy: ShardPolicy) -> ReplicaEngine:
                 made = ReplicaEngine(group, policy=policy, device=device, **common, **options)
@@ -111,11 +115,10 @@ def attach_sharded(
         # A collective among shards outlasts the death of another replica unless it has this timeout, too.
         if group_timeout(shard_group) > timeout:
             bound_group(shard_group, timeout.total_seconds())
-        replicas_or_none = None if replicate is None else group
         if switch is None:
-            switch = Switch(units, replicas_or_none, explains=device.type == "cpu")
+            switch = Switch(units, None if replicate is None else group, explains=device.type == "cpu")
             keep_switch(sharded, switch)
-        elif switch.replicas is not replicas_or_none:
+        elif switch.between != (None if replicate is None else group.group_name):
             raise UsageError("this model was attached with another replicate before: shard a new model")
     except BaseException:
         engine.close()
@@ -138,11 +141,9 @@ def _updating(
     settings = {entry.name: getattr(updates, entry.name) for entry in dataclasses.fields(updates)}
     sizes = {"lanes": policy.lanes, "shards": policy.shards, "replicas": policy.replicas}
     sized = ShardUpdatePolicy(**{**settings, **sizes})
-    # A rank whose part of a small parameter is empty has nothing to exchange for it.
-    trained = {name: p for name, p in parameters.items() if p.requires_grad and local_part(p).numel()}
     watched: Watched = options["watched"]
     own_name = {"watched": watched._replace(name=f"updates {watched.name}")}  # the warm-up has the other one
-    engine = UpdateEngine(group, trained, {}, optimizer, sized, **{**options, **own_name})
+    engine = UpdateEngine(group, _own_parts(parameters), {}, optimizer, sized, **{**options, **own_name})
     try:
         warm = None
         if updates.warmup:
@@ -153,6 +154,11 @@ def _updating(
     except BaseException:
         engine.close()
         raise
+
+
+def _own_parts(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """Return the trained parameters of which this rank has elements. Its part of a small one may be empty."""
+    return {name: p for name, p in parameters.items() if p.requires_grad and local_part(p).numel()}
 
 
 def _check_arguments(

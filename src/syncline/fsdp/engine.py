@@ -58,6 +58,7 @@ class ShardEngine:
     scale: Callable[[], Tensor | None]  # returns the current loss scale
     watched: Watched
     device: torch.device
+    in_backward: Callable[[], bool]  # returns whether FSDP is inside a backward pass
 
     exchanges_gradients = True
 
@@ -121,7 +122,8 @@ class ShardEngine:
 
     def _backward_is_over(self) -> None:
         self._step.awaits_end = False
-        self.conclude()
+        if not self.in_backward():  # it is after a nested backward pass, of activation checkpointing
+            self.conclude()
 
     def conclude(self) -> None:
         """Collective among shards: end the step whose units have been exchanged, if it has not been ended."""
@@ -157,7 +159,7 @@ class ShardEngine:
         return mine
 
     def _exchanged(self, step: Step, bucket: Bucket, flat: Tensor) -> None:
-        if bucket.ready.settles or (self.keeps and not bucket.exchange.keeps):
+        if self.keeps or bucket.ready.settles:  # also for units that are sent dense: a GradScaler skips the whole step
             step.finite.append(bucket.ready.finite(flat))
         step.unfinished -= 1
 

@@ -56,6 +56,11 @@ class Switch:
                 unit.module.set_custom_all_gather(_Explained(self, unit, inside._all_gather_comm, "parameters"))
                 unit.module.set_custom_reduce_scatter(_Explained(self, unit, inside._reduce_scatter_comm, "gradients"))
 
+    @property
+    def between(self) -> str | None:
+        """Name of the group of replicas, or None without replicas."""
+        return None if self.replicas is None else self.replicas.group_name
+
     def turn_to(self, engine: Attached | None) -> None:
         """Use `engine` from now on, or only FSDP if it is None, and close the engine that was used before."""
         before, self.engine = self.engine, engine

@@ -117,6 +117,12 @@ def check_supported(kind: type) -> None:
         raise UsageError(f"torch {torch.__version__} has no FSDPModule.{missing[0]}: use torch 2.11 or later")
 
 
+def is_in_backward(model: nn.Module) -> bool:
+    """Return whether FSDP has begun a backward pass of this model and not ended it."""
+    root: Any = model
+    return bool(getattr(root._get_fsdp_state()._state_ctx, "post_backward_final_callback_queued", False))
+
+
 def units_of(model: nn.Module) -> list[Unit]:
     """Return the units of a sharded model, in the order of its modules. Raise if one is not supported."""
     units: list[Unit] = []
