@@ -10,6 +10,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, as `set_num_threads` is for one thread only
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,22 +41,31 @@ ALONE = frozenset(
 WAITS = frozenset({"test_silence", "test_faults", "test_watching", "test_hierarchical_wire"})
 """They wait for most of their time, with deadlines that a busy machine would miss: only beside each other."""
 LONG = (
+    "test_faults",
+    "test_silence",
+    "test_watching",
+    "test_laws",
+    "test_kernels",
+    "test_overlap",
     "test_conservation",
     "test_restart",
+    "test_updates",
     "test_ddp_semantics",
-    "test_silence",
-    "test_faults",
     "test_run",
-    "test_nonfinite",
     "test_cli",
-    "test_with_accelerate",
-    "test_with_lightning",
+    "test_chunked_topk",
+    "test_ddp_sparse",
+    "test_search",
+    "test_guide",
+    "test_nonfinite",
     "test_with_transformers",
+    "test_with_lightning",
     "test_cluster_command",
-    "test_ddp_state",
-    "test_ddp_plan",
     "test_layerwise",
-    "test_watching",
+    "test_ddp_plan",
+    "test_cli_start",
+    "test_with_accelerate",
+    "test_ddp_state",
 )
 """They come first, longest first: a long file that is started last would run while other cores are idle."""
 

@@ -195,7 +195,7 @@ class Exchange(Protocol):
 class UsesLevels(Protocol):
     """An exchange that uses the levels of a tree of ranks in addition to the group of all ranks."""
 
-    def tree(self, found: Tree, ranks: int) -> Tree:
+    def tree(self, detected: Tree, ranks: int) -> Tree:
         """Return the tree to create groups for, given the detected tree of hosts and racks."""
 
 

@@ -128,9 +128,9 @@ class Hierarchical:
     def keeps(self) -> bool:
         return self.across.keeps
 
-    def tree(self, found: Tree, ranks: int) -> Tree:
+    def tree(self, detected: Tree, ranks: int) -> Tree:
         """Return the tree of `levels` if they are set, or the detected one."""
-        tree = found if self.levels is None else Tree.given(self.levels, ranks)
+        tree = detected if self.levels is None else Tree.given(self.levels, ranks)
         uneven = next((level for level in tree.levels[:-1] if not level.equal), None)
         if uneven is not None and not self.within.lossless:
             sizes = f"those of {uneven.name} have {' and '.join(map(str, uneven.sizes))} ranks: use within=Dense()"
