@@ -193,9 +193,8 @@ def attach_policy(
                 if isinstance(policy, UpdatePolicy):
                     engine = _updating(ddp, policy, optimizer, scaler, made, topology, timeout)
                 else:
-                    engine = make_overlapping(
-                        ddp, policy, optimizer, made, reduction, timeout, lambda: scale_of(scaler)
-                    )
+                    scale = partial(scale_of, scaler)
+                    engine = make_overlapping(ddp, policy, optimizer, made, reduction, timeout, topology, scale)
     try:
         switch = switch_of(ddp)
     except BaseException:

@@ -27,7 +27,7 @@ from syncline.overlap.engine import OverlapEngine
 from syncline.predict.bucket_size import best_overlap
 from syncline.records.profile import Profile
 from syncline.runtime.bucket_policy import Uniform
-from syncline.runtime.topology import NetworkOrFile, loaded_from, read_network
+from syncline.runtime.topology import NetworkOrFile, RankTopology, loaded_from, read_network
 from syncline.runtime.validation import ddp_of, only_device, parameters_of
 
 
@@ -91,14 +91,24 @@ def make_overlapping(
     make_engine: Callable[..., Engine],
     reduction: Reduction,
     timeout: timedelta,
+    topology: RankTopology | None,
     scale: Callable[[], Tensor | None],
 ) -> Overlapping:
     """Collective: create what overlaps with the next forward pass, and the engine of its first steps."""
-    views, exchange, gather = ddp.gradient_as_bucket_view, policy.exchange, policy.gather
-    engine = OverlapEngine(ddp.process_group, parameters_of(ddp), optimizer, timeout, views, exchange, gather, scale)
+    engine = OverlapEngine(
+        ddp.process_group,
+        parameters_of(ddp),
+        optimizer,
+        timeout,
+        ddp.gradient_as_bucket_view,
+        policy.exchange,
+        policy.gather,
+        scale,
+        topology,
+    )
     try:
         warm = make_engine(policy=Uniform(Dense(), 1))
     except BaseException:
         engine.close()
         raise
-    return Overlapping(ddp, engine, warm, optimizer, policy, reduction, None)
+    return Overlapping(ddp, engine, warm, optimizer, policy, reduction, topology)

@@ -38,6 +38,7 @@ from syncline.health.meeting import meeting
 from syncline.overlap import guards
 from syncline.overlap.shards import ShardedBucket, ShardedOptimizer
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals, Step
+from syncline.runtime.topology import RankTopology
 
 _increment_version = getattr(torch.autograd.graph, "increment_version", None)  # torch 2.4 does not have it
 _ORDER_KNOWN_AFTER = 2  # forward passes with shards
@@ -70,6 +71,7 @@ class OverlapEngine:
         exchange: Exchange | None = None,
         gather: str = "fp32",
         scale: Callable[[], Tensor | None] = lambda: None,
+        topology: RankTopology | None = None,
     ) -> None:
         """`reuses_gradients` says whether a parameter's gradient is always the same tensor, a view of DDP's bucket.
 
@@ -90,7 +92,7 @@ class OverlapEngine:
         self._steps = 0  # of the optimizer, with shards
         self._step = Step()
         self._summed: list[OverlapBucket] = []  # buckets whose gradients the step has begun to sum
-        self.runner = BucketRunner(group, self.device, 1, timeout, None)
+        self.runner = BucketRunner(group, self.device, 1, timeout, topology)
 
     def start(
         self, layouts: Sequence[Layout], whole: Collection[int], order: Sequence[int], residuals: Residuals
