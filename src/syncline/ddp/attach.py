@@ -67,7 +67,7 @@ def attach(
 
     With `overlap="forward"`, the exchange extends into the next forward pass: gradients are summed in shards during
     backward, the optimizer steps this rank's shards, and the new weights are gathered while forward runs. This is
-    lossless with `Dense()`.
+    lossless with `Dense()` and `Hierarchical()`.
 
     All ranks of the model's process group call this with the same arguments. It replaces an exchange that was attached
     before. If it raises, the model is unchanged, except that an exchange with `overlap` may be detached.
@@ -85,9 +85,9 @@ def attach(
             exchange runs in the background.
         outer: An optimizer of the common weights, with the mean update as its gradient. Default: subtract the mean
             update from the weights.
-        overlap: `"forward"`, with `Dense` or `Quantized` and an `optimizer` that treats every element by itself, such
-            as AdamW and SGD. Each rank then has its shard of the optimizer's state, and the exchange decides how
-            gradients are sent to the owners of shards. Clip with `handle.clip_grad_norm_`.
+        overlap: `"forward"`, with `Dense`, `Quantized` or `Hierarchical()` and an `optimizer` that treats every element
+            by itself, such as AdamW and SGD. Each rank then has its shard of the optimizer's state, and the exchange
+            decides how gradients are sent to the owners of shards. Clip with `handle.clip_grad_norm_`.
         gather: The number format in which weights are gathered with `overlap`: `"fp32"` (their own type), `"bf16"` or
             `"fp16"`. In 16 bits, all ranks compute with rounded weights, and the owner of a shard keeps it in fp32.
         lanes: Number of buckets that may be exchanged at the same time, each over its own connections. Default: 2 for

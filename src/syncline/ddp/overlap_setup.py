@@ -20,7 +20,8 @@ from syncline.ddp.reducer import Reduction
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import gather_bytes
 from syncline.errors import UsageError
-from syncline.exchange import Dense, Exchange, Quantized
+from syncline.exchange import Dense, Exchange, Hierarchical, Quantized
+from syncline.exchange.hierarchical_halves import levels_of
 from syncline.exchange.lossy_halves import GATHERS
 from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.overlap.engine import OverlapEngine
@@ -39,8 +40,12 @@ def check_overlap(
     scripted = any(isinstance(module, torch.jit.ScriptModule) for module in ddp.modules())
     for problem, is_there in {
         f"overlap is {overlap!r}: it must be 'forward', or left out": overlap != "forward",
-        f"overlap='forward' exchanges through Dense() or Quantized(), not {exchange!r}: leave one of them out": (
-            not isinstance(exchange, Dense | Quantized)
+        f"overlap='forward' exchanges through Dense, Quantized or Hierarchical, not {exchange!r}: leave one out": (
+            not isinstance(exchange, Dense | Quantized | Hierarchical)
+        ),
+        "overlap='forward' with Hierarchical needs within=Dense() and across=Dense(), and no gather=": (
+            isinstance(exchange, Hierarchical)
+            and not (exchange.lossless and exchange.across == Dense() and gather == "fp32")
         ),
         "overlap='forward' would lose residuals of unused parameters: build DDP without find_unused_parameters, or use "
         "Dense()": exchange.keeps and ddp.find_unused_parameters,
@@ -107,7 +112,9 @@ def make_overlapping(
         topology,
     )
     try:
-        warm = make_engine(policy=Uniform(Dense(), 1))
+        if isinstance(policy.exchange, Hierarchical) and topology is not None:
+            levels_of(topology.topology)  # raises if groups have different sizes
+        warm = make_engine(policy=Uniform(policy.exchange if policy.exchange.lossless else Dense(), 1))
     except BaseException:
         engine.close()
         raise

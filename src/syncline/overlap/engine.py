@@ -30,9 +30,9 @@ from torch.optim import Optimizer
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import gather_bytes
 from syncline.errors import ExchangeError, SynclineError, UsageError, warn
-from syncline.exchange import Dense, Exchange, Layout
+from syncline.exchange import Dense, Exchange, Layout, Quantized
 from syncline.exchange.halves import AllReduce
-from syncline.exchange.lossy_halves import MasterState, halves_of
+from syncline.exchange.lossy_halves import MasterState, halves_of, owners_of
 from syncline.exchange.workspace import Workspace
 from syncline.health.meeting import meeting
 from syncline.overlap import guards
@@ -102,20 +102,23 @@ class OverlapEngine:
         Weights are gathered in this `order`, until it is known in which order the forward pass uses them.
         """
         ranks, rank = self.group.size(), self.group.rank()
-        workspace = Workspace(self.device)
+        workspace, topology = Workspace(self.device), self.runner.groups[0].comm.topology
+        owned, entire = owners_of(self._exchange, topology), self._exchange
+        if isinstance(entire, Dense | Quantized):
+            entire = AllReduce()
         with meeting(self.group, "the start of overlap"), torch.no_grad():
             # The largest first, so that the others share its buffers.
             for index, layout in sorted(enumerate(layouts), key=lambda item: -item[1].numel):
                 shared = Layout(layout.slots, layout.dtype, layout.device, workspace)
                 names = tuple(slot.name for slot in layout.slots)
-                scatter, gather, part = halves_of(self._exchange, self._gather, layout.numel, layout.dtype, ranks)
-                reduced = Bucket(index, 0, AllReduce() if index in whole else scatter, shared)
+                scatter, gather, part = halves_of(self._exchange, self._gather, layout.numel, layout.dtype, topology)
+                reduced = Bucket(index, 0, entire if index in whole else scatter, shared)
                 gathered = Bucket(index, 0, gather, shared)
                 self.runner.prepare(reduced, {name: residuals[name] for name in names if name in residuals})
                 if index not in whole:
                     self.runner.prepare(gathered, {})
                 master = gathered.state.master if isinstance(gathered.state, MasterState) else None
-                sharded = ShardedBucket(layout, ranks, rank, part, index in whole, master)
+                sharded = ShardedBucket(layout, ranks, rank, part, index in whole, master, owned)
                 sharded.move_in(self.parameters)
                 if master is not None:
                     master.copy_(sharded.own)
