@@ -146,6 +146,7 @@ OVERLAP_CASES: dict[str, dict[str, Any]] = {  # options of DDP
     "overlap, views": {"gradient_as_bucket_view": True},
     "overlap, unused": {"find_unused_parameters": True},
 }
+LOSSLESS_CASES = [*OVERLAP_CASES, "overlap, hierarchical"]
 LOSSY_CASES: dict[str, dict[str, Any]] = {  # options of attach
     "overlap, bf16": {"exchange": syncline.Dense(wire="bf16")},
     "overlap, weights in fp16": {"gather": "fp16"},
@@ -204,6 +205,7 @@ def _overlap_main(rank: Rank) -> dict[str, Any]:
     torch.cuda.set_device(0)
     rank.init_process_group()
     seen = {name: _overlapping(rank.rank, options, {}) for name, options in OVERLAP_CASES.items()}
+    seen["overlap, hierarchical"] = _overlapping(rank.rank, {}, {"exchange": syncline.Hierarchical(shape="sharded")})
     return seen | {name: _overlapping(rank.rank, {}, options) for name, options in LOSSY_CASES.items()}
 
 
@@ -409,7 +411,7 @@ def test_bytes_are_as_predicted_and_timings_are_in_order(seen: list[dict[str, An
         assert rank[name]["buckets"] > 1
 
 
-@pytest.mark.parametrize("name", OVERLAP_CASES)
+@pytest.mark.parametrize("name", LOSSLESS_CASES)
 def test_weights_gathered_behind_the_forward_equal_plain_ddps(overlapped: list[dict[str, Any]], name: str) -> None:
     for rank in (rank[name] for rank in overlapped):
         assert rank["pending"] > 0
@@ -429,7 +431,7 @@ def test_overlap_with_fewer_bits_stays_close_and_ranks_agree(overlapped: list[di
     assert len({rank[name]["checksum"] for rank in overlapped}) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in (*OVERLAP_CASES, *LOSSY_CASES) if name != "overlap, unused"])
+@pytest.mark.parametrize("name", [name for name in (*LOSSLESS_CASES, *LOSSY_CASES) if name != "overlap, unused"])
 def test_overlap_never_waits_on_the_host(overlapped: list[dict[str, Any]], name: str) -> None:
     assert [rank[name]["synchronised"] for rank in overlapped] == [""] * len(overlapped)
 

@@ -31,6 +31,7 @@ from syncline.ddp import reducer
 from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.exchange import Layout
 from syncline.exchange.halves import AllGather, ReduceScatter, ShardState
+from syncline.exchange.lossy_halves import halves_of, owners_of
 from syncline.models import zoo
 from syncline.models.gpt import GPT
 from syncline.overlap.guards import PendingParameter, UnfinishedGradient
@@ -428,6 +429,60 @@ def test_options_of_ddp(options: dict[str, Any]) -> None:
     on_ranks(2, main)
 
 
+@pytest.mark.parametrize("levels", [(2, 2), [[0, 3], [1, 2]]])
+def test_shards_of_a_hierarchical_exchange(levels: Any) -> None:
+    def main(rank: Rank) -> None:
+        plain, model = (DDP(seeded(Odd), **SMALL) for _ in range(2))
+        optimizers = [OPTIMIZERS["adamw fused"](m.parameters()) for m in (plain, model)]
+        exchange = syncline.Hierarchical(levels=levels, shape="sharded")
+        handle = syncline.attach(model, exchange, optimizer=optimizers[1], overlap="forward")
+        with mock.patch("syncline.predict.overlap.best_whole", return_value=frozenset([0])):  # both kinds of buckets
+            for number in range(20):
+                for trained, optimizer in zip((plain, model), optimizers, strict=True):
+                    step(trained, optimizer, rank.rank, number)
+        assert pending(model)
+        torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
+        stats = handle.stats()
+        assert stats.sent_bytes == handle.predicted_sent_bytes()
+        assert set(stats.sent_bytes) == {"level1", "level2"}
+        state, expected = handle.optimizer_state_dict()["state"], optimizers[0].state_dict()["state"]
+        for index, values in expected.items():
+            torch.testing.assert_close(state[index]["exp_avg"], values["exp_avg"], rtol=1e-3, atol=1e-6)
+        handle.detach()
+        for trained, optimizer in zip((plain, model), optimizers, strict=True):
+            step(trained, optimizer, rank.rank, 20)
+        torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
+        uneven = syncline.Hierarchical(levels=[[0, 1, 2], [3]])
+        options = {"optimizer": optimizers[1], "overlap": "forward"}
+        assert "equal size" in refusal(lambda: syncline.attach(model, uneven, **options))
+        lossy = syncline.Hierarchical(across=syncline.Quantized())
+        assert "across=Dense()" in refusal(lambda: syncline.attach(model, lossy, **options))
+
+    on_ranks(4, main)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_halves_of_three_levels_give_the_sum_on_all_ranks(backend: str) -> None:
+    tree = syncline.exchange.Tree.given((2, 2, 2), 8)
+    topology = replace(syncline.exchange.Topology.flat(8, backend), levels=tree.levels)
+    numel = 1001
+
+    def main(comm: LocalComm) -> Tensor:
+        layout = Layout.flat(numel)
+        scatter, gather, part = halves_of(syncline.Hierarchical(), "fp32", numel, torch.float32, topology)
+        states = [half.prepare(layout, comm) for half in (scatter, gather)]
+        scatter.run(torch.arange(numel, dtype=torch.float32) + comm.rank, states[0], comm)
+        flat = torch.zeros(8 * part)
+        flat.view(8, -1)[owners_of(syncline.Hierarchical(), topology)[comm.rank]] = states[0].gradient
+        gather.run(flat, states[1], comm)
+        costs = [half.cost(numel, torch.float32, topology).sent_bytes for half in (scatter, gather)]
+        assert comm.counter.sent_bytes == {name: sum(cost[name] for cost in costs) for name in costs[0]}
+        return flat[:numel]
+
+    for total in run_ranks(topology, main):
+        assert torch.equal(total, 8 * torch.arange(numel, dtype=torch.float32) + 28)
+
+
 def test_a_profile_and_a_network_decide_the_size_of_buckets() -> None:
     def main(rank: Rank) -> None:
         plain, model = (DDP(seeded(Mlp)) for _ in range(2))
@@ -471,7 +526,7 @@ def test_wrong_use_is_refused_with_one_line() -> None:
             ({"overlap": "backward", "optimizer": optimizer}, "'forward'"),
             ({"overlap": "forward"}, "optimizer=optimizer"),
             ({"overlap": "forward", "optimizer": optimizer, "every": 2}, "leave them out"),
-            ({"overlap": "forward", "optimizer": optimizer, "exchange": syncline.OkTopk()}, "Dense() or Quantized()"),
+            ({"overlap": "forward", "optimizer": optimizer, "exchange": syncline.OkTopk()}, "Dense, Quantized or"),
             ({"overlap": "forward", "optimizer": optimizer, "gather": "int8"}, "fp32, bf16, fp16"),
             ({"gather": "bf16"}, "overlap='forward'"),
             ({"overlap": "forward", "optimizer": optimizer, "lanes": 2}, "one lane"),

@@ -178,7 +178,7 @@ def test_residuals_of_unused_parameters_are_refused() -> None:
 def test_bytes_of_halves_are_as_predicted(exchange: Exchange, numel: int) -> None:
     def main(comm: LocalComm) -> None:
         layout = Layout.flat(numel)
-        scatter, gather, part = halves_of(exchange, "fp16", numel, torch.float32, comm.size)
+        scatter, gather, part = halves_of(exchange, "fp16", numel, torch.float32, comm.topology)
         states = [half.prepare(layout, comm) for half in (scatter, gather)]
         for state in states:
             state.average(1 / comm.size)

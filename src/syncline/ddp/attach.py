@@ -72,7 +72,7 @@ def attach(
 
     With `overlap="forward"`, the exchange extends into the next forward pass: gradients are summed in shards during
     backward, the optimizer steps this rank's shards, and the new weights are gathered while forward runs. This is
-    lossless with `Dense()`.
+    lossless with `Dense()` and `Hierarchical()`.
 
     A model that is sharded with `fully_shard` on a 1-D mesh exchanges between its replicas with `replicate`.
 
@@ -96,9 +96,9 @@ def attach(
             exchange runs in the background.
         outer: An optimizer of the common weights, with the mean update as its gradient. Default: subtract the mean
             update from the weights.
-        overlap: `"forward"`, with `Dense` or `Quantized` and an `optimizer` that treats every element by itself, such
-            as AdamW and SGD. Each rank then has its shard of the optimizer's state, and the exchange decides how
-            gradients are sent to the owners of shards. Clip with `handle.clip_grad_norm_`.
+        overlap: `"forward"`, with `Dense`, `Quantized` or `Hierarchical()` and an `optimizer` that treats every element
+            by itself, such as AdamW and SGD. Each rank then has its shard of the optimizer's state, and the exchange
+            decides how gradients are sent to the owners of shards. Clip with `handle.clip_grad_norm_`.
         gather: With `overlap`, or for a sharded model without replicas: gather parameters in `"bf16"` or `"fp16"`. All
             ranks then compute with rounded parameters, and the owner of a shard keeps it in fp32. Default: gather
             parameters in their own type.
@@ -237,9 +237,8 @@ def attach_policy(
                 if isinstance(policy, UpdatePolicy):
                     engine = _updating(ddp, policy, optimizer, scaler, made, topology, timeout)
                 else:
-                    engine = make_overlapping(
-                        ddp, policy, optimizer, made, reduction, timeout, lambda: validation.scale_of(scaler)
-                    )
+                    scale = partial(validation.scale_of, scaler)
+                    engine = make_overlapping(ddp, policy, optimizer, made, reduction, timeout, topology, scale)
     try:
         switch = switch_of(ddp)
     except BaseException:

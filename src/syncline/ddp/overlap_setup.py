@@ -20,14 +20,15 @@ from syncline.ddp.reducer import Reduction
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import gather_bytes
 from syncline.errors import UsageError
-from syncline.exchange import Dense, Exchange, Quantized
+from syncline.exchange import Dense, Exchange, Hierarchical, Quantized
+from syncline.exchange.hierarchical_halves import levels_of
 from syncline.exchange.lossy_halves import GATHERS
 from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.overlap.engine import OverlapEngine
 from syncline.predict.bucket_size import best_overlap
 from syncline.records.profile import Profile
 from syncline.runtime.bucket_policy import Uniform
-from syncline.runtime.topology import NetworkOrFile, loaded_from, read_network
+from syncline.runtime.topology import NetworkOrFile, RankTopology, loaded_from, read_network
 from syncline.runtime.validation import ddp_of, only_device, parameters_of
 
 
@@ -39,8 +40,12 @@ def check_overlap(
     scripted = any(isinstance(module, torch.jit.ScriptModule) for module in ddp.modules())
     for problem, is_there in {
         f"overlap is {overlap!r}: it must be 'forward', or left out": overlap != "forward",
-        f"overlap='forward' exchanges through Dense() or Quantized(), not {exchange!r}: leave one of them out": (
-            not isinstance(exchange, Dense | Quantized)
+        f"overlap='forward' exchanges through Dense, Quantized or Hierarchical, not {exchange!r}: leave one out": (
+            not isinstance(exchange, Dense | Quantized | Hierarchical)
+        ),
+        "overlap='forward' with Hierarchical needs within=Dense() and across=Dense(), and no gather=": (
+            isinstance(exchange, Hierarchical)
+            and not (exchange.lossless and exchange.across == Dense() and gather == "fp32")
         ),
         "overlap='forward' would lose residuals of unused parameters: build DDP without find_unused_parameters, or use "
         "Dense()": exchange.keeps and ddp.find_unused_parameters,
@@ -91,14 +96,26 @@ def make_overlapping(
     make_engine: Callable[..., Engine],
     reduction: Reduction,
     timeout: timedelta,
+    topology: RankTopology | None,
     scale: Callable[[], Tensor | None],
 ) -> Overlapping:
     """Collective: create what overlaps with the next forward pass, and the engine of its first steps."""
-    views, exchange, gather = ddp.gradient_as_bucket_view, policy.exchange, policy.gather
-    engine = OverlapEngine(ddp.process_group, parameters_of(ddp), optimizer, timeout, views, exchange, gather, scale)
+    engine = OverlapEngine(
+        ddp.process_group,
+        parameters_of(ddp),
+        optimizer,
+        timeout,
+        ddp.gradient_as_bucket_view,
+        policy.exchange,
+        policy.gather,
+        scale,
+        topology,
+    )
     try:
-        warm = make_engine(policy=Uniform(Dense(), 1))
+        if isinstance(policy.exchange, Hierarchical) and topology is not None:
+            levels_of(topology.topology)  # raises if groups have different sizes
+        warm = make_engine(policy=Uniform(policy.exchange if policy.exchange.lossless else Dense(), 1))
     except BaseException:
         engine.close()
         raise
-    return Overlapping(ddp, engine, warm, optimizer, policy, reduction, None)
+    return Overlapping(ddp, engine, warm, optimizer, policy, reduction, topology)

@@ -36,8 +36,7 @@ class ReduceScatter:
     waits = True
 
     def prepare(self, layout: Layout, comm: Comm) -> State:
-        ring = _has_ring(comm.topology)
-        return RingShardState(layout, comm.size) if ring else ShardState(layout, comm.size)
+        return shard_state(layout, comm.size, has_ring(comm.topology))
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
         assert isinstance(state, ShardState)  # noqa: S101 - `prepare` made it
@@ -51,7 +50,7 @@ class ReduceScatter:
     def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
         if topology.ranks == 1:
             return Cost(())
-        if _has_ring(topology):
+        if has_ring(topology):
             elements = topology.ranks * part_of(numel, topology.ranks)
             return Cost((Phase.of(wire.REDUCE_SCATTER, elements, dtype.itemsize, topology),))
         return Cost(Dense().halves_cost(numel, dtype, topology)[:1])
@@ -71,7 +70,7 @@ class AllGather:
     waits = True  # so that a lane gathers the bucket that is needed first alone, at the full rate of the link
 
     def prepare(self, layout: Layout, comm: Comm) -> State:
-        return _Unscaled()
+        return Unscaled()
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
         if comm.size > 1:
@@ -112,17 +111,20 @@ class AllReduce:
 
 
 class ShardState(Halves):
-    """The buffers of a reduce-scatter. With a workspace, only the shard belongs to this bucket alone."""
+    """The buffers of a reduce-scatter. With a workspace, only the shard may belong to this bucket alone."""
 
     def __init__(self, layout: Layout, ranks: int) -> None:
         super().__init__(layout, ranks)
-        self._sum = torch.zeros(part_of(layout.numel, ranks), dtype=layout.dtype, device=layout.device)
         self._share = 1.0
 
     @property
     def gradient(self) -> Tensor:
         """This rank's shard of the sum, padded with zeros."""
         return self._sum
+
+    def own(self) -> None:
+        """Keep the shard in memory of this bucket alone, until the next step."""
+        self._sum = torch.zeros_like(self._sum)
 
     def average(self, share: float) -> bool:
         if self._sum.element_size() < 4:  # a sum that is not divided yet could overflow
@@ -145,7 +147,7 @@ class RingShardState(ShardState):
         part = part_of(layout.numel, ranks)
         self._numel = layout.numel
         self._padded = layout.buffer("padded", ranks * part) if ranks * part != layout.numel else None
-        self._sum = torch.zeros(part, dtype=layout.dtype, device=layout.device)
+        self._sum = layout.buffer("sum", part)
         self._share = 1.0
 
     def scatter(self, flat: Tensor, comm: Comm) -> Work:
@@ -155,12 +157,20 @@ class RingShardState(ShardState):
         return self._sum.mul_(self._share)
 
 
-def _has_ring(topology: Topology) -> bool:
+def shard_state(layout: Layout, ranks: int, ring: bool, *, own_sum: bool = True) -> ShardState:
+    """Return the buffers of a reduce-scatter. Other buckets overwrite its result, unless it is the bucket's own."""
+    state = RingShardState(layout, ranks) if ring else ShardState(layout, ranks)
+    if own_sum:
+        state.own()
+    return state
+
+
+def has_ring(topology: Topology) -> bool:
     """Return whether the backend's own reduce-scatter sends half of the bytes of an all-reduce."""
     return topology.backend == "nccl"
 
 
-class _Unscaled(State):
+class Unscaled(State):
     """No state. Weights are not averaged."""
 
     def average(self, share: float) -> bool:

@@ -28,6 +28,8 @@ from torch import Tensor
 from syncline.exchange.base import Comm, Exchange, Rounding, State, Work
 from syncline.exchange.dense import SIXTEEN_BITS, Dense, PackedHalves, part_of
 from syncline.exchange.halves import AllGather, ReduceScatter
+from syncline.exchange.hierarchical import Hierarchical
+from syncline.exchange.hierarchical_halves import GatherByLevels, ScatterByLevels, levels_of, positions_of
 from syncline.exchange.layout import Layout
 from syncline.exchange.quantized import Quantized
 from syncline.exchange.residual import Residual
@@ -39,12 +41,15 @@ GATHERS = ("fp32", "bf16", "fp16")
 
 
 def halves_of(
-    exchange: Exchange, gather: str, numel: int, dtype: torch.dtype, ranks: int
+    exchange: Exchange, gather: str, numel: int, dtype: torch.dtype, topology: Topology
 ) -> tuple[Exchange, Exchange, int]:
     """Return the two halves of an exchange for a bucket of this size and type, and the elements of a shard.
 
     Only fp32 buckets are sent in fewer bits, and only if that is smaller.
     """
+    ranks = topology.ranks
+    if isinstance(exchange, Hierarchical) and len(levels_of(topology)) > 1:
+        return ScatterByLevels(), GatherByLevels(), part_of(numel, ranks)
     narrow = dtype == torch.float32 and ranks > 1
     scatter: Exchange = ReduceScatter()
     part = part_of(numel, ranks)
@@ -55,6 +60,12 @@ def halves_of(
     elif narrow and isinstance(exchange, Dense) and not exchange.lossless:
         scatter = ScatterSixteen(exchange.wire)
     return scatter, GatherSixteen(gather, part) if narrow and gather != "fp32" else AllGather(part), part
+
+
+def owners_of(exchange: Exchange, topology: Topology) -> list[int]:
+    """Return which part of a bucket each rank owns."""
+    by_levels = isinstance(exchange, Hierarchical) and len(levels_of(topology)) > 1
+    return positions_of(topology) if by_levels else list(range(topology.ranks))
 
 
 @dataclass(frozen=True)

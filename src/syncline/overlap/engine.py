@@ -30,14 +30,15 @@ from torch.optim import Optimizer
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import gather_bytes
 from syncline.errors import SynclineError, UsageError, warn
-from syncline.exchange import Dense, Exchange, Layout
+from syncline.exchange import Dense, Exchange, Layout, Quantized
 from syncline.exchange.halves import AllReduce
-from syncline.exchange.lossy_halves import MasterState, halves_of
+from syncline.exchange.lossy_halves import MasterState, halves_of, owners_of
 from syncline.exchange.workspace import Workspace
 from syncline.health.meeting import meeting
 from syncline.overlap import guards
 from syncline.overlap.shards import ShardedBucket, ShardedOptimizer
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals, Step
+from syncline.runtime.topology import RankTopology
 
 _increment_version = getattr(torch.autograd.graph, "increment_version", None)  # torch 2.4 does not have it
 _ORDER_KNOWN_AFTER = 2  # forward passes with shards
@@ -70,6 +71,7 @@ class OverlapEngine:
         exchange: Exchange | None = None,
         gather: str = "fp32",
         scale: Callable[[], Tensor | None] = lambda: None,
+        topology: RankTopology | None = None,
     ) -> None:
         """`reuses_gradients` says whether a parameter's gradient is always the same tensor, a view of DDP's bucket.
 
@@ -90,7 +92,7 @@ class OverlapEngine:
         self._steps = 0  # of the optimizer, with shards
         self._step = Step()
         self._summed: list[OverlapBucket] = []  # buckets whose gradients the step has begun to sum
-        self.runner = BucketRunner(group, self.device, 1, timeout, None)
+        self.runner = BucketRunner(group, self.device, 1, timeout, topology)
 
     def start(
         self, layouts: Sequence[Layout], whole: Collection[int], order: Sequence[int], residuals: Residuals
@@ -100,20 +102,23 @@ class OverlapEngine:
         Weights are gathered in this `order`, until it is known in which order the forward pass uses them.
         """
         ranks, rank = self.group.size(), self.group.rank()
-        workspace = Workspace(self.device)
+        workspace, topology = Workspace(self.device), self.runner.groups[0].comm.topology
+        owned, entire = owners_of(self._exchange, topology), self._exchange
+        if isinstance(entire, Dense | Quantized):
+            entire = AllReduce()
         with meeting(self.group, "the start of overlap"), torch.no_grad():
             # The largest first, so that the others share its buffers.
             for index, layout in sorted(enumerate(layouts), key=lambda item: -item[1].numel):
                 shared = Layout(layout.slots, layout.dtype, layout.device, workspace)
                 names = tuple(slot.name for slot in layout.slots)
-                scatter, gather, part = halves_of(self._exchange, self._gather, layout.numel, layout.dtype, ranks)
-                reduced = Bucket(index, 0, AllReduce() if index in whole else scatter, shared)
+                scatter, gather, part = halves_of(self._exchange, self._gather, layout.numel, layout.dtype, topology)
+                reduced = Bucket(index, 0, entire if index in whole else scatter, shared)
                 gathered = Bucket(index, 0, gather, shared)
                 self.runner.prepare(reduced, {name: residuals[name] for name in names if name in residuals})
                 if index not in whole:
                     self.runner.prepare(gathered, {})
                 master = gathered.state.master if isinstance(gathered.state, MasterState) else None
-                sharded = ShardedBucket(layout, ranks, rank, part, index in whole, master)
+                sharded = ShardedBucket(layout, ranks, rank, part, index in whole, master, owned)
                 sharded.move_in(self.parameters)
                 if master is not None:
                     master.copy_(sharded.own)

@@ -52,6 +52,7 @@ class ShardedBucket:
     shard_numel: int
     whole: bool = False
     master: Tensor | None = None
+    owned: Sequence[int] = ()  # by rank, which shard it owns; by default, the one with its number
     weights: Tensor = field(init=False)
     pieces: list[Piece] = field(init=False)
     shards: list[Tensor] = field(init=False)  # this rank's pieces, as flat views of the weights
@@ -77,7 +78,7 @@ class ShardedBucket:
     @property
     def start(self) -> int:
         """Where this rank's shard begins."""
-        return 0 if self.whole else self.rank * self.part
+        return 0 if self.whole else (self.owned[self.rank] if self.owned else self.rank) * self.part
 
     def move_in(self, parameters: Names) -> None:
         """Make the parameters views of the flat weights, with the same values. Do nothing for those that are."""
@@ -205,9 +206,10 @@ class ShardedOptimizer:
                 part.copy_(value)
         if bucket.whole or bucket.ranks == 1:
             return mine
-        flat = torch.empty_like(bucket.weights, dtype=dtype)
-        gather_into(flat, mine, group=self._group)
-        return flat
+        by_rank = torch.empty_like(bucket.weights, dtype=dtype)
+        gather_into(by_rank, mine, group=self._group)
+        shards = by_rank.view(bucket.ranks, -1)
+        return torch.cat([shards[list(bucket.owned).index(shard)] for shard in range(bucket.ranks)])
 
     def make_whole(self) -> None:
         """Collective: give the optimizer the state of whole parameters again."""

@@ -180,7 +180,7 @@ def best_whole(
 
 def cost(exchange: Exchange, gather: str, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
     """Return the collectives of both halves of a bucket. In full, they send as many bytes as an all-reduce."""
-    scatter, gathering, _ = halves_of(exchange, gather, numel, dtype, topology.ranks)
+    scatter, gathering, _ = halves_of(exchange, gather, numel, dtype, topology)
     return Cost(tuple(phase for half in (scatter, gathering) for phase in half.cost(numel, dtype, topology).phases))
 
 
@@ -208,7 +208,7 @@ def reductions(
         return Transfer(least_s, pure[name], fitted.serial_s + loaded_s - pure[name], burst_s)
 
     for (numel, dtype), at_s in zip(contents, ready_s, strict=True):
-        scatter, gathering, _ = halves_of(exchange or Dense(), gather, numel, dtype, topology.ranks)
+        scatter, gathering, _ = halves_of(exchange or Dense(), gather, numel, dtype, topology)
         parts = (half.cost(numel, dtype, topology).phases for half in (exchange or Dense(), scatter, gathering))
         whole, first, second = (tuple(map(transfer, phases)) for phases in parts)
         yield BucketTimes(at_s, whole, first, second)
