@@ -227,8 +227,6 @@ class ReplicaEngine(ShardEngine):
         if not unit.inside.all_reduce_grads:
             text = "set_requires_all_reduce(False) does not accumulate gradients here, because FSDP ignores it"
             raise UsageError(f"{text}: use set_requires_gradient_sync(False)")
-        if (
-            getattr(unit.inside, "gradient_divide_factor", None) is not None
-        ):  # as in native HSDP, it replaces the mean over all ranks
+        if unit.has_divide_factor:  # as in native HSDP, it replaces the mean over all ranks
             flat.mul_(self.group.size())
         self.exchange(unit, flat, unit.shard_layout(flat.dtype, flat.device))

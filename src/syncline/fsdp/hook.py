@@ -40,14 +40,15 @@ class Switch:
 
     def __init__(self, units: list[Unit], replicas: dist.ProcessGroup | None, explains: bool) -> None:
         self.engine: Any = None
-        self.replicas, self.units = replicas, units
+        self.replicas = replicas
+        for unit in units if replicas is not None else ():
+            if (other := unit.inside._all_reduce_hook) is not None:
+                name = getattr(other, "__name__", type(other).__name__)
+                text = f"{unit.label} has an all-reduce hook already ({name}), and FSDP takes only one"
+                raise UsageError(f"{text}: remove yours")
         for unit in units:
             inside = unit.inside
             if replicas is not None:
-                if (other := inside._all_reduce_hook) is not None:
-                    name = getattr(other, "__name__", type(other).__name__)
-                    text = f"{unit.label} has an all-reduce hook already ({name}), and FSDP takes only one"
-                    raise UsageError(f"{text}: remove yours")
                 unit.module.set_all_reduce_hook(partial(self.reduce, unit))
             else:
                 unit.module.set_custom_reduce_scatter(_ReduceScatter(self, unit, inside._reduce_scatter_comm))
@@ -75,7 +76,8 @@ class Switch:
         if self.engine is not None:
             self.engine.reduce(unit, flat)
         elif self.replicas is not None:
-            flat.mul_(1 / self.replicas.size())
+            if not unit.has_divide_factor:
+                flat.mul_(1 / self.replicas.size())
             dist.all_reduce(flat, group=self.replicas)
             if flat.is_cuda:  # allocated on another stream, which may reuse its memory
                 flat.record_stream(torch.cuda.current_stream(flat.device))

@@ -30,7 +30,7 @@ class ScatterEngine(ShardEngine):
         averages = op == dist.ReduceOp.AVG
         if not averages and op != dist.ReduceOp.SUM:
             text = (
-                "set_gradient_divide_factor makes FSDP multiply inside NCCL's reduce-scatter, which an exchange cannot"
+                "with set_gradient_divide_factor, NCCL multiplies inside FSDP's reduce-scatter, which no exchange does"
             )
             raise UsageError(f"{text}: call set_force_sum_reduction_for_comms(True) for every unit, too")
         bucket = self.exchange(unit, flat, unit.whole_layout(flat.dtype, flat.device))

@@ -47,6 +47,11 @@ class Unit:
         return group
 
     @property
+    def has_divide_factor(self) -> bool:
+        """Whether the user has set a factor, which replaces the mean over all ranks."""
+        return getattr(self.inside, "gradient_divide_factor", None) is not None
+
+    @property
     def dtype(self) -> torch.dtype:
         """The type in which FSDP reduces the unit's gradients."""
         policy, first = self.inside.mp_policy, self.inside.fsdp_params[0].sharded_param
