@@ -123,14 +123,24 @@ def _check_overlap(
     model: nn.Module, exchange: Exchange, overlap: Any, optimizer: Any, lanes: int, no_updates: bool
 ) -> None:
     """Raise if an argument does not fit an exchange that overlaps with the next forward pass."""
-    ddp = ddp_of(model)
-    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in ddp.modules())
     for problem, is_there in {
         f"overlap is {overlap!r}: it must be 'forward', or left out": overlap != "forward",
         f"overlap='forward' exchanges through Dense(), not {exchange!r}: leave one of them out": exchange != Dense(),
         "overlap='forward' steps the optimizer on shards of the weights: pass optimizer=optimizer": optimizer is None,
         "every, warmup, delay and outer are for updates: leave them out with overlap='forward'": not no_updates,
         "overlap='forward' has one lane: leave lanes out": lanes != 1,
+    }.items():
+        if is_there:
+            raise UsageError(problem)
+    if (why_not := why_not_overlap(model)) is not None:
+        raise UsageError(why_not)
+
+
+def why_not_overlap(model: nn.Module, optimizer: Optimizer | None = None) -> str | None:
+    """Return why a model, or its optimizer, cannot overlap with the next forward pass, or None if it can."""
+    ddp = ddp_of(model)
+    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in ddp.modules())
+    for problem, is_there in {
         "overlap='forward' cannot watch a compiled DDP model: compile the module inside DDP": (
             model is not ddp or ddp._compiled_call_impl is not None
         ),
@@ -140,7 +150,13 @@ def _check_overlap(
         ),
     }.items():
         if is_there:
-            raise UsageError(problem)
+            return problem
+    try:
+        if optimizer is not None:
+            check_elementwise(optimizer)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def attach_policy(

@@ -15,6 +15,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,29 +26,33 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from syncline.ddp import reducer
-from syncline.ddp.attach import attach, make_planned
+from syncline.ddp.attach import attach
 from syncline.ddp.handle import Handle, handle_if_attached
 from syncline.ddp.hook import Switch, other_hook, switches
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import backend_of, bound_group
 from syncline.errors import SynclineError, UsageError
-from syncline.exchange import Exchange, name_of
+from syncline.exchange import Exchange, made_of, name_of
 from syncline.health.watchdog import watch_plain
 from syncline.measure.backward_watch import BackwardWatch
 from syncline.measure.hooks import Unseen
 from syncline.measure.preserve_state import same_random_numbers
 from syncline.measure.step_watcher import Pass, StepWatcher, in_backward
 from syncline.measure.steps import Subject
+from syncline.plan.ladder import Choice, choice_of
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 from syncline.records.run_record import ModelRecord
 from syncline.runtime.bucket_policy import difference_of, read_plan
 from syncline.runtime.topology import NetworkOrFile, hosts_of
-from syncline.runtime.validation import ddp_of, only_device, parameters_of
-from syncline.tuning.settings import PROBE_S, PathLike, TuneSettings, has_residual
+from syncline.runtime.validation import check_steps_all, ddp_of, only_device, parameters_of
+from syncline.tuning.apply import apply_choice
+from syncline.tuning.choose import agreed_network, choose_for_live, find_network, plain_choice
+from syncline.tuning.settings import PROBE_S, PathLike, TuneSettings
+from syncline.tuning.stakes import Stakes
 from syncline.tuning.step_log import PLAIN, StepLog
-from syncline.tuning.tune import SETTLING, Schedule, Trial, Turn, agreed_network, plan_for_live, probe_for
+from syncline.tuning.trials import SETTLING, Schedule, Trial, Turn, repaid_after
 from syncline.updates.policy import Nesterov
 
 _PROFILED = 10  # steps that the profile is made from
@@ -68,11 +73,13 @@ def follow(
     *,
     exchange: Exchange | None = None,
     plan: Plan | PathLike | None = None,
+    quality: str | None = None,
     allow: Sequence[str] = (),
     network: NetworkOrFile = None,
     change: bool = True,
     scaler: GradScaler | None = None,
     probe_s: float = PROBE_S,
+    cache: bool = True,
     timeout_s: float | None = None,
     quiet: bool = False,
     optimizer: Optimizer | None = None,
@@ -84,24 +91,30 @@ def follow(
     """Make a DDP model exchange its gradients faster, during the training that a script does anyway.
 
     With an `exchange` or a `plan`, that is applied in the model's first training forward. Without, the model is tuned:
-    about 60 of its steps are measured and tried, and the script waits once while the links are probed. If tuning is not
-    possible, plain DDP stays and rank 0 prints the reason. From then on each rank logs one line when another rank stops
-    sending heartbeats. All ranks must call `follow` with the same arguments and train the model in the same forwards.
+    some steps are measured, and if they wait for communication, the script waits once while the links are probed, and
+    some more steps are tried. If tuning is not possible, plain DDP stays and rank 0 prints the reason. From then on
+    each rank logs one line when another rank stops sending heartbeats. All ranks must call `follow` with the same
+    arguments and train the model in the same forwards.
 
     Args:
         model: A DistributedDataParallel model.
         exchange: The exchange to attach.
         plan: The plan to apply, or its file.
-        allow: Lossy exchanges that tuning may use: "bf16", "fp16", "int8", "int4", "int3", "sparse". By default
-            tuning is lossless.
-        network: The links, or the file that `syncline probe` wrote. Without it, the links are probed.
+        quality: How far tuning may go: `"exact"`, `"same"` or `"close"`, as in `tune`. Overlap with the next forward
+            pass is not considered, because it would need changes of the script. Default: `"exact"`.
+        allow: Instead of `quality`: lossy exchanges that tuning may use: "bf16", "fp16", "int8", "int4", "int3",
+            "sparse".
+        network: The links, or the file that `syncline probe` wrote. Without it, the links are probed, unless too little
+            is at stake, or they are remembered from an earlier run.
         change: If False, change nothing and only report what would be faster.
         scaler: The GradScaler of the loss, as in `attach`.
-        probe_s: Time for probing the links, in seconds.
+        probe_s: The most time for probing the links, in seconds. It is less where less is at stake.
+        cache: Whether to remember probed links between runs, in a file under `$XDG_CACHE_HOME`.
         timeout_s: Timeout of a collective in seconds. It becomes the timeout of the model's process group, so it also
             bounds plain DDP's all-reduces and the script's own collectives in that group, but not probes.
         quiet: Print nothing. By default rank 0 prints what was done.
-        optimizer: The optimizer of the model, to exchange its updates through `exchange`, as in `attach`.
+        optimizer: The optimizer of the model, to exchange its updates through `exchange`, as in `attach`; or, with
+            `quality`, where tuning chooses so.
         every, warmup, delay, outer: As in `attach`, for updates.
 
     Returns:
@@ -119,20 +132,22 @@ def follow(
     settings = TuneSettings(
         exchange=exchange,
         plan=plan,
+        quality=quality,
         allow=allow,
         network=network,
         change=change,
         scaler=scaler,
         probe_s=probe_s,
+        cache=cache,
         timeout_s=timeout_s,
         quiet=quiet,
-        updates=optimizer is not None,
+        updates=optimizer is not None and quality is None,
         every=every,
         warmup=warmup,
         delay=delay,
         outer=outer,
     )
-    return Following(ddp_of(model), settings, find_optimizer=lambda: optimizer)
+    return Following(ddp_of(model, "follow"), settings, find_optimizer=lambda: optimizer, tunes_updates=True)
 
 
 class Following:
@@ -144,13 +159,14 @@ class Following:
         settings: TuneSettings,
         find_scaler: Callable[[], GradScaler | None] | None = None,
         find_optimizer: Callable[[], Optimizer | None] = lambda: None,
+        tunes_updates: bool = False,
     ) -> None:
         """Follow a model. `find_scaler` returns the scaler of the loss; by default it is that of the settings.
         `find_optimizer` returns the optimizer whose updates are to be exchanged, or None if it is not known yet. It may
-        raise an error that refuses the model, on all ranks alike."""
+        raise an error that refuses the model, on all ranks alike. With `tunes_updates`, tuning may choose updates."""
         self._ddp = weakref.ref(ddp)  # the model's hooks refer to this object
         self._settings, self._find_scaler = settings, find_scaler or (lambda: settings.scaler)
-        self._find_optimizer = find_optimizer
+        self._find_optimizer, self._tunes_updates = find_optimizer, tunes_updates
         self._group: dist.ProcessGroup = ddp.process_group
         self._device = only_device(parameters_of(ddp))
         self._hosts: tuple[int, ...] = ()
@@ -159,6 +175,8 @@ class Following:
         self.network: Network | None = None
         self.plan: Plan | None = None
         """The plan that was given or found, applied or not."""
+        self.choice: Choice | None = None
+        """What tuning has found, applied or not."""
         self.trial: Trial | None = None
         self.seconds = 0.0
         """Time that the script has waited for measurements and changes."""
@@ -258,6 +276,8 @@ class Following:
             except StopIteration:
                 self.done = True
                 self._log.switch_to(self._method)  # the steps from now on are those that count
+                if self._settings.tunes and self._group.size() > 1:
+                    self._outcome += f" {repaid_after(self.seconds, 0.0 if self.trial is None else self.trial.saved_s)}"
                 self._print(self.describe())
             finally:
                 self.working = False
@@ -279,7 +299,8 @@ class Following:
             elif settings.exchange is not None:
                 links, scaler = settings.network, self._find_scaler()
                 attach(self.model, settings.exchange, timeout_s=settings.timeout_s, network=links, scaler=scaler)
-                self._outcome = f"{settings.exchange!r} is attached, as requested."
+                lossy = "" if settings.exchange.lossless else "lossy "
+                self._outcome = f"The {lossy}exchange {settings.exchange!r} is attached, as requested."
             elif settings.plan is not None:
                 plan = read_plan(settings.plan, self._group, self._device, "follow")
                 difference = difference_of(plan, parameters_of(self.model), self._group, "follow")
@@ -288,13 +309,14 @@ class Following:
                 self.plan = plan
                 if not plan.nothing:
                     self._check_changeable()
-                    self._switch_to(plan, agreed_network(self._group, self._device, "follow", lambda: settings))
-                self._outcome = f"The plan is applied, as requested: {plan.reason}"
+                    _, links = agreed_network(self._group, self._device, "follow", lambda: settings)
+                    self._switch_to(choice_of(plan), links)
+                self._outcome = f"The {'' if plan.lossless else 'lossy '}plan is applied, as requested: {plan.reason}"
         self._note_change()
         yield from ()  # no step is needed
 
     def _attach_updates(self, optimizer: Optimizer) -> None:
-        settings, itself = self._settings, weakref.ref(self)
+        settings = self._settings
         handle = attach(
             self.model,
             settings.exchange,
@@ -305,8 +327,13 @@ class Following:
             **settings.update_options,
         )
         kind, first = type(optimizer).__name__, f" from step {self._watcher.step_count} on"
-        self._outcome = f"As requested, {handle.describe().splitlines()[0]}: updates of {kind}"
+        self._outcome = f"As requested, {handle.describe().splitlines()[0]} (lossy): updates of {kind}"
         self._outcome += f"{first if self._watcher.step_count else ''}."
+        self._watch_steps_of(optimizer)
+
+    def _watch_steps_of(self, optimizer: Optimizer) -> None:
+        """Let the optimizer's steps end those of the model, while updates are exchanged."""
+        itself = weakref.ref(self)
 
         def stepped(*_: object) -> None:  # the optimizer holds its hooks
             if (following := itself()) is not None:
@@ -323,7 +350,7 @@ class Following:
             self._outcome = f"{kept}: {reason}."
         except (SynclineError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
             # Ranks share these errors while they measure and plan. A broken connection (a RuntimeError) is raised.
-            if self._is_ours:
+            if self._is_ours and self.handle is not None:
                 self._switch_to(None)
             message = str(error).rstrip(".") or type(error).__name__
             self._outcome = f"Plain DDP stays, because tuning failed: {message}."
@@ -335,50 +362,98 @@ class Following:
         if self._group.size() == 1:
             raise _CannotChangeError("there is one rank, which exchanges nothing")
         yield from self._wait_for_steps(SETTLING)
-        if hasattr(self.model.module, "_orig_mod"):
-            raise _CannotChangeError("other buckets need a compiled model compiled again: use syncline.tune, or a plan")
         with BackwardWatch(Subject.of(self.model), None, _PROFILED, 0, last_pass_only=True) as watch:
             yield from self._wait_for_steps(_PROFILED)
             with self._paused():
-                given = agreed_network(self._group, self._device, "follow", lambda: settings)
-                if settings.change:
+                _, given = agreed_network(self._group, self._device, "follow", lambda: settings)
+                if settings.change and not self._is_compiled:
                     self._check_changeable()
-                profile = watch.profile(self._group)
+                self.profile = profile = watch.profile(self._group)
         with self._paused():
             if given is None and self._group.size() != dist.get_world_size():
                 raise _CannotChangeError("its process group is part of the world, which cannot be probed: pass network")
-            key = (tuple(dist.get_process_group_ranks(self._group)), backend_of(self._group), settings.allow)
-            if given is None and key not in _probed:
-                self._print(f"probing the links for about {settings.probe_s:g} s, while the script waits")
-                _probed[key] = probe_for(self._group, settings.allow, settings.probe_s)
-            self.network = given or _probed[key]
-            self.profile, self.plan = plan_for_live(self.model, profile, self.network, settings.allow, self._device)
-        if not settings.change or self.plan.nothing:
-            self._outcome = self.plan.reason if settings.change else f"Only observed. {self.plan.reason}"
+            self.network = given or self._find_network(profile)
+            if self.network is None:
+                return
+            optimizer = self._optimizer_to_tune()
+            able = {"updates": optimizer is not None, "own_buckets": self._is_compiled}
+            found = choose_for_live(self.model, profile, self.network, settings, self._device, **able)
+            self.profile, self.choice = found
+            self.plan = self.choice.plan
+        reason = self.choice.reason
+        if self._is_compiled:
+            reason += " DDP's buckets stay as they are, because a compiled model would have to be compiled again."
+        if not settings.change or self.choice.nothing:
+            self._outcome = reason if settings.change else f"Only observed. {reason}"
             return
-        yield from self._try(self.plan, self.network)
+        yield from self._try(self.choice, self.network, optimizer, reason)
 
-    def _try(self, plan: Plan, network: Network) -> Steps:
-        """Let plain DDP and the plan take turns over the script's own steps, and keep the faster."""
-        schedule = Schedule.on_live_steps(plan)
+    def _find_network(self, profile: Profile) -> Network | None:
+        """Return the links: probed before, remembered, or probed now. None, with the outcome, if that cannot pay."""
+        settings, count = self._settings, _PROFILED
+        last = self._watcher.step_count
+        moments = self._log.moments(last - count, last)
+        exposed_s = [step.end_s - step.backward_end_s for step in moments]
+        stakes = Stakes.of(self._group, [step.step_s for step in moments], exposed_s)
+        if settings.change and (why_not := stakes.why_not_probe) is not None:
+            self.choice = plain_choice(profile, self._group, stakes.step_s, why_not)
+            self.plan, self._outcome = self.choice.plan, why_not
+            return None
+        ranks = tuple(dist.get_process_group_ranks(self._group))
+        key = (ranks, backend_of(self._group), settings.allow, settings.quality)
+        if key not in _probed:
+            probe_s = stakes.probe_s(settings.probe_s) if settings.change else settings.probe_s
+            self._print(f"probing the links for about {probe_s:.2g} s, while the script waits, unless they are known")
+            _probed[key] = find_network(self._group, settings, probe_s)
+        return _probed[key]
+
+    def _optimizer_to_tune(self) -> Optimizer | None:
+        """Return the optimizer whose updates tuning may choose to exchange, if there is one."""
+        if not self._tunes_updates or not self._settings.may_exchange_updates:
+            return None
+        try:
+            optimizer = self._find_optimizer()
+            if optimizer is not None:
+                check_steps_all(optimizer, parameters_of(self.model))
+        except UsageError as error:
+            self._print(f"updates are not considered: {error}")
+            return None
+        return optimizer
+
+    def _try(self, choice: Choice, network: Network, optimizer: Optimizer | None, reason: str) -> Steps:
+        """Let plain DDP and the choice take turns over the script's own steps, and keep the faster."""
+        schedule = Schedule.on_live_steps(choice.plain_s, keeps=choice.keeps, period=choice.period)
         step_s: dict[Turn, list[float]] = {"plain": [], "plan": []}
 
         def take_turn(turn: Turn) -> None:
             with self._paused():
                 if (turn == "plan") != (self.handle is not None):
-                    self._switch_to(plan if turn == "plan" else None, network)
+                    self._switch_to(choice if turn == "plan" else None, network, optimizer)
 
         for turn in schedule.turns:
             take_turn(turn)
+            if turn == "plan" and choice.warmup:
+                self._outcome = f"{reason} The script ended during the warm-up of {choice.warmup} steps."
+                yield from self._wait_for_steps(choice.warmup)
             yield from self._wait_for_steps(schedule.settling)
             first = self._watcher.step_count
             yield from self._wait_for_steps(schedule.counted)
             step_s[turn] += self._log.step_times_s(first, first + schedule.counted)
-        self.trial = Trial.of(self._group, step_s)
+            if len(step_s["plain"]) == len(step_s["plan"]):
+                with self._paused():
+                    self.trial = Trial.of(self._group, step_s, choice.period)
+                if self.trial.clear:
+                    break
+        assert self.trial is not None  # noqa: S101 - a schedule has turns of both
         take_turn("plan" if self.trial.won else "plain")
-        self._outcome = f"{plan.reason} {self.trial.describe('step')}"
-        if has_residual(plan) and not self.trial.won:
+        self._outcome = f"{reason} {self.trial.describe('step', choice.name)}"
+        if choice.keeps and not self.trial.won:
             self._outcome += " The residual of its steps is dropped."
+
+    @property
+    def _is_compiled(self) -> bool:
+        """Whether the module inside DDP is compiled, with a graph that is split where DDP's buckets end."""
+        return hasattr(self.model.module, "_orig_mod")
 
     def _wait_for_steps(self, count: int) -> Steps:
         end = self._watcher.step_count + count
@@ -404,25 +479,41 @@ class Following:
         """The name of what exchanges the gradients or updates now, as in run records."""
         if self.handle is None:
             return PLAIN
-        if self._settings.updates and self._is_ours:
-            assert self._settings.exchange is not None  # noqa: S101 - checked by the settings
-            return f"updates by {name_of(self._settings.exchange)}" if self._exchanges_updates else "the warm-up"
+        if self._is_ours and (exchange := self._exchange_of_updates) is not None:
+            return f"updates by {name_of(exchange)}" if self._exchanges_updates else "the warm-up"
         return "the plan" if self.handle.plan is not None else name_of(self.handle.exchange)
+
+    @property
+    def _exchange_of_updates(self) -> Exchange | None:
+        """The exchange of updates that this object has attached, if it has."""
+        if self._settings.updates:
+            return self._settings.exchange
+        arguments = None if self.choice is None else self.choice.attachment
+        return None if arguments is None or not arguments.updates else made_of(arguments.exchange)
 
     def _print(self, text: str) -> None:
         if not self._settings.quiet and self._group.rank() == 0:
             print(f"syncline: {type(self.model.module).__name__}: {text}", file=sys.stderr, flush=True)
 
-    def _switch_to(self, plan: Plan | None, network: Network | None = None) -> None:
-        """Give the model the buckets and exchanges of a plan, or make it plain DDP."""
+    def _switch_to(
+        self, choice: Choice | None, network: Network | None = None, optimizer: Optimizer | None = None
+    ) -> None:
+        """Give the model the buckets and exchanges of a choice, or make it plain DDP."""
         for parameter in self.model.module.parameters():  # gradients may be views of buckets that are about to go
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.detach().clone()
-        if plan is None:
+        if self._step_hook is not None:
+            self._step_hook.remove()
+            self._step_hook = None
+        if choice is not None:
+            links: dict[str, Any] = {"network": network, "timeout_s": self._settings.timeout_s}
+            apply_choice(self.model, choice, scaler=self._find_scaler(), optimizer=optimizer, **links)
+            if choice.needs_optimizer and optimizer is not None:
+                self._watch_steps_of(optimizer)
+        elif not self._is_compiled:
             reducer.make_plain(self.model)
-        else:
-            timeout_s, scaler = self._settings.timeout_s, self._find_scaler()
-            make_planned(self.model, plan, network=network, timeout_s=timeout_s, scaler=scaler)
+        elif (handle := self.handle) is not None:
+            handle.detach()
         self._note_change()
 
     def _note_change(self) -> None:
