@@ -94,7 +94,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def name(self) -> str:
         """What is tried, in the words of a sentence."""
-        return "the plan" if self.attachment is None else self.rung
+        return "the plan" if self.attachment is None else "the choice"
 
 
 def exchanges_of(quality: str, network: Network, *, updates: bool) -> dict[str, Exchange]:
@@ -227,12 +227,13 @@ class _Ladder:
         fastest_s = min(step.choice.iteration_s for step in steps)
         found = []
         for step in steps:
-            may_win = step.choice.iteration_s <= _MOST_BY_BUCKETS * fastest_s
-            if may_win and not step.rung.needs_optimizer:
-                searched = self._best_of(step.rung, step.allow, own_buckets=False)
-                if searched.iteration_s <= step.choice.iteration_s:
-                    step = dataclasses.replace(step, choice=searched)
-            found.append(step)
+            choice = step.choice
+            if not step.rung.needs_optimizer:
+                choice = msgspec.structs.replace(choice, attachment=None)  # its plan has DDP's buckets
+                if choice.iteration_s <= _MOST_BY_BUCKETS * fastest_s:
+                    searched = self._best_of(step.rung, step.allow, own_buckets=False)
+                    choice = min(searched, choice, key=lambda each: each.iteration_s)
+            found.append(dataclasses.replace(step, choice=choice))
         return found
 
     def _best_of(self, rung: Rung, allow: Sequence[str], *, own_buckets: bool) -> Choice:

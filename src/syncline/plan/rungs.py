@@ -1,7 +1,7 @@
 """The rungs of the ladder, from lossless exchanges to exchanges of updates every few steps.
 
-Each rung names its quality, what is given up, and the measurement that the quality rests on: a row of docs/results.md. A
-rung of quality "same" has a row that shows the training result of dense gradients.
+Each rung names its quality, what is given up, and the measurement that the quality rests on: a row of docs/results.md.
+A rung of quality "same" has a row that shows the training result of dense gradients.
 """
 
 from __future__ import annotations

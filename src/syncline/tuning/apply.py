@@ -33,7 +33,7 @@ def apply_choice(
     optimizer: Optimizer | None = None,
     warmup: int | None = None,
 ) -> Handle:
-    """Apply a choice between steps. `warmup` replaces the usual warm-up of updates, to measure what follows it."""
+    """Apply a choice between steps. `warmup` replaces that of the choice's updates, to measure what follows it."""
     options: dict[str, Any] = {"network": network, "timeout_s": timeout_s, "scaler": scaler}
     arguments = choice.attachment
     if arguments is None:
@@ -42,7 +42,8 @@ def apply_choice(
     if arguments.overlap:
         return attach(ddp, exchange, optimizer=optimizer, overlap="forward", **options)
     if arguments.updates:
-        return attach(ddp, exchange, optimizer=optimizer, every=arguments.every, warmup=warmup, **options)
+        steps = choice.warmup if warmup is None else warmup
+        return attach(ddp, exchange, optimizer=optimizer, every=arguments.every, warmup=steps, **options)
     return attach(ddp, exchange, lanes=arguments.lanes, **options)
 
 

@@ -45,15 +45,32 @@ def agreed_network(
     return settings, network
 
 
-def find_network(group: dist.ProcessGroup, settings: TuneSettings, probe_s: float, *, overlap: bool = False) -> Network:
+def may_shorten(group: dist.ProcessGroup, settings: TuneSettings) -> bool:
+    """Return whether exchanges may send less, or take another path than plain DDP's. Collective."""
+    return bool(settings.allow) or settings.quality not in (None, "exact") or _has_levels(group)
+
+
+def _has_levels(group: dist.ProcessGroup) -> bool:
+    return group.size() > len(set(hosts_of(group)))
+
+
+def find_network(
+    group: dist.ProcessGroup,
+    settings: TuneSettings,
+    probe_s: float,
+    *,
+    overlap: bool = False,
+    log: Callable[[str], None] = lambda _: None,
+) -> Network:
     """Return the links, remembered or probed with the collectives that may be used, and no others. Collective."""
-    has_levels = group.size() > len(set(hosts_of(group)))
-    gentle = not settings.allow and settings.quality is None and not overlap
-    kinds = ("all_reduce", "broadcast") if gentle and not has_levels else wire.KINDS
+    gentle = not settings.allow and settings.quality is None and not overlap and not _has_levels(group)
+    kinds = ("all_reduce", "broadcast") if gentle else wire.KINDS
     path = cached_path(group) if settings.cache else None
     known = recall(group, path, kinds)
     if known is not None:
+        log(f"using the links that were probed at {known.date}; without them: cache=False, or --no-cache")
         return known
+    log(f"probing the links for about {probe_s:.2g} s, while the script waits")
     network = probe(budget_s=probe_s, kinds=kinds)
     remember(group, path, network)
     return network

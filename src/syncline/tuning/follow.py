@@ -48,7 +48,7 @@ from syncline.runtime.bucket_policy import difference_of, read_plan
 from syncline.runtime.topology import NetworkOrFile, hosts_of
 from syncline.runtime.validation import check_steps_all, ddp_of, only_device, parameters_of
 from syncline.tuning.apply import apply_choice
-from syncline.tuning.choose import agreed_network, choose_for_live, find_network, plain_choice
+from syncline.tuning.choose import agreed_network, choose_for_live, find_network, may_shorten, plain_choice
 from syncline.tuning.settings import PROBE_S, PathLike, TuneSettings
 from syncline.tuning.stakes import Stakes
 from syncline.tuning.step_log import PLAIN, StepLog
@@ -178,6 +178,7 @@ class Following:
         self.choice: Choice | None = None
         """What tuning has found, applied or not."""
         self.trial: Trial | None = None
+        self._hint = ""  # what could be won with a lower quality
         self.seconds = 0.0
         """Time that the script has waited for measurements and changes."""
         self._outcome = "Nothing was decided yet: the script ended too early."
@@ -383,6 +384,7 @@ class Following:
         reason = self.choice.reason
         if self._is_compiled:
             reason += " DDP's buckets stay as they are, because a compiled model would have to be compiled again."
+        reason += self._hint
         if not settings.change or self.choice.nothing:
             self._outcome = reason if settings.change else f"Only observed. {reason}"
             return
@@ -401,10 +403,11 @@ class Following:
             return None
         ranks = tuple(dist.get_process_group_ranks(self._group))
         key = (ranks, backend_of(self._group), settings.allow, settings.quality)
+        self._hint = stakes.hint if settings.quality is None and not settings.allow else ""
         if key not in _probed:
-            probe_s = stakes.probe_s(settings.probe_s) if settings.change else settings.probe_s
-            self._print(f"probing the links for about {probe_s:.2g} s, while the script waits, unless they are known")
-            _probed[key] = find_network(self._group, settings, probe_s)
+            shorter = may_shorten(self._group, settings)
+            probe_s = stakes.probe_s(settings.probe_s, shorter=shorter) if settings.change else settings.probe_s
+            _probed[key] = find_network(self._group, settings, probe_s, log=self._print)
         return _probed[key]
 
     def _optimizer_to_tune(self) -> Optimizer | None:

@@ -18,9 +18,12 @@ from syncline.units import milliseconds_text
 
 REPAID_STEPS = 1_000
 """Steps in which tuning should be repaid."""
-PROBE_SHARE = 0.25
+PROBE_SHARE = 0.1
 """Share of what could be saved in these steps that a probe may take."""
-LEAST_PROBE_S = 1.0
+_BY_LANES = 0.25  # share of exposed communication that lanes may save where a single collective does not fill a link
+_MUCH = 0.2  # share of a step from which waiting for communication is worth a hint
+LEAST_PROBE_S = 1.5
+"""A shorter probe would measure too little."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,15 @@ class Stakes:
         least = reduced(group, exposed_s, dist.ReduceOp.MIN)
         return cls(statistics.median(slowest), max(0.0, statistics.median(least)))
 
+    def savings_s(self, *, shorter: bool) -> float:
+        """Return about the most that can be saved per step.
+
+        Unless exchanges may become `shorter`, by sending less or by another path, other buckets and lanes can hide them
+        behind computation, but hardly more.
+        """
+        hidden_s = self.step_s - self.exposed_s + _BY_LANES * self.exposed_s
+        return self.exposed_s if shorter else min(self.exposed_s, hidden_s)
+
     @property
     def why_not_probe(self) -> str | None:
         """Why nothing is measured, as a sentence; None if it may pay."""
@@ -47,12 +59,21 @@ class Stakes:
         waits = f"a step of {step} waits {exposed} for communication"
         if self.exposed_s < LEAST_GAIN * self.step_s:
             return f"Plain DDP stays, and nothing was probed: {waits}, which is all that could be saved."
-        if PROBE_SHARE * REPAID_STEPS * self.exposed_s < LEAST_PROBE_S:
+        if REPAID_STEPS * self.exposed_s < LEAST_PROBE_S:
             least_steps = f"{LEAST_PROBE_S / self.exposed_s:,.0f}"
             text = f"so measuring the links would be repaid after {least_steps} steps at the earliest"
             return f"Plain DDP stays, and nothing was probed: {waits}, {text}. To plan all the same, pass a network."
         return None
 
-    def probe_s(self, most_s: float) -> float:
+    def probe_s(self, most_s: float, *, shorter: bool) -> float:
         """Return how long a probe may take, at most `most_s`."""
-        return max(LEAST_PROBE_S, min(most_s, PROBE_SHARE * REPAID_STEPS * self.exposed_s))
+        saved_s = REPAID_STEPS * self.savings_s(shorter=shorter)
+        return min(most_s, max(LEAST_PROBE_S, PROBE_SHARE * saved_s))
+
+    @property
+    def hint(self) -> str:
+        """A sentence that names `quality`, where much could be won with it; empty otherwise."""
+        if self.exposed_s < _MUCH * self.step_s:
+            return ""
+        step, exposed = milliseconds_text(self.step_s), milliseconds_text(self.exposed_s)
+        return f' A step of {step} waits {exposed} for communication: quality="same" permits (lossy) compression.'

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -39,7 +40,7 @@ from syncline.records.profile import Profile
 from syncline.runtime.topology import NetworkOrFile
 from syncline.runtime.validation import check_steps_all, ddp_of, only_device, parameters_of
 from syncline.tuning.apply import apply_choice, undone_steps, without_warmup
-from syncline.tuning.choose import agreed_network, choose_for_live, find_network, plain_choice
+from syncline.tuning.choose import agreed_network, choose_for_live, find_network, may_shorten, plain_choice
 from syncline.tuning.settings import BUDGET_S, MIN_BUDGET_S, TuneSettings
 from syncline.tuning.stakes import Stakes
 from syncline.tuning.trials import SETTLING, Schedule, Trial, Turn, reduced, repaid_after
@@ -191,20 +192,25 @@ def tune(
             tuner = _Tuner(ddp, step, device, optimizer, scaler, settings, began_s)
             try:
                 profile, plain_s = tuner.profile(_PROFILE_SHARE * budget_s, weights)
+                hint = ""
                 why_not: str | None = "There is only one rank, which has nothing to exchange."
                 if links is None and group.size() > 1:
                     if rebuild:
                         _restore_plain(ddp)
                     stakes, rebuild = tuner.stakes(plain_s), True
                     plain_s, why_not = stakes.step_s, stakes.why_not_probe
+                    hint = stakes.hint if quality is None and not allow else ""
                     if why_not is None:
-                        probe_s = stakes.probe_s(_PROBE_SHARE * budget_s)
+                        shorter = may_shorten(group, settings)
+                        probe_s = stakes.probe_s(_PROBE_SHARE * budget_s, shorter=shorter)
                         links = find_network(group, settings, probe_s, overlap=optimizer is not None)
                 if links is None or group.size() == 1:
                     choice = plain_choice(profile, group, plain_s, why_not or "")
                 else:
                     able = {"updates": optimizer is not None, "overlap": tuner.can_overlap()}
                     profile, choice = choose_for_live(ddp, profile, links, settings, device, **able)
+                if hint:
+                    choice = msgspec.structs.replace(choice, reason=choice.reason + hint)
                 trial: Trial | None = None
                 if not choice.nothing:
                     rebuild = True
