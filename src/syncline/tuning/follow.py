@@ -262,7 +262,7 @@ class Following:
             return
         self._is_first_forward = False
         with current_device(self._device):
-            if self.done and self._is_ours and self._log.method != self._method:  # a warm-up is over
+            if self._is_ours and self._log.method != self._method:  # a warm-up is over
                 self._log.switch_to(self._method)
             self._log.step_begins(self.handle, decided=self.done and self._is_ours)
             # Another set of trained parameters, as when two models train in turns, is not the step that is tuned.

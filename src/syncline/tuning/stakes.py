@@ -57,7 +57,7 @@ class Stakes:
         """Why nothing is measured, as a sentence; None if it may pay."""
         step, exposed = milliseconds_text(self.step_s), milliseconds_text(self.exposed_s)
         waits = f"a step of {step} waits {exposed} for communication"
-        if self.exposed_s < LEAST_GAIN * self.step_s:
+        if self.exposed_s <= LEAST_GAIN * self.step_s:
             return f"Plain DDP stays, and nothing was probed: {waits}, which is all that could be saved."
         if REPAID_STEPS * self.exposed_s < LEAST_PROBE_S:
             least_steps = f"{LEAST_PROBE_S / self.exposed_s:,.0f}"

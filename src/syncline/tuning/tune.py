@@ -199,8 +199,8 @@ def tune(
                         _restore_plain(ddp)
                     stakes, rebuild = tuner.stakes(plain_s), True
                     plain_s, why_not = stakes.step_s, stakes.why_not_probe
-                    hint = stakes.hint if quality is None and not allow else ""
                     if why_not is None:
+                        hint = stakes.hint if quality is None and not allow else ""
                         shorter = may_shorten(group, settings)
                         probe_s = stakes.probe_s(_PROBE_SHARE * budget_s, shorter=shorter)
                         links = find_network(group, settings, probe_s, overlap=optimizer is not None)
