@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,7 @@ def test_the_evidence_of_a_rung_is_a_row_of_the_results(rung: Any) -> None:
 def test_a_quality_permits_its_own_rungs_and_all_gentler_ones() -> None:
     assert [rung.name for rung in rungs_of("exact")] == ["lossless", "overlap"]
     assert all(rung.quality == "exact" for rung in rungs_of("exact"))
-    for gentle, harsh in zip(QUALITIES, QUALITIES[1:], strict=False):
+    for gentle, harsh in itertools.pairwise(QUALITIES):
         assert set(rungs_of(gentle)) < set(rungs_of(harsh))
     assert not any(rung.needs_optimizer for rung in rungs_of("close", updates=False, overlap=False))
     with pytest.raises(syncline.UsageError, match="quality is 'good': it must be one of exact, same, close"):

@@ -4,18 +4,12 @@ The call itself changes nothing. During the model's forwards, between two steps 
 profiled, the links are probed, a plan is made, the plan and plain DDP take turns over the script's own steps, and the
 faster one stays. All this is a generator: each `yield` returns to the script until it has made its next step, and what
 happens between two yields happens inside one forward. The script's data and random numbers stay the same.
-
-This module is longer than others because the generator and the hooks that resume it share all of their state.
 """
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import time
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -23,21 +17,17 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from syncline.ddp import reducer
 from syncline.ddp.attach import attach
-from syncline.ddp.handle import Handle, handle_if_attached
-from syncline.ddp.hook import Switch, other_hook, switches
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import backend_of, bound_group
 from syncline.errors import SynclineError, UsageError
-from syncline.exchange import Exchange, made_of, name_of
+from syncline.exchange import Exchange
 from syncline.health.watchdog import watch_plain
 from syncline.measure.backward_watch import BackwardWatch
 from syncline.measure.hooks import Unseen
-from syncline.measure.preserve_state import same_random_numbers
-from syncline.measure.step_watcher import Pass, StepWatcher, in_backward
+from syncline.measure.step_watcher import Pass, in_backward
 from syncline.measure.steps import Subject
 from syncline.plan.ladder import Choice, choice_of
 from syncline.records.network import Network
@@ -46,26 +36,18 @@ from syncline.records.profile import Profile
 from syncline.records.run_record import ModelRecord
 from syncline.runtime.bucket_policy import difference_of, read_plan
 from syncline.runtime.topology import NetworkOrFile, hosts_of
-from syncline.runtime.validation import check_steps_all, ddp_of, only_device, parameters_of
-from syncline.tuning.apply import apply_choice
+from syncline.runtime.validation import check_steps_all, ddp_of, parameters_of
 from syncline.tuning.choose import agreed_network, choose_for_live, find_network, may_shorten, plain_choice
+from syncline.tuning.live_model import CannotChangeError, LiveModel, Steps, trained_ids
 from syncline.tuning.settings import PROBE_S, PathLike, TuneSettings
 from syncline.tuning.stakes import Stakes
-from syncline.tuning.step_log import PLAIN, StepLog
 from syncline.tuning.trials import SETTLING, Schedule, Trial, Turn, repaid_after
 from syncline.updates.policy import Nesterov
 
 _PROFILED = 10  # steps that the profile is made from
 
-Steps = Generator[None, None, None]
-"""Each `yield` stands for one training step."""
-
 _probed: dict[tuple[object, ...], Network] = {}
 """Links, probed once for all models of a script with the same (ranks, backend, allowed exchanges)."""
-
-
-class _CannotChangeError(UsageError):
-    """The model cannot be changed. Raised on all ranks alike; the message is the reason."""
 
 
 def follow(
@@ -91,7 +73,7 @@ def follow(
     """Make a DDP model exchange its gradients faster, during the training that a script does anyway.
 
     With an `exchange` or a `plan`, that is applied in the model's first training forward. Without, the model is tuned:
-    some steps are measured, and if they wait for communication, the script waits once while the links are probed, and
+    some steps are measured, and if they wait for communication, the links are probed while the script waits, and
     some more steps are tried. If tuning is not possible, plain DDP stays and rank 0 prints the reason. From then on
     each rank logs one line when another rank stops sending heartbeats. All ranks must call `follow` with the same
     arguments and train the model in the same forwards.
@@ -150,7 +132,7 @@ def follow(
     return Following(ddp_of(model, "follow"), settings, find_optimizer=lambda: optimizer, tunes_updates=True)
 
 
-class Following:
+class Following(LiveModel):
     """A model that `follow` watches: what was measured and done, and how long its steps took."""
 
     def __init__(
@@ -164,26 +146,16 @@ class Following:
         """Follow a model. `find_scaler` returns the scaler of the loss; by default it is that of the settings.
         `find_optimizer` returns the optimizer whose updates are to be exchanged, or None if it is not known yet. It may
         raise an error that refuses the model, on all ranks alike. With `tunes_updates`, tuning may choose updates."""
-        self._ddp = weakref.ref(ddp)  # the model's hooks refer to this object
-        self._settings, self._find_scaler = settings, find_scaler or (lambda: settings.scaler)
+        super().__init__(ddp, settings, find_scaler or (lambda: settings.scaler), self._after_step)
         self._find_optimizer, self._tunes_updates = find_optimizer, tunes_updates
-        self._group: dist.ProcessGroup = ddp.process_group
-        self._device = only_device(parameters_of(ddp))
         self._hosts: tuple[int, ...] = ()
-        self._attached: weakref.ref[Switch] | None = None  # what this object attached, not the script
         self.profile: Profile | None = None
         self.network: Network | None = None
         self.plan: Plan | None = None
         """The plan that was given or found, applied or not."""
-        self.choice: Choice | None = None
-        """What tuning has found, applied or not."""
         self.trial: Trial | None = None
         self._hint = ""  # what could be won with a lower quality
-        self.seconds = 0.0
-        """Time that the script has waited for measurements and changes."""
         self._outcome = "Nothing was decided yet: the script ended too early."
-        self._watcher = StepWatcher(self._device, self._after_step)
-        self._log = StepLog(ddp, self._watcher, self._device)
         bound_group(ddp.process_group, settings.timeout_s)
         self.done = False
         """Whether the decision has been made."""
@@ -195,26 +167,13 @@ class Following:
         self._is_first_forward = True  # whether no training forward has begun since the last step
         # Registered before the watcher's hook, so that a step's clock starts when this one has returned. The hook holds
         # the generator, which holds the model while it is profiled: a reference cycle that goes with the model.
-        self._step_hook: RemovableHandle | None = None
         work = self._tune_or_keep_plain() if settings.tunes else self._apply_given()
         self._hook = ddp.register_forward_pre_hook(Unseen(lambda *_: self._before_forward(work)))
         self._work = weakref.ref(work)
         self._watcher.watch(ddp, ddp, lambda: self._exchanges_updates)
         self._caps = reducer.own_caps(ddp) if reducer.can_change() else ()
-        self._trained = _trained(ddp)
+        self._trained = trained_ids(ddp)
         self._watchdog = watch_plain(ddp)
-
-    @property
-    def model(self) -> DDP:
-        """The model. Raises a `UsageError` if it no longer exists."""
-        if (ddp := self._ddp()) is None:
-            raise UsageError("the model that was followed no longer exists")
-        return ddp
-
-    @property
-    def handle(self) -> Handle | None:
-        """The handle of what is attached now, or None."""
-        return handle_if_attached(self.model)
 
     def describe(self) -> str:
         """Return what was done and why."""
@@ -266,7 +225,7 @@ class Following:
                 self._log.switch_to(self._method)
             self._log.step_begins(self.handle, decided=self.done and self._is_ours)
             # Another set of trained parameters, as when two models train in turns, is not the step that is tuned.
-            if self.done or _trained(ddp) != self._trained:
+            if self.done or trained_ids(ddp) != self._trained:
                 return
             self.working = True
             try:
@@ -327,26 +286,16 @@ class Following:
             scaler=self._find_scaler(),
             **settings.update_options,
         )
-        kind, first = type(optimizer).__name__, f" from step {self._watcher.step_count} on"
-        self._outcome = f"As requested, {handle.describe().splitlines()[0]} (lossy): updates of {kind}"
-        self._outcome += f"{first if self._watcher.step_count else ''}."
+        first = f" from step {self._watcher.step_count} on" if self._watcher.step_count else ""
+        described = f"{handle.describe().splitlines()[0]} (lossy): updates of {type(optimizer).__name__}"
+        self._outcome = f"As requested, {described}{first}."
         self._watch_steps_of(optimizer)
-
-    def _watch_steps_of(self, optimizer: Optimizer) -> None:
-        """Let the optimizer's steps end those of the model, while updates are exchanged."""
-        itself = weakref.ref(self)
-
-        def stepped(*_: object) -> None:  # the optimizer holds its hooks
-            if (following := itself()) is not None:
-                following._watcher.optimizer_stepped()
-
-        self._step_hook = optimizer.register_step_post_hook(stepped)  # after the hook of `attach`, which exchanges
 
     def _tune_or_keep_plain(self) -> Steps:
         """Tune. If that is not possible, all ranks see the same reason and continue with plain DDP."""
         try:
             yield from self._tune()
-        except _CannotChangeError as reason:
+        except CannotChangeError as reason:
             kept = "The trial was stopped and the plan stays" if self._is_ours else "Left alone"
             self._outcome = f"{kept}: {reason}."
         except (SynclineError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
@@ -361,7 +310,7 @@ class Following:
         self._hosts = hosts_of(self._group)
         settings = self._settings
         if self._group.size() == 1:
-            raise _CannotChangeError("there is one rank, which exchanges nothing")
+            raise CannotChangeError("there is one rank, which exchanges nothing")
         yield from self._wait_for_steps(SETTLING)
         with BackwardWatch(Subject.of(self.model), None, _PROFILED, 0, last_pass_only=True) as watch:
             yield from self._wait_for_steps(_PROFILED)
@@ -372,15 +321,14 @@ class Following:
                 self.profile = profile = watch.profile(self._group)
         with self._paused():
             if given is None and self._group.size() != dist.get_world_size():
-                raise _CannotChangeError("its process group is part of the world, which cannot be probed: pass network")
+                raise CannotChangeError("its process group is part of the world, which cannot be probed: pass network")
             self.network = given or self._find_network(profile)
             if self.network is None:
                 return
             optimizer = self._optimizer_to_tune()
             able = {"updates": optimizer is not None, "own_buckets": self._is_compiled}
-            found = choose_for_live(self.model, profile, self.network, settings, self._device, **able)
-            self.profile, self.choice = found
-            self.plan = self.choice.plan
+            chosen = choose_for_live(self.model, profile, self.network, settings, self._device, **able)
+            (self.profile, self.choice), self.plan = chosen, chosen[1].plan
         reason = self.choice.reason
         if self._is_compiled:
             reason += " DDP's buckets stay as they are, because a compiled model would have to be compiled again."
@@ -392,11 +340,9 @@ class Following:
 
     def _find_network(self, profile: Profile) -> Network | None:
         """Return the links: probed before, remembered, or probed now. None, with the outcome, if that cannot pay."""
-        settings, count = self._settings, _PROFILED
-        last = self._watcher.step_count
-        moments = self._log.moments(last - count, last)
-        exposed_s = [step.end_s - step.backward_end_s for step in moments]
-        stakes = Stakes.of(self._group, [step.step_s for step in moments], exposed_s)
+        settings, last = self._settings, self._watcher.step_count
+        moments = self._log.moments(last - _PROFILED, last)
+        stakes = Stakes.of(self._group, [step.step_s for step in moments], [step.exposed_s for step in moments])
         if settings.change and (why_not := stakes.why_not_probe) is not None:
             self.choice = plain_choice(profile, self._group, stakes.step_s, why_not)
             self.plan, self._outcome = self.choice.plan, why_not
@@ -452,101 +398,3 @@ class Following:
         self._outcome = f"{reason} {self.trial.describe('step', choice.name)}"
         if choice.keeps and not self.trial.won:
             self._outcome += " The residual of its steps is dropped."
-
-    @property
-    def _is_compiled(self) -> bool:
-        """Whether the module inside DDP is compiled, with a graph that is split where DDP's buckets end."""
-        return hasattr(self.model.module, "_orig_mod")
-
-    def _wait_for_steps(self, count: int) -> Steps:
-        end = self._watcher.step_count + count
-        while self._watcher.step_count < end:
-            yield
-            self._check_untouched()
-
-    @property
-    def _is_ours(self) -> bool:
-        """Whether this object attached what is attached now."""
-        switch = switches.get(self.model)
-        return switch is not None and self._attached is not None and self._attached() is switch
-
-    @property
-    def _exchanges_updates(self) -> bool:
-        """Whether updates are exchanged now, so that backward passes do not synchronise."""
-        ddp = self._ddp()
-        engine = None if ddp is None or (switch := switches.get(ddp)) is None else switch.engine
-        return engine is not None and not engine.exchanges_gradients
-
-    @property
-    def _method(self) -> str:
-        """The name of what exchanges the gradients or updates now, as in run records."""
-        if self.handle is None:
-            return PLAIN
-        if self._is_ours and (exchange := self._exchange_of_updates) is not None:
-            return f"updates by {name_of(exchange)}" if self._exchanges_updates else "the warm-up"
-        return "the plan" if self.handle.plan is not None else name_of(self.handle.exchange)
-
-    @property
-    def _exchange_of_updates(self) -> Exchange | None:
-        """The exchange of updates that this object has attached, if it has."""
-        if self._settings.updates:
-            return self._settings.exchange
-        arguments = None if self.choice is None else self.choice.attachment
-        return None if arguments is None or not arguments.updates else made_of(arguments.exchange)
-
-    def _print(self, text: str) -> None:
-        if not self._settings.quiet and self._group.rank() == 0:
-            print(f"syncline: {type(self.model.module).__name__}: {text}", file=sys.stderr, flush=True)
-
-    def _switch_to(
-        self, choice: Choice | None, network: Network | None = None, optimizer: Optimizer | None = None
-    ) -> None:
-        """Give the model the buckets and exchanges of a choice, or make it plain DDP."""
-        for parameter in self.model.module.parameters():  # gradients may be views of buckets that are about to go
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.detach().clone()
-        if self._step_hook is not None:
-            self._step_hook.remove()
-            self._step_hook = None
-        if choice is not None:
-            links: dict[str, Any] = {"network": network, "timeout_s": self._settings.timeout_s}
-            apply_choice(self.model, choice, scaler=self._find_scaler(), optimizer=optimizer, **links)
-            if choice.needs_optimizer and optimizer is not None:
-                self._watch_steps_of(optimizer)
-        elif not self._is_compiled:
-            reducer.make_plain(self.model)
-        elif (handle := self.handle) is not None:
-            handle.detach()
-        self._note_change()
-
-    def _note_change(self) -> None:
-        switch = switches.get(self.model)
-        self._attached = None if switch is None else weakref.ref(switch)
-        self._log.switch_to(self._method)
-
-    @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Count the time while the script waits, and restore its random numbers."""
-        began_s = time.monotonic()
-        try:
-            with same_random_numbers(self._device):
-                yield
-        finally:
-            self.seconds += time.monotonic() - began_s
-
-    def _check_untouched(self) -> None:
-        """Raise an error if the script itself does something that excludes a change; every rank sees it by itself."""
-        if self.model in switches and not self._is_ours:
-            raise _CannotChangeError("the script attaches to this model itself")
-        if (other := other_hook(self.model)) is not None:
-            raise _CannotChangeError(f"the script registered a communication hook ({other})")
-        if self.model._join_config.enable:
-            raise _CannotChangeError("under join() ranks make different numbers of steps, and cannot meet between them")
-
-    def _check_changeable(self) -> None:
-        if (why_not := reducer.why_not_change(self.model)) is not None:
-            raise _CannotChangeError(f"{why_not}; see `syncline plan` and syncline.wrap(net, plan)")
-
-
-def _trained(ddp: DDP) -> frozenset[int]:
-    return frozenset(id(parameter) for parameter in parameters_of(ddp).values() if parameter.requires_grad)

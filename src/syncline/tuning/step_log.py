@@ -180,7 +180,7 @@ def _pace(method: _Method) -> Pace:
         high_s=spread.high_s,
         forward_s=median(moments.backward_s - moments.start_s for moments in steps),
         backward_s=median(moments.backward_end_s - moments.backward_s for moments in steps),
-        exposed_s=median(moments.end_s - moments.backward_end_s for moments in steps),
+        exposed_s=median(moments.exposed_s for moments in steps),
         between_s=median([m.between_s for m in steps if m.between_s is not None] or [0.0]),
         sent_bytes=method.sent_bytes,
     )
