@@ -56,9 +56,8 @@ NetworkFile = Annotated[Path | None, _option("FILE", "Network of the cluster, fr
 JsonFile = Annotated[Path | None, _option("FILE", "Write the result as JSON.")]
 ReportFile = Annotated[Path | None, _option("FILE", "Also write an HTML report.")]
 Scale = Annotated[str, _option("T,B", "Multiply the profile's times by T and its sizes by B.")]
-Allow = Annotated[str, _option("A,B,…", f"Lossy exchanges to consider: {', '.join(ALLOWED)}. Default: none.")]
-_QUALITY = "How far to go: exact (lossless), same (measured to train as dense gradients), close. Default: exact."
-Quality = Annotated[str | None, _option("|".join(QUALITIES), _QUALITY)]
+Allow = Annotated[str, _option("A,B,…", f"Or lossy exchanges, by name: {', '.join(ALLOWED)}.")]
+Quality = Annotated[str | None, _option("Q", f"How far to go: {', '.join(QUALITIES)}.")]
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -253,7 +252,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     It measures the script's steps, tries a plan, and keeps it if it is faster.
 
-    Losses stay the same, up to summation order, unless --quality or --allow permits more.
+    Losses stay the same, up to summation order, unless --quality permits more.
     """
 
     script: Annotated[str, Argument(metavar="SCRIPT", help="Training script; with -m, a module.")]
@@ -270,7 +269,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     delay: Annotated[int, _updates("Apply results N steps later.")] = 0
     plan: Annotated[Path | None, _option("FILE", "Instead of tuning: this plan.")] = None
     network: Annotated[Path | None, _option("FILE", "Network, from syncline probe.")] = None
-    probe: Annotated[float, _option("SECONDS", "Most time for probing the links.")] = RUN_PROBE_S
+    probe: Annotated[float, _option("SECONDS", "Longest probe of the links.")] = RUN_PROBE_S
     no_cache: Annotated[bool, Option("--no-cache", help="Do not remember probed links.")] = False
     timeout: Annotated[float | None, _option("SECONDS", "Timeout of all collectives.")] = None
     out: Annotated[Path, _option("FOLDER", "Folder for records and report.")] = RUN_FOLDER
