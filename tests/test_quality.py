@@ -123,6 +123,8 @@ def test_a_plan_never_has_a_sparse_exchange_without_a_warm_up() -> None:
         ({"quality": "best"}, "quality is 'best': it must be one of exact, same, close"),
         ({"quality": "same", "allow": ("bf16",)}, "quality and allow exclude each other"),
         ({"quality": "same", "exchange": syncline.Dense()}, "are for tuning, which an exchange or a plan replaces"),
+        ({"retune": "often"}, "retune is 'often': it must be 'auto'"),
+        ({"retune": "auto", "change": False}, "is for tuning that may change the model"),
         ({"cache": "no"}, "cache is 'no': it must be True or False"),
     ],
 )
