@@ -22,6 +22,7 @@ from syncline.measure import overhead
 
 os.environ.pop("SYNCLINE_NO_NAMESPACES", None)
 os.environ["SYNCLINE_FAILURES"] = str(Path(tempfile.gettempdir()) / f"syncline-failures-of-tests-{os.getuid()}")
+os.environ["XDG_CACHE_HOME"] = str(Path(tempfile.gettempdir()) / f"syncline-cache-of-tests-{os.getuid()}")
 torch.set_num_threads(1)  # ranks are forked from this process: a pool of OpenMP threads would not survive that
 # Tests say what is measured, not how well.
 overhead._ROUNDS, overhead._BUCKET_BYTES["cpu"] = 3, (1 << 16, 1 << 18, 1 << 20)

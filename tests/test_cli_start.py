@@ -22,6 +22,7 @@ from syncline.cli import app, commands
 from syncline.exchange import EXCHANGES
 from syncline.models.target import AUTOCAST
 from syncline.models.zoo import MODELS
+from syncline.plan.rungs import QUALITIES
 from syncline.plan.search import ALLOWED
 from syncline.tuning import follow
 
@@ -111,6 +112,7 @@ def test_help_shows_the_current_names_and_defaults() -> None:
     assert tuple(MODELS) == commands.MODELS
     assert tuple(AUTOCAST) == commands.AUTOCAST
     assert tuple(ALLOWED) == commands.ALLOWED
+    assert QUALITIES == commands.QUALITIES
     assert tuple(EXCHANGES) == commands.EXCHANGES
     assert (commands.BENCH_PROBE_S, commands.BENCH_PROBE_LEVELS_S) == (bench_run.PROBE_S, bench_run.PROBE_LEVELS_S)
     assert commands.DEMO_TUNE_S == bench_demo.TUNE_S

@@ -334,7 +334,7 @@ def noisy_step(rank: Rank) -> Callable[[nn.Module], None]:
 
 
 def test_tuning_changes_nothing_but_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.tuning.tune._MAX_RATIO", float("inf"))
+    monkeypatch.setattr("syncline.tuning.trials._MAX_RATIO", float("inf"))
 
     def main(rank: Rank) -> tuple[bool, str]:
         model, other = DDP(seeded(Noisy)), DDP(seeded(Noisy))
@@ -392,7 +392,7 @@ def test_if_no_plan_is_better_plain_ddp_stays_and_nothing_leaks(capfd: pytest.Ca
 
 
 def test_a_plan_that_is_not_faster_when_tried_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.tuning.tune._MAX_RATIO", 0.0)
+    monkeypatch.setattr("syncline.tuning.trials._MAX_RATIO", 0.0)
 
     def main(rank: Rank) -> None:
         model = DDP(seeded(Noisy), bucket_cap_mb=0.01)
@@ -408,7 +408,7 @@ def test_a_plan_that_is_not_faster_when_tried_is_not_kept(monkeypatch: pytest.Mo
 
 
 def test_tuning_again_replaces_what_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.tuning.tune._MAX_RATIO", float("inf"))
+    monkeypatch.setattr("syncline.tuning.trials._MAX_RATIO", float("inf"))
 
     def main(rank: Rank) -> None:
         model = DDP(seeded(Noisy))
@@ -455,7 +455,7 @@ def test_what_cannot_be_tuned_is_refused() -> None:
 def test_tuning_in_the_middle_of_training_does_not_change_the_result(
     worth: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("syncline.tuning.tune._MAX_RATIO", worth)
+    monkeypatch.setattr("syncline.tuning.trials._MAX_RATIO", worth)
 
     def main(rank: Rank) -> None:
         step = square_loss_step(rank)

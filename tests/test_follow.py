@@ -73,7 +73,7 @@ def test_tuning_during_training_changes_no_result_and_keeps_the_faster() -> None
                 assert following.done
                 assert following.trial is not None
                 assert (following.handle is not None) == following.trial.won
-                assert following.trial.steps == 16
+                assert following.trial.steps in (8, 16)  # fewer if the first turns are clear
                 record = following.record()
                 assert record.steps == 64
                 assert record.way == ("the plan" if following.trial.won else "plain DDP")
@@ -104,7 +104,6 @@ def test_models_that_cannot_be_changed_are_left_alone_with_the_reason() -> None:
         left("hook", DDP(net()), lambda model: model.register_comm_hook(None, fp16_compress_hook))
         left("attached", DDP(net()), lambda model: syncline.attach(model))
         left("short", DDP(net()), steps=5)
-        left("compiled", DDP(torch.compile(net(), backend="eager")))
         model = DDP(net())
         following = syncline.follow(model, network=slow_starts(), quiet=True)
         with model.join():
@@ -129,7 +128,6 @@ def test_models_that_cannot_be_changed_are_left_alone_with_the_reason() -> None:
         "hook": "communication hook (fp16_compress_hook)",
         "attached": "the script attaches to this model itself",
         "short": "the script ended too early",
-        "compiled": "compiled again",
         "join": "under join()",
         "alone": "one rank",
         "taken over": "the script attaches to this model itself",

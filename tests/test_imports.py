@@ -43,7 +43,7 @@ ALLOWED: dict[str, set[str]] = {
     # Training.
     "tuning": {
         *("ddp", "dist", "errors", "exchange", "health", "measure", "plan", "predict", "records", "runtime"),
-        "updates",
+        *("units", "updates"),
     },
     "ddp": {
         *("dist", "errors", "exchange", "fsdp", "health", "measure", "overlap", "predict", "records", "runtime"),

@@ -114,12 +114,13 @@ def test_a_script_sees_the_environment_that_python_would_give_it(tmp_path: Path)
     out, seen = tmp_path / "out", tmp_path / "seen.json"
     out.mkdir()
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-m", "syncline.run", "--out", str(out), "folder/look.py", str(seen)]
+    command = [sys.executable, "-m", "syncline.run", "--out", str(out), "folder/look.py", str(seen), "--quality=same"]
     ran = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
     )
     assert ran.returncode == 0, ran.stderr
-    assert json.loads(seen.read_text()) == [str(script), str(script.parent), "__main__", 2, 0]
+    assert json.loads(seen.read_text()) == [str(script), str(script.parent), "__main__", 3, 0]
+    assert "--quality is passed to the script, because it is after its name" in ran.stderr
     assert "built no DistributedDataParallel model" in ran.stderr
     assert not list(out.iterdir())
 
@@ -228,6 +229,9 @@ def test_a_plan_for_another_model_is_one_line_and_status_2(tmp_path: Path) -> No
         (["--exchange", "bf16", "--plan", "p.json", "x.py"], "exclude each other"),
         (["--exchange", "bf16", "--observe-only", "x.py"], "are for tuning, which --exchange and --plan replace"),
         (["--allow", "everything", str(SCRIPT)], "everything"),
+        (["--quality", "best", str(SCRIPT)], "quality is 'best': it must be one of exact, same, close"),
+        (["--quality", "same", "--allow", "bf16", str(SCRIPT)], "--quality and --allow exclude each other"),
+        (["--quality", "same", "--exchange", "bf16", str(SCRIPT)], "are for tuning, which --exchange and --plan"),
         (["--updates", str(SCRIPT)], "--updates needs the exchange to use: add --exchange"),
         (["--exchange", "oktopk", "--every", "5", str(SCRIPT)], "--every, --warmup and --delay are for updates"),
         (["--exchange", "oktopk", "--updates", "--every", "0", str(SCRIPT)], "every is 0: it must be a number of"),

@@ -15,12 +15,14 @@ from typer import Argument, Option
 RUN_FOLDER = Path("syncline-run")
 _FILES = "Files from profile, probe, plan, bench or demo; folders from run. Any order."
 _PLANS = "ddp, hierarchical, dense,lanes=4, bf16,bucket_mb=5, local-15. Can be repeated. Default: ddp."
+_RESULT = "Same as --out; with --quality or --memory-budget: write the result."
 _BUDGET = "Instead: find the fastest method that fits in this memory per rank, as in 8GiB."
 _FAILURES = "Folder with the failure reports. Default: $SYNCLINE_FAILURES, or syncline-failure."
 
 # Names and defaults for help texts, copied from modules that import torch. A test compares them with the originals.
 MODELS = ("mlp", "cnn", "resnet50", "gpt-small")
 AUTOCAST = ("bf16",)
+QUALITIES = ("exact", "same", "close")
 ALLOWED = ("bf16", "fp16", "int8", "int4", "int3", "sparse")
 EXCHANGES = (
     *("dense", "bf16", "fp16", "hierarchical", "hierarchical+bf16"),
@@ -54,7 +56,8 @@ NetworkFile = Annotated[Path | None, _option("FILE", "Network of the cluster, fr
 JsonFile = Annotated[Path | None, _option("FILE", "Write the result as JSON.")]
 ReportFile = Annotated[Path | None, _option("FILE", "Also write an HTML report.")]
 Scale = Annotated[str, _option("T,B", "Multiply the profile's times by T and its sizes by B.")]
-Allow = Annotated[str, _option("A,B,…", f"Lossy exchanges to consider: {', '.join(ALLOWED)}. Default: none.")]
+Allow = Annotated[str, _option("A,B,…", f"Or lossy exchanges, by name: {', '.join(ALLOWED)}.")]
+Quality = Annotated[str | None, _option("Q", f"How far to go: {', '.join(QUALITIES)}.")]
 
 
 class ClusterOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -179,6 +182,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     Apply it with syncline.wrap(net, "plan.json"). Without --network, links are assumed to be Ethernet at --rate.
 
+    syncline plan --profile profile.json --network network.json --quality same     # the gentlest fast method
+
     syncline plan --profile profile.json --network network.json --memory-budget 8GiB --allow sparse
     """
 
@@ -187,12 +192,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     hosts: Annotated[int | None, _option("N", "Hosts. Default: the network's, or 4.", min=1, max=65_536)] = None
     rate: Annotated[str | None, _option("RATE", "Rate of the hosts' links. Default: as measured.")] = None
     per_host: RanksPerHost = None
+    quality: Quality = None
     allow: Allow = ""
     bucket_mb: Annotated[float | None, Option(help="Bucket size of plain DDP, if not its default, in MB.")] = None
     memory_budget: Annotated[str | None, _option("SIZE", _BUDGET)] = None
     scale: Scale = "1,1"
     out: Annotated[Path | None, _option("FILE", "Write the plan.", "--out", "-o")] = None
-    json: Annotated[Path | None, _option("FILE", "Same as --out; with --memory-budget: write the result.")] = None
+    json: Annotated[Path | None, _option("FILE", _RESULT)] = None
     report: ReportFile = None
 
 
@@ -246,7 +252,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     It measures the script's steps, tries a plan, and keeps it if it is faster.
 
-    Losses stay the same, up to summation order, unless --allow permits more.
+    Losses stay the same, up to summation order, unless --quality permits more.
     """
 
     script: Annotated[str, Argument(metavar="SCRIPT", help="Training script; with -m, a module.")]
@@ -254,6 +260,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     module: Annotated[bool, Option("-m", help="SCRIPT is a module.")] = False
     nproc_per_node: Annotated[int | None, _option("N", "Start N ranks on this host.", min=1, max=1024)] = None
     observe_only: Annotated[bool, Option("--observe-only", help="Measure, and change nothing.")] = False
+    quality: Quality = None
     allow: Allow = ""
     exchange: Annotated[str | None, _option("NAME", f"Instead of tuning: {', '.join(EXCHANGES)}.")] = None
     updates: Annotated[bool, _updates("Exchange the optimizer's updates, with --exchange.", "--updates")] = False
@@ -262,7 +269,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     delay: Annotated[int, _updates("Apply results N steps later.")] = 0
     plan: Annotated[Path | None, _option("FILE", "Instead of tuning: this plan.")] = None
     network: Annotated[Path | None, _option("FILE", "Network, from syncline probe.")] = None
-    probe: Annotated[float, _option("SECONDS", "Time for probing the links.")] = RUN_PROBE_S
+    probe: Annotated[float, _option("SECONDS", "Longest probe of the links.")] = RUN_PROBE_S
+    no_cache: Annotated[bool, Option("--no-cache", help="Do not remember probed links.")] = False
     timeout: Annotated[float | None, _option("SECONDS", "Timeout of all collectives.")] = None
     out: Annotated[Path, _option("FOLDER", "Folder for records and report.")] = RUN_FOLDER
     quiet: Annotated[bool, Option("--quiet", help="Print nothing.")] = False

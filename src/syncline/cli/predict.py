@@ -13,8 +13,10 @@ from syncline.cli.screen import say
 from syncline.cluster import format_rate, parse_rate
 from syncline.errors import SynclineError, UsageError
 from syncline.measure.assumed_network import assumed_network
+from syncline.plan.ladder import make_choice
 from syncline.plan.make import make_plan
 from syncline.plan.memory import MemoryPlan, plan_memory
+from syncline.plan.rungs import check_quality
 from syncline.predict import Losses, Prediction, Schedule, predict
 from syncline.predict.diagnosis import diagnose
 from syncline.predict.memory import FURTHEST
@@ -153,8 +155,14 @@ def plan_command(args: commands.Plan) -> None:
     options.check_positive("--bucket-mb", args.bucket_mb)
     cluster = network_of(args.network, args.per_host, rate_bps, [args.hosts or 4])
     cluster = resized(cluster, args.hosts or cluster.hosts, rate_bps if args.network else None)
+    if args.quality is not None and (args.allow or args.memory_budget is not None):
+        other = "--allow, which names the methods one by one" if args.allow else "--memory-budget"
+        raise UsageError(f"--quality cannot be combined with {other}: leave one of them out")
     if args.memory_budget is not None:
         _plan_memory(args, model, cluster)
+        return
+    if args.quality is not None:
+        _plan_quality(args, model, cluster)
         return
     best = make_plan(model, cluster, options.split(args.allow), caps=ddp_caps(args.bucket_mb))
     for path in (args.out, args.json):
@@ -162,6 +170,36 @@ def plan_command(args: commands.Plan) -> None:
     _show_plan(best, args.out or args.json, cluster)
     schedules = ("ddp" if args.bucket_mb is None else f"ddp,bucket_mb={args.bucket_mb:g}",)
     inputs = Inputs(model, cluster, {"the plan": best}, schedules=schedules, command=typed())
+    write_page(args.report, inputs, short=True)
+
+
+def _plan_quality(args: commands.Plan, model: Profile, cluster: Network) -> None:
+    """Choose among all methods that a quality permits. A file for `wrap` has buckets, so it excludes some of them."""
+    check_quality(args.quality)
+    able = dict.fromkeys(("updates", "overlap"), args.out is None)
+    choice = make_choice(model, cluster, args.quality or "exact", caps=ddp_caps(args.bucket_mb), **able)
+    screen.save(args.out, choice.plan)
+    screen.save(args.json, choice)
+    hosts, ranks = len(set(choice.plan.where.host_of_rank)), len(choice.plan.where.host_of_rank)
+    each = f" × {ranks // hosts} ranks" if ranks > hosts else ""
+    say(f"{choice.plan.model} on {count_text(hosts, 'host')}{each}, {choice.plan.where.backend}")
+    _warn_if_assumed(cluster)
+    say(f"\n{choice.reason}\n")
+    rows = []
+    for rung in choice.rungs:
+        chosen = "chosen" if rung.rung == choice.rung else ""
+        faster = f"{choice.plain_s / rung.iteration_s:.2f}×" if rung.iteration_s else "–"
+        lossy = "" if rung.lossless else "lossy"
+        rows.append((rung.rung, rung.quality, milliseconds_text(rung.iteration_s), faster, lossy, chosen))
+    screen.table(("", "quality", "per step", "faster", "", ""), rows, words=[])
+    if args.out is not None:
+        say("--out writes buckets, so overlap and updates were left out.", style="dim")
+    apply = choice.attachment.code() if choice.attachment is not None else ""
+    if not choice.nothing and not apply:
+        written = "" if args.out is not None else "write it with --out plan.json, and "
+        apply = f'{written}model = syncline.wrap(net, "{args.out or "plan.json"}")'
+    say(f"\nApply it: {apply}" if apply else "\nNothing to apply: keep plain DDP", soft_wrap=True)
+    inputs = Inputs(model, cluster, {"the plan": choice.plan}, command=typed())
     write_page(args.report, inputs, short=True)
 
 

@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from syncline.cli import commands, options, screen
@@ -19,6 +19,8 @@ from syncline.records.run_record import FINISHED, RUNNING, RunRecord
 from syncline.run.runner import PAGE, Runner, check_script
 from syncline.tuning.settings import TuneSettings
 
+_OWN_OPTIONS = ("--nproc-per-node", "--observe-only", "--quality", "--allow", "--exchange", "--updates", "--no-cache")
+"""Options that scripts hardly have. Others, like --plan, --out or --warmup, are as likely to be the script's own."""
 _WAIT_S = 5.0  # how long rank 0 waits for the records of its host's other ranks after the script has ended
 
 
@@ -27,8 +29,11 @@ def prepare(args: commands.Run) -> Callable[[], NoReturn]:
     """Check the options and return the function that runs the script."""
     if args.exchange is not None and args.plan is not None:
         raise UsageError("--exchange and --plan exclude each other: a plan names the exchanges of its buckets")
-    if (args.exchange is not None or args.plan is not None) and (args.allow or args.observe_only):
-        raise UsageError("--allow and --observe-only are for tuning, which --exchange and --plan replace")
+    tuning = args.allow or args.quality is not None or args.observe_only
+    if (args.exchange is not None or args.plan is not None) and tuning:
+        raise UsageError("--quality, --allow and --observe-only are for tuning, which --exchange and --plan replace")
+    if args.quality is not None and args.allow:
+        raise UsageError("--quality and --allow exclude each other: --allow names the methods one by one")
     if args.exchange is not None and args.exchange not in EXCHANGES:
         raise UsageError(f"--exchange {args.exchange}: unknown exchange; known: {', '.join(EXCHANGES)}")
     if args.updates and args.exchange is None:
@@ -50,7 +55,9 @@ def prepare(args: commands.Run) -> Callable[[], NoReturn]:
     settings = TuneSettings(
         exchange=None if args.exchange is None else EXCHANGES[args.exchange](),
         plan=None if args.plan is None else Plan.load(args.plan),
+        quality=args.quality,
         allow=options.split(args.allow),
+        cache=not args.no_cache,
         network=None if args.network is None else Network.load(args.network),
         change=not args.observe_only,
         probe_s=args.probe,
@@ -62,6 +69,7 @@ def prepare(args: commands.Run) -> Callable[[], NoReturn]:
         delay=args.delay,
     )
     arguments = args.arguments or []
+    _warn_of_own_options(args.script, arguments)
     changed = options.changed(args, "script", "arguments", "module", "nproc_per_node")
     words = [*changed, *(["-m"] if args.module else []), args.script, *arguments]
     if args.nproc_per_node is not None:
@@ -73,6 +81,13 @@ def prepare(args: commands.Run) -> Callable[[], NoReturn]:
     nnodes = ["--nnodes", str(nodes)] if nodes > 1 else []
     command = shlex.join(["torchrun", *nnodes, "--nproc-per-node", str(ranks), "-m", "syncline.run", *words])
     return functools.partial(_run, Runner(args.script, arguments, args.module, settings, args.out, command))
+
+
+def _warn_of_own_options(script: str, arguments: Sequence[str]) -> None:
+    """Log a line if an option after the script's name is most likely meant for `syncline run`."""
+    given = [word.partition("=")[0] for word in arguments]
+    if os.environ.get("RANK", "0") == "0" and (ours := next((name for name in given if name in _OWN_OPTIONS), None)):
+        _log(f"{ours} is passed to the script, because it is after its name; to use it here, put it before {script}")
 
 
 def _run(runner: Runner) -> NoReturn:

@@ -217,7 +217,7 @@ class Engine:
         if self.policy.expected_s is None or last_step.began_s is None:
             return
         span = span_of(last_step.jobs)
-        if span is not None and self._steps_since_attach > _SETTLING_STEPS:
+        if span is not None and self._steps_since_attach > _SETTLING_STEPS + self.policy.warmup:
             self._spans_s.append(span.exchange_s)
         warns = not self._warned and len(self._spans_s) == _DRIFT_STEPS and self.runner.groups[0].comm.rank == 0
         if warns and (text := self.drift()) is not None:

@@ -25,6 +25,7 @@ from syncline.exchange.hierarchical_halves import levels_of
 from syncline.exchange.lossy_halves import GATHERS
 from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.overlap.engine import OverlapEngine
+from syncline.overlap.shards import check_elementwise
 from syncline.predict.bucket_size import best_overlap
 from syncline.records.profile import Profile
 from syncline.runtime.bucket_policy import Uniform
@@ -36,8 +37,6 @@ def check_overlap(
     model: nn.Module, exchange: Exchange, overlap: Any, gather: Any, optimizer: Any, lanes: int, no_updates: bool
 ) -> None:
     """Raise if an argument does not fit an exchange that overlaps with the next forward pass."""
-    ddp = ddp_of(model)
-    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in ddp.modules())
     for problem, is_there in {
         f"overlap is {overlap!r}: it must be 'forward', or left out": overlap != "forward",
         f"overlap='forward' exchanges through Dense, Quantized or Hierarchical, not {exchange!r}: leave one out": (
@@ -48,11 +47,23 @@ def check_overlap(
             and not (exchange.lossless and exchange.across == Dense() and gather == "fp32")
         ),
         "overlap='forward' would lose residuals of unused parameters: build DDP without find_unused_parameters, or use "
-        "Dense()": exchange.keeps and ddp.find_unused_parameters,
+        "Dense()": exchange.keeps and ddp_of(model).find_unused_parameters,
         "overlap='forward' steps the optimizer on shards of the weights: pass optimizer=optimizer": optimizer is None,
         f"gather is {gather!r}: it must be one of {', '.join(GATHERS)}": gather not in GATHERS,
         "every, warmup, delay and outer are for updates: leave them out with overlap='forward'": not no_updates,
         "overlap='forward' has one lane: leave lanes out": lanes != 1,
+    }.items():
+        if is_there:
+            raise UsageError(problem)
+    if (why_not := why_not_overlap(model)) is not None:
+        raise UsageError(why_not)
+
+
+def why_not_overlap(model: nn.Module, optimizer: Optimizer | None = None) -> str | None:
+    """Return why a model, or its optimizer, cannot overlap with the next forward pass, or None if it can."""
+    ddp = ddp_of(model)
+    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in ddp.modules())
+    for problem, is_there in {
         "overlap='forward' cannot watch a compiled DDP model: compile the module inside DDP": (
             model is not ddp or ddp._compiled_call_impl is not None
         ),
@@ -62,7 +73,13 @@ def check_overlap(
         ),
     }.items():
         if is_there:
-            raise UsageError(problem)
+            return problem
+    try:
+        if optimizer is not None:
+            check_elementwise(optimizer)
+    except UsageError as error:
+        return str(error)
+    return None
 
 
 def with_best_buckets(ddp: DDP, policy: OverlapPolicy, profile: Any, network: NetworkOrFile) -> OverlapPolicy:

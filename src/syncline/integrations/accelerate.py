@@ -46,8 +46,8 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
     """A handler whose models exchange their gradients through Syncline.
 
     Args:
-        exchange, plan, allow, network, timeout_s, quiet: As in `syncline.follow`. With neither an exchange nor a plan,
-            the model is tuned during its first sixty steps.
+        exchange, plan, quality, allow, network, cache, timeout_s, quiet: As in `syncline.follow`. With neither an
+            exchange nor a plan, the model is tuned during its first steps.
         updates, every, warmup, delay, outer: With `updates=True`, the optimizer's updates are exchanged instead of
             gradients. The other settings are those of `syncline.attach`.
         on_world_size: What `load_state` does with residuals on another number of ranks, as in `Handle.load`.

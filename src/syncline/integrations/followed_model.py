@@ -37,11 +37,11 @@ from syncline.measure.hooks import Unseen
 from syncline.records.plan import Plan
 from syncline.runtime.bucket_policy import difference_of
 from syncline.runtime.validation import ddp_of, only_device, parameters_of
-from syncline.tuning.follow import Following
+from syncline.tuning.following import Following
 from syncline.tuning.settings import TuneSettings, allows_residual, has_residual
 
 _ARGUMENTS = (
-    *("exchange", "plan", "allow", "network", "on_world_size", "timeout_s", "quiet"),
+    *("exchange", "plan", "allow", "quality", "cache", "retune", "network", "on_world_size", "timeout_s", "quiet"),
     *("updates", "every", "warmup", "delay", "outer"),
 )
 _PLAN = "plan.json"
@@ -116,7 +116,7 @@ class Follower:
         if self.settings.updates:
             return True
         exchange, plan = self.settings.exchange, self.settings.plan
-        planned = has_residual(plan) if isinstance(plan, Plan) else allows_residual(self.settings.allow)
+        planned = has_residual(plan) if isinstance(plan, Plan) else allows_residual(self.settings)
         return planned if exchange is None else exchange.keeps
 
     def print(self, text: str) -> None:
@@ -292,7 +292,8 @@ class FollowedModel:
             self.close()
             if handle is not None:
                 make_plain(self.model)
-            self.following = Following(self.model, dataclasses.replace(self._settings, plan=plan, allow=()))
+            settings = dataclasses.replace(self._settings, plan=plan, allow=(), quality=None, retune=None)
+            self.following = Following(self.model, settings)
         return True
 
     def _load_if_attached(self) -> None:

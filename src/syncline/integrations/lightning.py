@@ -40,8 +40,8 @@ class SynclineStrategy(DDPStrategy):
     """A DDP strategy whose model exchanges its gradients through Syncline.
 
     Args:
-        exchange, plan, allow, network, timeout_s, quiet: As in `syncline.follow`. With neither an exchange nor a plan,
-            the model is tuned during its first sixty steps.
+        exchange, plan, quality, allow, network, cache, timeout_s, quiet: As in `syncline.follow`. With neither an
+            exchange nor a plan, the model is tuned during its first steps.
         updates, every, warmup, delay, outer: With `updates=True`, the optimizer's updates are exchanged instead of
             gradients. The other settings are those of `syncline.attach`.
         on_world_size: What a run that is resumed on another number of ranks does with residuals, as in `Handle.load`.

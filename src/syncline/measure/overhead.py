@@ -33,7 +33,8 @@ from syncline.records.profile import Overheads, Work
 _PARAMETERS = 16
 _TINY = 16
 _LARGE = {"cpu": 1 << 17, "cuda": 1 << 22}  # a copy takes longer than starting it: some microseconds on CUDA
-_ROUNDS = 15
+_ROUNDS, _FEWEST_ROUNDS = 15, 3
+_SMALLEST_BYTES = 1 << 12
 _BUCKET_BYTES = {"cpu": (1 << 16, 1 << 20, 1 << 24), "cuda": (1 << 20, 1 << 23, 1 << 26)}
 _HEAD_START_CYCLES = 20_000_000  # 10 to 20 ms: longer than the host needs to start the measured work
 _ONE_BUCKET_MB, _MANY_BUCKETS_MB = 1e5, 1e-6
@@ -45,10 +46,13 @@ def measure_overheads(
     topology: Topology | int = 4,
     *,
     group: dist.ProcessGroup | None = None,
+    largest_bytes: int | None = None,
+    budget_s: float = math.inf,
 ) -> Overheads:
     """Measure DDP's copies and hooks, and the exchanges' own work. It takes about a second on a CPU. `exchanges` are
     `EXCHANGES` by default. They act as the first rank of the topology, or number of ranks. With a `group`, all its
-    ranks measure at the same time and get the medians over the ranks."""
+    ranks measure at the same time and get the medians over the ranks. Buckets of up to `largest_bytes` are measured. If
+    `budget_s` is spent, measurements are repeated less often."""
     if isinstance(topology, int) and topology < 1:
         raise UsageError(f"topology must have at least 1 rank, not {topology}")
     ranks = Topology.flat(topology) if isinstance(topology, int) else topology
@@ -59,7 +63,10 @@ def measure_overheads(
     def measure() -> bytes:
         copies = _measure_ddp(device)
         makers = EXCHANGES if exchanges is None else exchanges
-        work = {name: _measure_work(make(), ranks, device) for name, make in makers.items()}
+        largest = _BUCKET_BYTES[device.type][-1]
+        sizes = _sizes(device, ranks.ranks, largest if largest_bytes is None else min(largest, largest_bytes))
+        each_s = budget_s / max(1, len(makers))
+        work = {name: _measure_work(make(), ranks, device, sizes, each_s) for name, make in makers.items()}
         return msgspec.json.encode(Overheads(**copies, work=work))
 
     with current_device(device):
@@ -108,19 +115,29 @@ class SilentComm:
         """Return at once: a collective is its own `Work`."""
 
 
-def _measure_work(exchange: Exchange, topology: Topology, device: torch.device) -> Work:
-    clock, ranks, seconds = Clock(device), topology.ranks, []
+def _sizes(device: torch.device, ranks: int, largest_bytes: int) -> tuple[int, ...]:
+    """Return the sizes of buckets to measure. They divide evenly by the ranks, so that all would send equal parts."""
+    usual = _BUCKET_BYTES[device.type]
+    share = max(largest_bytes / usual[-1], _SMALLEST_BYTES / usual[0])
+    sizes = (max(1.0, min(1.0, share) * size / 4 / ranks) for size in usual)
+    return tuple(4 * ranks << round(math.log2(size)) for size in sizes)
+
+
+def _measure_work(
+    exchange: Exchange, topology: Topology, device: torch.device, sizes: tuple[int, ...], budget_s: float
+) -> Work:
+    clock, seconds, began_s = Clock(device), [], time.monotonic()
     echoing, silent = SilentComm(topology, echo=True), SilentComm(topology)
-    # Sizes that divide evenly by the ranks, so that all ranks would send equal parts.
-    sizes = tuple(4 * ranks << max(0, round(math.log2(size / 4 / ranks))) for size in _BUCKET_BYTES[device.type])
     for numel in (size // 4 for size in sizes):
         # Random, because the entries that a sparse exchange selects must be spread over the bucket, as in gradients.
         start = torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(device)
         flat = start.clone()
         state = exchange.prepare(Layout.flat(numel, device=device), echoing)
         exchange.run(flat, state, echoing)
-        marks = []
+        marks: list[tuple[Any, Any]] = []
         for _ in range(_ROUNDS):
+            if len(marks) >= _FEWEST_ROUNDS and time.monotonic() - began_s > budget_s:
+                break
             flat.copy_(start)  # repeated sums would overflow
             _let_host_run_ahead(device)
             before = clock.mark()

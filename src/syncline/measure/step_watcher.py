@@ -71,6 +71,11 @@ class Moments:
     def step_s(self) -> float:
         return self.end_s - self.start_s
 
+    @property
+    def exposed_s(self) -> float:
+        """Time that the step waited for communication after backward."""
+        return self.end_s - self.backward_end_s
+
     @classmethod
     def of(cls, step: Pass, number: int, clock: Clock, previous: tuple[Any, float] | None) -> Moments:
         """Read the marks of a step. `previous` is the end of the previous step, as a mark and in seconds. The host runs

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from syncline.exchange import Hierarchical, settings
+from syncline.exchange import Exchange, Hierarchical, OkTopk, settings
 from syncline.plan.search import SearchResult, search
 from syncline.predict import Prediction
 from syncline.predict.diagnosis import CAUSES, lost_to
@@ -18,6 +18,9 @@ from syncline.records.plan import Alternative, Plan, PlannedBucket, PlannedGradi
 from syncline.records.profile import Profile
 from syncline.units import milliseconds_text
 
+SPARSE_WARMUP_STEPS = 300
+"""Steps that a plan lets a sparse exchange send everything, because training begins badly without."""
+
 
 def make_plan(
     profile: Profile,
@@ -26,6 +29,7 @@ def make_plan(
     *,
     paced: bool = False,
     caps: Sequence[int] = DDP_CAPS,
+    own_buckets: bool = False,
 ) -> Plan:
     """Find the best plan for a model on a cluster.
 
@@ -36,6 +40,7 @@ def make_plan(
             plan is lossless.
         paced: Whether gradients are ready at fixed times, as in a replayed profile.
         caps: Bytes at which plain DDP closes its buckets; the last one repeats.
+        own_buckets: Keep plain DDP's buckets, with one exchange for all of them.
 
     Returns:
         The plan. Its `nothing` is true if plain DDP is best.
@@ -48,7 +53,7 @@ def make_plan(
         >>> plan = syncline.make_plan(profile, network, allow=("bf16",))
         >>> plan.save("plan.json")
     """
-    result = search(profile, network, allow, paced=paced, caps=caps)
+    result = search(profile, network, allow, paced=paced, caps=caps, own_buckets=own_buckets)
     plain_s = result.plain.iteration_s
     reason = "There is only one rank, which has nothing to exchange." if network.ranks == 1 else _reason(result)
     alternatives = (
@@ -72,7 +77,8 @@ def plan_for(chosen: Prediction, plain_s: float, reason: str, alternatives: tupl
             elif len(set(path.shapes)) == 1:  # stored in the plan, because applying it must not depend on link rates
                 exchange = dataclasses.replace(exchange, shape=path.shapes[0], chunks=path.chunks)
         names = tuple(profile.gradients[gradient].name for gradient in gradients)
-        buckets.append(PlannedBucket(parameters=names, lane=index % schedule.lanes, exchange=settings(exchange)))
+        described = settings(_warmed_up(exchange))
+        buckets.append(PlannedBucket(parameters=names, lane=index % schedule.lanes, exchange=described))
     first_s = max(profile.gradients[index].ready_s for index in schedule.buckets[0])
     return Plan(
         model=profile.model,
@@ -92,6 +98,15 @@ def plan_for(chosen: Prediction, plain_s: float, reason: str, alternatives: tupl
     )
 
 
+def _warmed_up(exchange: Exchange) -> Exchange:
+    """Return the exchange, with a warm-up if it is sparse and has none."""
+    if isinstance(exchange, Hierarchical):
+        return dataclasses.replace(exchange, across=_warmed_up(exchange.across))
+    if isinstance(exchange, OkTopk) and not exchange.warmup:
+        return dataclasses.replace(exchange, warmup=SPARSE_WARMUP_STEPS)
+    return exchange
+
+
 def _reason(result: SearchResult) -> str:
     plain, best = result.plain, result.best
     plain_text = milliseconds_text(plain.iteration_s)
@@ -102,13 +117,17 @@ def _reason(result: SearchResult) -> str:
         saving = f"the best that is allowed saves {gain:.1%}: not worth a change."
         return f"Plain DDP is predicted to take {plain_text} per step, of which {saving}"
     count = len(best.schedule.buckets)
-    buckets = "One bucket" if count == 1 else f"{count} buckets"
+    buckets = "one bucket" if count == 1 else f"{count} buckets"
+    buckets = buckets.capitalize() if best.schedule.lossless else f"Lossy: {buckets}"
     lanes = f" on {best.schedule.lanes} lanes" if best.schedule.lanes > 1 else ""
     left = lost_to(best.losses)
     saved = {name: seconds - left.get(name, 0.0) for name, seconds in lost_to(plain.losses).items()}
     most = max(saved, key=lambda name: saved[name], default="")
+    others = f", instead of DDP's {len(plain.schedule.buckets)}"
+    if best.schedule.buckets == plain.schedule.buckets:
+        buckets, others = buckets.replace(str(count), f"DDP's {count}", 1), ""
     return (
-        f"{buckets}{lanes} through {' and '.join(best.schedule.exchanges)}, instead of DDP's "
-        f"{len(plain.schedule.buckets)}: predicted {plain_text} → {milliseconds_text(best.iteration_s)} per step"
+        f"{buckets}{lanes} through {' and '.join(best.schedule.exchanges)}{others}: "
+        f"predicted {plain_text} → {milliseconds_text(best.iteration_s)} per step"
         f"{f', mostly less lost to {CAUSES[most]}' if most and saved[most] > 0 else ''}."
     )

@@ -93,10 +93,16 @@ def options(network: Network, allow: Sequence[str] = ()) -> dict[str, Exchange]:
 
 
 def search(
-    profile: Profile, network: Network, allow: Sequence[str] = (), paced: bool = False, caps: Sequence[int] = DDP_CAPS
+    profile: Profile,
+    network: Network,
+    allow: Sequence[str] = (),
+    paced: bool = False,
+    caps: Sequence[int] = DDP_CAPS,
+    own_buckets: bool = False,
 ) -> SearchResult:
     """Search for the best schedule. `make_plan` describes the arguments."""
-    return _Search(profile, network, options(network, allow), paced, caps).run()
+    found = _Search(profile, network, options(network, allow), paced, caps)
+    return found.run_with_own_buckets() if own_buckets else found.run()
 
 
 def named(profile: Profile, network: Network, name: str) -> Schedule:
@@ -135,7 +141,14 @@ class _Search:
         if len(self._profile.gradients) <= _FEW:
             starts += self._all_layouts()
         ranked = sorted({_key(start.schedule): start for start in starts}.values(), key=_rank)
-        best = min((self._improve(start) for start in ranked[:_STARTS]), key=_rank)
+        return self._result(plain, min((self._improve(start) for start in ranked[:_STARTS]), key=_rank))
+
+    def run_with_own_buckets(self) -> SearchResult:
+        """Compare exchanges and lanes for DDP's own buckets."""
+        tried = [self._try("DDP's buckets", self._own, [name], lanes) for name in self._exchanges for lanes in _LANES]
+        return self._result(self._predict(Schedule("ddp", self._own)), min(tried, key=_rank))
+
+    def _result(self, plain: Prediction, best: Candidate) -> SearchResult:
         kinds = sorted(self._kinds.values(), key=lambda candidate: candidate.seconds)
         chosen = self._predict(best.schedule)
         return SearchResult(plain, chosen if chosen.iteration_s < plain.iteration_s else plain, tuple(kinds))

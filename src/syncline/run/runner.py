@@ -37,7 +37,7 @@ from syncline.health.heartbeat import shared_heartbeat
 from syncline.records.run_record import FINISHED, RUNNING, RunRecord
 from syncline.run.sharded import ShardedModels
 from syncline.runtime.validation import scale_of
-from syncline.tuning.follow import Following
+from syncline.tuning.following import Following
 from syncline.tuning.settings import TuneSettings
 
 PAGE = "report.html"
@@ -77,7 +77,7 @@ class Runner:
                 _wrapped(GradScaler, "__init__", lambda scaler, *_: self._scalers.append(weakref.ref(scaler))),
                 _wrapped(Tensor, "backward", self._before_backward, first=True),
                 self.sharded.watched(),
-                self._optimizers_seen() if self.settings.updates else contextlib.nullcontext(),
+                self._optimizers_seen() if self.settings.may_exchange_updates else contextlib.nullcontext(),
             ):
                 self._globals = run_script(self.script, self.arguments, module=self.module)
             self.ended = FINISHED
@@ -159,9 +159,11 @@ class Runner:
         if not self.followings:
             self._remove_old()
         try:
-            if self.settings.updates:
-                finder = _OptimizerFinder(weakref.ref(ddp), self._optimizers, self._stepped)
-                following = Following(ddp, self.settings, lambda: self._scaler_for(finder.found), finder.find)
+            if self.settings.may_exchange_updates:
+                option = "--updates" if self.settings.updates else f"--quality {self.settings.quality}"
+                finder = _OptimizerFinder(weakref.ref(ddp), self._optimizers, self._stepped, option)
+                find_scaler = functools.partial(self._scaler_of_updates, finder)
+                following = Following(ddp, self.settings, find_scaler, finder.find, tunes_updates=True)
             else:
                 following = Following(ddp, self.settings, self._scaler)
         except SynclineError as error:
@@ -205,6 +207,10 @@ class Runner:
         reference = None if optimizer is None else self._scaler_of.get(optimizer)
         return None if reference is None else reference()
 
+    def _scaler_of_updates(self, finder: _OptimizerFinder) -> GradScaler | None:
+        """Return the scaler of a model whose optimizer is searched. Only tuning may attach without the optimizer."""
+        return self._scaler_for(finder.found) or (self._scaler() if self.settings.tunes else None)
+
     def _before_backward(self, loss: Tensor, *_: Any) -> None:
         if loss.numel() == 1 and self.followings:
             scale = scale_of(self._scaler())
@@ -222,6 +228,7 @@ class _OptimizerFinder:
     ddp: weakref.ref[DDP]
     built: weakref.WeakSet[Optimizer]
     stepped: weakref.WeakSet[Optimizer]
+    option: str  # the option of `syncline run` that needs the optimizer
     found: Optimizer | None = None
     calls: int = 0
 
@@ -240,11 +247,11 @@ class _OptimizerFinder:
         name = "the model" if ddp is None else type(ddp.module).__name__
         if len(own) > 1:
             kinds = " and ".join(sorted(type(optimizer).__name__ for optimizer in own))
-            text = f"--updates: {len(own)} optimizers have parameters of {name} ({kinds})"
-            raise UsageError(f"{text}: use one optimizer with several parameter groups, or leave out --updates")
+            text = f"{self.option}: {len(own)} optimizers have parameters of {name} ({kinds})"
+            raise UsageError(f"{text}: use one optimizer with several parameter groups, or leave out {self.option}")
         if not own and self.calls > 1:
-            text = f"--updates: no optimizer of torch has the parameters of {name}, which has made a step"
-            raise UsageError(f"{text}: use a torch.optim.Optimizer, or leave out --updates")
+            text = f"{self.option}: no optimizer of torch has the parameters of {name}, which has made a step"
+            raise UsageError(f"{text}: use a torch.optim.Optimizer, or leave out {self.option}")
         self.found = own[0] if own and own[0] in self.stepped else None
         return self.found
 

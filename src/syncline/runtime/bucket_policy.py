@@ -34,6 +34,7 @@ class Uniform:
     plan: None = None
     mismatch: None = None
     expected_s: None = None
+    warmup: int = 0
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -63,6 +64,8 @@ class Planned:
         self.expected_s = plan.exchange_s  # predicted time from the first ready bucket to the end of the last, or None
         self.mismatch: str | None = None  # how DDP's buckets differ from the planned ones, if they do
         self.exchanges = tuple(dict.fromkeys([Dense(), *plan.exchanges]))  # all that buckets may use, each once
+        warmups = (getattr(getattr(exchange, "across", exchange), "warmup", 0) for exchange in plan.exchanges)
+        self.warmup = max(warmups, default=0)  # steps in which exchanges take longer than planned
         self._settled_after, self._warns = settled_after, warns
         buckets = zip(plan.buckets, plan.exchanges, strict=True)
         self._assigned = {frozenset(bucket.parameters): (exchange, bucket.lane) for bucket, exchange in buckets}

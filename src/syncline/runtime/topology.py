@@ -52,7 +52,8 @@ def find_topology(group: ProcessGroup, exchanges: Sequence[Exchange], network: N
         return RankTopology(None, replace(flat, paced_bytes=links.paced_bytes), links.how)
     tree = climbing.tree(links.tree, group.size())
     agree(group, {"tree": repr(tree.root)}, "the topology")
-    known = links.how if links.measured else f"{links.how}; pass network= to use measured speeds"
+    advice = "pass network= to attach, tune or wrap, to use measured speeds"
+    known = links.how if links.measured else f"{links.how}; {advice}"
     return RankTopology(tree, topology_of(links, tree), known)
 
 

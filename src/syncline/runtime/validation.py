@@ -20,13 +20,15 @@ from syncline.records.plan import MAX_LANES
 OptimizerOf = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
-def ddp_of(model: nn.Module) -> DDP:
+def ddp_of(model: nn.Module, call: str | None = None) -> DDP:
+    """Return the DDP model, which may be compiled. The error for another model speaks of `call`, if it is given."""
     inner = getattr(model, "_orig_mod", model)  # torch.compile(DDP(net))
     if not isinstance(inner, DDP):
         if any(kind.__name__ == "FSDPModule" for kind in type(inner).__mro__):
             text = "the model is sharded with fully_shard, for which there are no plans"
             raise UsageError(f"{text}: choose an exchange with syncline.attach(model, exchange, replicate=…)")
-        raise UsageError(f"the model is a {type(inner).__name__}: wrap it in DistributedDataParallel first")
+        what = "the model is" if call is None else f"{call} needs a DistributedDataParallel model, and this is"
+        raise UsageError(f"{what} a {type(inner).__name__}: wrap it in DistributedDataParallel first")
     refuse_sparse(inner.module)
     return inner
 

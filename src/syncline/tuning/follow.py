@@ -1,66 +1,20 @@
-"""`follow`: tune a DDP model while a script trains it, from the steps that the script makes anyway.
-
-The call itself changes nothing. During the model's forwards, between two steps and on all ranks alike, some steps are
-profiled, the links are probed, a plan is made, the plan and plain DDP take turns over the script's own steps, and the
-faster one stays. All this is a generator: each `yield` returns to the script until it has made its next step, and what
-happens between two yields happens inside one forward. The script's data and random numbers stay the same.
-
-This module is longer than others because the generator and the hooks that resume it share all of their state.
-"""
+"""`follow`: tune a DDP model while a script trains it."""
 
 from __future__ import annotations
 
-import contextlib
-import sys
-import time
-import weakref
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from syncline.ddp import reducer
-from syncline.ddp.attach import attach, make_planned
-from syncline.ddp.handle import Handle, handle_if_attached
-from syncline.ddp.hook import Switch, other_hook, switches
-from syncline.dist.agreement import current_device
-from syncline.dist.comm import backend_of, bound_group
-from syncline.errors import SynclineError, UsageError
-from syncline.exchange import Exchange, name_of
-from syncline.health.watchdog import watch_plain
-from syncline.measure.backward_watch import BackwardWatch
-from syncline.measure.hooks import Unseen
-from syncline.measure.preserve_state import same_random_numbers
-from syncline.measure.step_watcher import Pass, StepWatcher, in_backward
-from syncline.measure.steps import Subject
-from syncline.records.network import Network
+from syncline.exchange import Exchange
 from syncline.records.plan import Plan
-from syncline.records.profile import Profile
-from syncline.records.run_record import ModelRecord
-from syncline.runtime.bucket_policy import difference_of, read_plan
-from syncline.runtime.topology import NetworkOrFile, hosts_of
-from syncline.runtime.validation import ddp_of, only_device, parameters_of
-from syncline.tuning.settings import PROBE_S, PathLike, TuneSettings, has_residual
-from syncline.tuning.step_log import PLAIN, StepLog
-from syncline.tuning.tune import SETTLING, Schedule, Trial, Turn, agreed_network, plan_for_live, probe_for
+from syncline.runtime.topology import NetworkOrFile
+from syncline.runtime.validation import ddp_of
+from syncline.tuning.following import Following
+from syncline.tuning.settings import PROBE_S, PathLike, TuneSettings
 from syncline.updates.policy import Nesterov
-
-_PROFILED = 10  # steps that the profile is made from
-
-Steps = Generator[None, None, None]
-"""Each `yield` stands for one training step."""
-
-_probed: dict[tuple[object, ...], Network] = {}
-"""Links, probed once for all models of a script with the same (ranks, backend, allowed exchanges)."""
-
-
-class _CannotChangeError(UsageError):
-    """The model cannot be changed. Raised on all ranks alike; the message is the reason."""
 
 
 def follow(
@@ -68,11 +22,14 @@ def follow(
     *,
     exchange: Exchange | None = None,
     plan: Plan | PathLike | None = None,
+    quality: str | None = None,
     allow: Sequence[str] = (),
     network: NetworkOrFile = None,
     change: bool = True,
     scaler: GradScaler | None = None,
     probe_s: float = PROBE_S,
+    cache: bool = True,
+    retune: str | None = None,
     timeout_s: float | None = None,
     quiet: bool = False,
     optimizer: Optimizer | None = None,
@@ -84,24 +41,32 @@ def follow(
     """Make a DDP model exchange its gradients faster, during the training that a script does anyway.
 
     With an `exchange` or a `plan`, that is applied in the model's first training forward. Without, the model is tuned:
-    about 60 of its steps are measured and tried, and the script waits once while the links are probed. If tuning is not
-    possible, plain DDP stays and rank 0 prints the reason. From then on each rank logs one line when another rank stops
-    sending heartbeats. All ranks must call `follow` with the same arguments and train the model in the same forwards.
+    some steps are measured, and if they wait for communication, the links are probed while the script waits, and
+    some more steps are tried. If tuning is not possible, plain DDP stays and rank 0 prints the reason. From then on
+    each rank logs one line when another rank stops sending heartbeats. All ranks must call `follow` with the same
+    arguments and train the model in the same forwards.
 
     Args:
         model: A DistributedDataParallel model.
         exchange: The exchange to attach.
         plan: The plan to apply, or its file.
-        allow: Lossy exchanges that tuning may use: "bf16", "fp16", "int8", "int4", "int3", "sparse". By default
-            tuning is lossless.
-        network: The links, or the file that `syncline probe` wrote. Without it, the links are probed.
+        quality: How far tuning may go: `"exact"`, `"same"` or `"close"`, as in `tune`. Overlap with the next forward
+            pass is not considered, because it would need changes of the script. Default: `"exact"`.
+        allow: Instead of `quality`: lossy exchanges that tuning may use: "bf16", "fp16", "int8", "int4", "int3",
+            "sparse".
+        network: The links, or the file that `syncline probe` wrote. Without it, the links are probed, unless too little
+            is at stake, or they are remembered from an earlier run.
         change: If False, change nothing and only report what would be faster.
         scaler: The GradScaler of the loss, as in `attach`.
-        probe_s: Time for probing the links, in seconds.
+        probe_s: The most time for probing the links, in seconds. It is less where less is at stake.
+        cache: Whether to remember probed links between runs, in a file under `$XDG_CACHE_HOME`.
+        retune: `"auto"` to tune again when exchanges take over 1.5 times as long as planned for at least 200 steps.
+            Further tunings take at most 2 % of the training time, and come at growing distances.
         timeout_s: Timeout of a collective in seconds. It becomes the timeout of the model's process group, so it also
             bounds plain DDP's all-reduces and the script's own collectives in that group, but not probes.
         quiet: Print nothing. By default rank 0 prints what was done.
-        optimizer: The optimizer of the model, to exchange its updates through `exchange`, as in `attach`.
+        optimizer: The optimizer of the model, to exchange its updates through `exchange`, as in `attach`; or, with
+            `quality`, where tuning chooses so.
         every, warmup, delay, outer: As in `attach`, for updates.
 
     Returns:
@@ -119,340 +84,20 @@ def follow(
     settings = TuneSettings(
         exchange=exchange,
         plan=plan,
+        quality=quality,
         allow=allow,
         network=network,
         change=change,
         scaler=scaler,
         probe_s=probe_s,
+        cache=cache,
+        retune=retune,
         timeout_s=timeout_s,
         quiet=quiet,
-        updates=optimizer is not None,
+        updates=optimizer is not None and quality is None,
         every=every,
         warmup=warmup,
         delay=delay,
         outer=outer,
     )
-    return Following(ddp_of(model), settings, find_optimizer=lambda: optimizer)
-
-
-class Following:
-    """A model that `follow` watches: what was measured and done, and how long its steps took."""
-
-    def __init__(
-        self,
-        ddp: DDP,
-        settings: TuneSettings,
-        find_scaler: Callable[[], GradScaler | None] | None = None,
-        find_optimizer: Callable[[], Optimizer | None] = lambda: None,
-    ) -> None:
-        """Follow a model. `find_scaler` returns the scaler of the loss; by default it is that of the settings.
-        `find_optimizer` returns the optimizer whose updates are to be exchanged, or None if it is not known yet. It may
-        raise an error that refuses the model, on all ranks alike."""
-        self._ddp = weakref.ref(ddp)  # the model's hooks refer to this object
-        self._settings, self._find_scaler = settings, find_scaler or (lambda: settings.scaler)
-        self._find_optimizer = find_optimizer
-        self._group: dist.ProcessGroup = ddp.process_group
-        self._device = only_device(parameters_of(ddp))
-        self._hosts: tuple[int, ...] = ()
-        self._attached: weakref.ref[Switch] | None = None  # what this object attached, not the script
-        self.profile: Profile | None = None
-        self.network: Network | None = None
-        self.plan: Plan | None = None
-        """The plan that was given or found, applied or not."""
-        self.trial: Trial | None = None
-        self.seconds = 0.0
-        """Time that the script has waited for measurements and changes."""
-        self._outcome = "Nothing was decided yet: the script ended too early."
-        self._watcher = StepWatcher(self._device, self._after_step)
-        self._log = StepLog(ddp, self._watcher, self._device)
-        bound_group(ddp.process_group, settings.timeout_s)
-        self.done = False
-        """Whether the decision has been made."""
-        self.working = False
-        """Whether it is measuring or changing something now. Models built meanwhile are not the script's."""
-        self.error: SynclineError | None = None
-        """Why the requested exchange or plan could not be applied, if it could not."""
-        self._closed = self._in_eval = False
-        self._is_first_forward = True  # whether no training forward has begun since the last step
-        # Registered before the watcher's hook, so that a step's clock starts when this one has returned. The hook holds
-        # the generator, which holds the model while it is profiled: a reference cycle that goes with the model.
-        self._step_hook: RemovableHandle | None = None
-        work = self._tune_or_keep_plain() if settings.tunes else self._apply_given()
-        self._hook = ddp.register_forward_pre_hook(Unseen(lambda *_: self._before_forward(work)))
-        self._work = weakref.ref(work)
-        self._watcher.watch(ddp, ddp, lambda: self._exchanges_updates)
-        self._caps = reducer.own_caps(ddp) if reducer.can_change() else ()
-        self._trained = _trained(ddp)
-        self._watchdog = watch_plain(ddp)
-
-    @property
-    def model(self) -> DDP:
-        """The model. Raises a `UsageError` if it no longer exists."""
-        if (ddp := self._ddp()) is None:
-            raise UsageError("the model that was followed no longer exists")
-        return ddp
-
-    @property
-    def handle(self) -> Handle | None:
-        """The handle of what is attached now, or None."""
-        return handle_if_attached(self.model)
-
-    def describe(self) -> str:
-        """Return what was done and why."""
-        if not self.done and not self._watcher.step_count and self._watcher.forward_count:
-            seen = "Nothing was decided: no backward from the model's output was seen."
-            return f"{seen} The output must contain tensors, and the script must call the model, not its forward."
-        return self._outcome
-
-    def record(self) -> ModelRecord:
-        """Return what is known so far as a record for a file. The model may be gone."""
-        known = {"profile": self.profile, "network": self.network, "plan": self.plan}
-        return self._log.record(outcome=self.describe(), caps=self._caps, host_of_rank=self._hosts, **known)
-
-    def note_loss(self, loss: Tensor) -> None:
-        """Record the loss of the next step: a tensor with one number that nothing changes any more."""
-        if self._ddp() is not None:
-            self._log.loss = loss
-
-    def close(self) -> None:
-        """Stop following. What is attached stays attached."""
-        self._closed = True
-        if (work := self._work()) is not None:
-            work.close()
-        self._hook.remove()
-        if self._step_hook is not None:
-            self._step_hook.remove()
-        self._watcher.close()
-        self._watchdog.stop()
-
-    def _after_step(self, step: Pass) -> None:
-        self._is_first_forward = True
-        self._in_eval = not self.model.training
-        self._log.step_ended(step)
-        self._watchdog.step = self._watcher.step_count
-
-    def _before_forward(self, work: Steps) -> None:
-        """Continue in the first training forward after a step, which is the same forward on all ranks."""
-        ddp = self.model
-        if self._closed or not self._is_first_forward or not torch.is_grad_enabled() or in_backward():
-            return
-        in_training = ddp.training or ddp.module.training or self._in_eval  # Lightning leaves the wrapper in eval mode
-        # Updates are attached before the first gradient of a step, so that a resumed step begins with its own weights.
-        syncs = ddp.require_backward_grad_sync or self._exchanges_updates or (self._settings.updates and not self.done)
-        if not syncs or not in_training:
-            return
-        self._is_first_forward = False
-        with current_device(self._device):
-            if self.done and self._is_ours and self._log.method != self._method:  # a warm-up is over
-                self._log.switch_to(self._method)
-            self._log.step_begins(self.handle, decided=self.done and self._is_ours)
-            # Another set of trained parameters, as when two models train in turns, is not the step that is tuned.
-            if self.done or _trained(ddp) != self._trained:
-                return
-            self.working = True
-            try:
-                next(work)
-            except SynclineError as error:
-                self.error, self.done = error, True
-                raise
-            except StopIteration:
-                self.done = True
-                self._log.switch_to(self._method)  # the steps from now on are those that count
-                self._print(self.describe())
-            finally:
-                self.working = False
-
-    # --- what happens between steps -----------------------------------------------------------------------------
-
-    def _apply_given(self) -> Steps:
-        self._check_untouched()
-        self._hosts = hosts_of(self._group)
-        settings = self._settings
-        optimizer: Optimizer | None = None
-        while settings.updates and (optimizer := self._find_optimizer()) is None:
-            self._outcome = "Updates were not exchanged: the script ended before its optimizer had stepped twice."
-            yield
-            self._check_untouched()
-        with self._paused():
-            if optimizer is not None:
-                self._attach_updates(optimizer)
-            elif settings.exchange is not None:
-                links, scaler = settings.network, self._find_scaler()
-                attach(self.model, settings.exchange, timeout_s=settings.timeout_s, network=links, scaler=scaler)
-                self._outcome = f"{settings.exchange!r} is attached, as requested."
-            elif settings.plan is not None:
-                plan = read_plan(settings.plan, self._group, self._device, "follow")
-                difference = difference_of(plan, parameters_of(self.model), self._group, "follow")
-                if difference is not None:
-                    raise UsageError(f"the plan does not fit: {difference}")
-                self.plan = plan
-                if not plan.nothing:
-                    self._check_changeable()
-                    self._switch_to(plan, agreed_network(self._group, self._device, "follow", lambda: settings))
-                self._outcome = f"The plan is applied, as requested: {plan.reason}"
-        self._note_change()
-        yield from ()  # no step is needed
-
-    def _attach_updates(self, optimizer: Optimizer) -> None:
-        settings, itself = self._settings, weakref.ref(self)
-        handle = attach(
-            self.model,
-            settings.exchange,
-            optimizer=optimizer,
-            timeout_s=settings.timeout_s,
-            network=settings.network,
-            scaler=self._find_scaler(),
-            **settings.update_options,
-        )
-        kind, first = type(optimizer).__name__, f" from step {self._watcher.step_count} on"
-        self._outcome = f"As requested, {handle.describe().splitlines()[0]}: updates of {kind}"
-        self._outcome += f"{first if self._watcher.step_count else ''}."
-
-        def stepped(*_: object) -> None:  # the optimizer holds its hooks
-            if (following := itself()) is not None:
-                following._watcher.optimizer_stepped()
-
-        self._step_hook = optimizer.register_step_post_hook(stepped)  # after the hook of `attach`, which exchanges
-
-    def _tune_or_keep_plain(self) -> Steps:
-        """Tune. If that is not possible, all ranks see the same reason and continue with plain DDP."""
-        try:
-            yield from self._tune()
-        except _CannotChangeError as reason:
-            kept = "The trial was stopped and the plan stays" if self._is_ours else "Left alone"
-            self._outcome = f"{kept}: {reason}."
-        except (SynclineError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
-            # Ranks share these errors while they measure and plan. A broken connection (a RuntimeError) is raised.
-            if self._is_ours:
-                self._switch_to(None)
-            message = str(error).rstrip(".") or type(error).__name__
-            self._outcome = f"Plain DDP stays, because tuning failed: {message}."
-
-    def _tune(self) -> Steps:
-        self._check_untouched()
-        self._hosts = hosts_of(self._group)
-        settings = self._settings
-        if self._group.size() == 1:
-            raise _CannotChangeError("there is one rank, which exchanges nothing")
-        yield from self._wait_for_steps(SETTLING)
-        if hasattr(self.model.module, "_orig_mod"):
-            raise _CannotChangeError("other buckets need a compiled model compiled again: use syncline.tune, or a plan")
-        with BackwardWatch(Subject.of(self.model), None, _PROFILED, 0, last_pass_only=True) as watch:
-            yield from self._wait_for_steps(_PROFILED)
-            with self._paused():
-                given = agreed_network(self._group, self._device, "follow", lambda: settings)
-                if settings.change:
-                    self._check_changeable()
-                profile = watch.profile(self._group)
-        with self._paused():
-            if given is None and self._group.size() != dist.get_world_size():
-                raise _CannotChangeError("its process group is part of the world, which cannot be probed: pass network")
-            key = (tuple(dist.get_process_group_ranks(self._group)), backend_of(self._group), settings.allow)
-            if given is None and key not in _probed:
-                self._print(f"probing the links for about {settings.probe_s:g} s, while the script waits")
-                _probed[key] = probe_for(self._group, settings.allow, settings.probe_s)
-            self.network = given or _probed[key]
-            self.profile, self.plan = plan_for_live(self.model, profile, self.network, settings.allow, self._device)
-        if not settings.change or self.plan.nothing:
-            self._outcome = self.plan.reason if settings.change else f"Only observed. {self.plan.reason}"
-            return
-        yield from self._try(self.plan, self.network)
-
-    def _try(self, plan: Plan, network: Network) -> Steps:
-        """Let plain DDP and the plan take turns over the script's own steps, and keep the faster."""
-        schedule = Schedule.on_live_steps(plan)
-        step_s: dict[Turn, list[float]] = {"plain": [], "plan": []}
-
-        def take_turn(turn: Turn) -> None:
-            with self._paused():
-                if (turn == "plan") != (self.handle is not None):
-                    self._switch_to(plan if turn == "plan" else None, network)
-
-        for turn in schedule.turns:
-            take_turn(turn)
-            yield from self._wait_for_steps(schedule.settling)
-            first = self._watcher.step_count
-            yield from self._wait_for_steps(schedule.counted)
-            step_s[turn] += self._log.step_times_s(first, first + schedule.counted)
-        self.trial = Trial.of(self._group, step_s)
-        take_turn("plan" if self.trial.won else "plain")
-        self._outcome = f"{plan.reason} {self.trial.describe('step')}"
-        if has_residual(plan) and not self.trial.won:
-            self._outcome += " The residual of its steps is dropped."
-
-    def _wait_for_steps(self, count: int) -> Steps:
-        end = self._watcher.step_count + count
-        while self._watcher.step_count < end:
-            yield
-            self._check_untouched()
-
-    @property
-    def _is_ours(self) -> bool:
-        """Whether this object attached what is attached now."""
-        switch = switches.get(self.model)
-        return switch is not None and self._attached is not None and self._attached() is switch
-
-    @property
-    def _exchanges_updates(self) -> bool:
-        """Whether updates are exchanged now, so that backward passes do not synchronise."""
-        ddp = self._ddp()
-        engine = None if ddp is None or (switch := switches.get(ddp)) is None else switch.engine
-        return engine is not None and not engine.exchanges_gradients
-
-    @property
-    def _method(self) -> str:
-        """The name of what exchanges the gradients or updates now, as in run records."""
-        if self.handle is None:
-            return PLAIN
-        if self._settings.updates and self._is_ours:
-            assert self._settings.exchange is not None  # noqa: S101 - checked by the settings
-            return f"updates by {name_of(self._settings.exchange)}" if self._exchanges_updates else "the warm-up"
-        return "the plan" if self.handle.plan is not None else name_of(self.handle.exchange)
-
-    def _print(self, text: str) -> None:
-        if not self._settings.quiet and self._group.rank() == 0:
-            print(f"syncline: {type(self.model.module).__name__}: {text}", file=sys.stderr, flush=True)
-
-    def _switch_to(self, plan: Plan | None, network: Network | None = None) -> None:
-        """Give the model the buckets and exchanges of a plan, or make it plain DDP."""
-        for parameter in self.model.module.parameters():  # gradients may be views of buckets that are about to go
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.detach().clone()
-        if plan is None:
-            reducer.make_plain(self.model)
-        else:
-            timeout_s, scaler = self._settings.timeout_s, self._find_scaler()
-            make_planned(self.model, plan, network=network, timeout_s=timeout_s, scaler=scaler)
-        self._note_change()
-
-    def _note_change(self) -> None:
-        switch = switches.get(self.model)
-        self._attached = None if switch is None else weakref.ref(switch)
-        self._log.switch_to(self._method)
-
-    @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        """Count the time while the script waits, and restore its random numbers."""
-        began_s = time.monotonic()
-        try:
-            with same_random_numbers(self._device):
-                yield
-        finally:
-            self.seconds += time.monotonic() - began_s
-
-    def _check_untouched(self) -> None:
-        """Raise an error if the script itself does something that excludes a change; every rank sees it by itself."""
-        if self.model in switches and not self._is_ours:
-            raise _CannotChangeError("the script attaches to this model itself")
-        if (other := other_hook(self.model)) is not None:
-            raise _CannotChangeError(f"the script registered a communication hook ({other})")
-        if self.model._join_config.enable:
-            raise _CannotChangeError("under join() ranks make different numbers of steps, and cannot meet between them")
-
-    def _check_changeable(self) -> None:
-        if (why_not := reducer.why_not_change(self.model)) is not None:
-            raise _CannotChangeError(f"{why_not}; see `syncline plan` and syncline.wrap(net, plan)")
-
-
-def _trained(ddp: DDP) -> frozenset[int]:
-    return frozenset(id(parameter) for parameter in parameters_of(ddp).values() if parameter.requires_grad)
+    return Following(ddp_of(model, "follow"), settings, find_optimizer=lambda: optimizer, tunes_updates=True)

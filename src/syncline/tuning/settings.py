@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, Exchange
+from syncline.plan.rungs import allowed_names, check_quality, rungs_of
 from syncline.plan.search import ALLOWED, check_allowed
 from syncline.records.network import Network
 from syncline.records.plan import Plan
@@ -31,6 +32,10 @@ class TuneSettings:
     exchange: Exchange | None = None
     plan: Plan | PathLike | None = None
     allow: Sequence[str] = ()
+    quality: str | None = None
+    cache: bool = True
+    retune: str | None = None
+    """`"auto"` to tune again when links have changed, in `follow`."""
     network: Network | PathLike | None = None
     change: bool = True
     budget_s: float = BUDGET_S
@@ -53,8 +58,17 @@ class TuneSettings:
             if value is not None and not isinstance(value, kind | str | os.PathLike):
                 raise UsageError(f"{name} is a {type(value).__name__}: pass a {kind.__name__}, or its file")
         object.__setattr__(self, "allow", check_allowed(self.allow))
-        if not self.tunes and (self.allow or not self.change):
-            raise UsageError("allow and change=False are for tuning, which an exchange or a plan replaces")
+        check_quality(self.quality)
+        if self.quality is not None and self.allow:
+            text = "quality= chooses among methods by what was measured, and allow= names them one by one"
+            raise UsageError(f"quality and allow exclude each other: {text}")
+        if not self.tunes and (self.allow or self.quality is not None or not self.change):
+            raise UsageError("allow, quality and change=False are for tuning, which an exchange or a plan replaces")
+        if self.retune not in (None, "auto") or (self.retune and not (self.tunes and self.change)):
+            text = "it must be 'auto', and is for tuning that may change the model" if self.retune else "leave it out"
+            raise UsageError(f"retune is {self.retune!r}: {text}")
+        if not isinstance(self.cache, bool):
+            raise UsageError(f"cache is {self.cache!r}: it must be True or False")
         for name, least_s in (("budget_s", MIN_BUDGET_S), ("probe_s", 1.0)):
             seconds = getattr(self, name)
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not least_s <= seconds < 1e6:
@@ -79,6 +93,12 @@ class TuneSettings:
         return self.exchange is None and self.plan is None
 
     @property
+    def may_exchange_updates(self) -> bool:
+        """Whether updates are exchanged, or tuning may choose to do so."""
+        tuned = self.tunes and self.quality is not None and any(rung.updates for rung in rungs_of(self.quality))
+        return self.updates or tuned
+
+    @property
     def update_options(self) -> dict[str, Any]:
         """The arguments of `attach` for updates, without the optimizer."""
         return {"every": self.every, "warmup": self.warmup, "delay": self.delay, "outer": self.outer}
@@ -95,6 +115,7 @@ def has_residual(plan: Plan) -> bool:
     return any(exchange.keeps for exchange in plan.exchanges)
 
 
-def allows_residual(allow: Sequence[str]) -> bool:
-    """Whether a plan that may use these lossy exchanges may have one that keeps a residual."""
+def allows_residual(settings: TuneSettings) -> bool:
+    """Whether a plan that tuning finds may have an exchange that keeps a residual."""
+    allow = settings.allow if settings.quality is None else allowed_names(settings.quality)
     return any(EXCHANGES[name]().keeps for kind in allow for name in ALLOWED[kind])

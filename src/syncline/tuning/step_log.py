@@ -119,9 +119,13 @@ class StepLog:
 
     def step_times_s(self, first: int, end: int) -> list[float]:
         """Return the durations of recent steps."""
+        return [moments.step_s for moments in self.moments(first, end)]
+
+    def moments(self, first: int, end: int) -> list[Moments]:
+        """Return the moments of recent steps."""
         self._read(wait=True)
-        step_s = {moments.number: moments.step_s for moments in self._recent}
-        return [step_s[number] for number in range(first, end)]
+        known = {moments.number: moments for moments in self._recent}
+        return [known[number] for number in range(first, end)]
 
     def record(self, **fields: Any) -> ModelRecord:
         """Return the record of all steps so far. `fields` are the other fields of the record."""
@@ -176,7 +180,7 @@ def _pace(method: _Method) -> Pace:
         high_s=spread.high_s,
         forward_s=median(moments.backward_s - moments.start_s for moments in steps),
         backward_s=median(moments.backward_end_s - moments.backward_s for moments in steps),
-        exposed_s=median(moments.end_s - moments.backward_end_s for moments in steps),
+        exposed_s=median(moments.exposed_s for moments in steps),
         between_s=median([m.between_s for m in steps if m.between_s is not None] or [0.0]),
         sent_bytes=method.sent_bytes,
     )

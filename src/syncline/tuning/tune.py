@@ -1,8 +1,8 @@
 """`tune`: measure, plan, try, and apply the faster of plan and plain DDP to a live model, in place.
 
-All ranks profile the model without communication, probe the links and make a plan. Plain DDP and the plan then take
-turns on the model itself, and the faster one stays. The model remains the same object with the same weights, buffers
-and gradients, and random number generators keep their state.
+All ranks profile the model without communication, time some steps of plain DDP, probe the links if that can pay, and
+choose an exchange. Plain DDP and the choice then take turns on the model itself, and the faster one stays. The model
+remains the same object with the same weights, buffers and gradients, and random number generators keep their state.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 import msgspec
 import torch
@@ -20,99 +19,38 @@ import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
 
 from syncline.ddp import reducer
-from syncline.ddp.attach import make_planned
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import switches
+from syncline.ddp.overlap_setup import why_not_overlap
 from syncline.dist.agreement import current_device
-from syncline.dist.comm import backend_of, bound_group, gather_bytes, group_device
+from syncline.dist.comm import bound_group, gather_bytes
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES, wire
-from syncline.health.meeting import meeting, same_on_all_ranks
+from syncline.health.meeting import meeting
 from syncline.health.watchdog import watch_plain
-from syncline.measure.assumed_network import assumed_links
 from syncline.measure.backward_watch import watch_backward
-from syncline.measure.overhead import measure_overheads
 from syncline.measure.preserve_state import Weights, restored_on_exit
-from syncline.measure.probe import probe
 from syncline.measure.steps import run_on_all_ranks
-from syncline.plan.make import make_plan
-from syncline.plan.search import options
-from syncline.predict.exchange_time import topology_of
+from syncline.plan.ladder import Choice, choice_of
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
-from syncline.runtime.topology import NetworkOrFile, check_network, hosts_of, read_network
-from syncline.runtime.validation import ddp_of, only_device, parameters_of
-from syncline.tuning.settings import BUDGET_S, MIN_BUDGET_S, TuneSettings, has_residual
+from syncline.runtime.topology import NetworkOrFile
+from syncline.runtime.validation import check_steps_all, ddp_of, only_device, parameters_of
+from syncline.tuning.apply import apply_choice, undone_steps, without_warmup
+from syncline.tuning.choose import agreed_network, choose_for_live, find_network, may_shorten, plain_choice
+from syncline.tuning.settings import BUDGET_S, MIN_BUDGET_S, TuneSettings
+from syncline.tuning.stakes import Stakes
+from syncline.tuning.trials import SETTLING, Schedule, Trial, Turn, reduced, repaid_after
 
 Step = Callable[[nn.Module], object]
 
 _PROBE_SHARE, _PROFILE_SHARE, _TRIAL_SHARE = 0.4, 0.15, 0.4  # parts of the budget
 _PROFILED = (5, 20)  # fewest and most steps that are profiled
-SETTLING = 3
-"""Steps after a change until DDP has rebuilt its buckets and caches are warm."""
-_MAX_RATIO = 0.99  # a plan wins if its steps take less than this fraction of plain DDP's time
-_LIVE_STEPS, _LONG_STEP_S = 8, 1.0  # steps of a turn of `follow`, which tries fewer if they take longer than this
-_BUDGETED_STEPS = (4, 15)
-
-Turn = Literal["plain", "plan"]
-_FOUR_TURNS: tuple[Turn, ...] = ("plain", "plan", "plan", "plain")
-_TWO_TURNS: tuple[Turn, ...] = ("plain", "plan")
-
-
-@dataclass(frozen=True)
-class Trial:
-    """The times of plain DDP and of a plan that took turns: medians over steps. The slowest rank counts."""
-
-    plain_s: float
-    plan_s: float
-    steps: int
-    """Number of counted steps of plain DDP, and as many of the plan."""
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup, step_s: Mapping[Turn, Sequence[float]]) -> Trial:
-        """Return the result, given the step times on this rank. Collective: the result is the same on all ranks."""
-        slowest = [_reduced(group, step_s[turn], dist.ReduceOp.MAX) for turn in _TWO_TURNS]
-        return cls(statistics.median(slowest[0]), statistics.median(slowest[1]), len(step_s["plan"]))
-
-    @property
-    def won(self) -> bool:
-        """Whether the plan is faster than plain DDP."""
-        return self.plan_s < _MAX_RATIO * self.plain_s
-
-    def describe(self, what: str = "forward and backward") -> str:
-        """Return one sentence with both times and which of the two is kept."""
-        stays = "the plan stays" if self.won else "plain DDP stays"
-        return f"Tried: plain DDP {self.plain_s * 1e3:.1f} ms, the plan {self.plan_s * 1e3:.1f} ms per {what}: {stays}."
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Turns of a trial, and the steps in each."""
-
-    turns: tuple[Turn, ...]
-    settling: int
-    counted: int
-
-    @classmethod
-    def within(cls, budget_s: float, plan: Plan) -> Schedule:
-        """Return the schedule whose steps fit into a budget, by the plan's own predictions."""
-        longest_s = max(plan.plain_s, plan.iteration_s, 1e-6)
-        fewest, most = _BUDGETED_STEPS
-        turns, settling, counted = _FOUR_TURNS, SETTLING, int(budget_s / (4 * longest_s)) - SETTLING
-        if counted < fewest:  # of long steps, a few are enough
-            turns, settling, counted = _TWO_TURNS, 2, int(budget_s / (2 * longest_s)) - 2
-        return cls(turns, settling, max(2, min(most, counted)))
-
-    @classmethod
-    def on_live_steps(cls, plan: Plan) -> Schedule:
-        """Return the schedule for a script's own steps."""
-        long = plan.plain_s > _LONG_STEP_S
-        # Each change of the exchange drops its residual, so a plan with one gets a single turn.
-        turns = _TWO_TURNS if long or has_residual(plan) else _FOUR_TURNS
-        return cls(turns, 2, _LIVE_STEPS // 2) if long else cls(turns, SETTLING, _LIVE_STEPS)
+_PLAIN_STEPS = 5  # steps of plain DDP that show how long a step waits for communication
+_OVERLAP_SETTLING = 8  # steps until weights are in shards, and two more
 
 
 @dataclass(frozen=True)
@@ -122,10 +60,11 @@ class Tuned:
     Attributes:
         plan: The best plan that was found. It may be to do nothing.
         trial: The times of plain DDP and of the plan. None if plain DDP was predicted to be best, so nothing was tried.
-        handle: The handle of the attached plan. None if plain DDP stays.
+        handle: The handle of what is attached. None if plain DDP stays.
         profile: The profile of the model.
-        network: The links that the plan was made for.
+        network: The links that the plan was made for. None if too little was at stake to measure them.
         seconds: Time that tuning took.
+        choice: What was chosen and tried: the plan, or arguments of `attach`; and what else was considered.
         model: The model.
 
     Example:
@@ -137,27 +76,45 @@ class Tuned:
     trial: Trial | None
     handle: Handle | None
     profile: Profile
-    network: Network
+    network: Network | None
     seconds: float
+    choice: Choice
     model: DDP = field(repr=False)
 
+    def __repr__(self) -> str:
+        stays = "plain DDP" if self.handle is None else self.choice.name
+        return f"Tuned({type(self.model.module).__name__}: {stays}; describe() says why)"
+
     def describe(self) -> str:
-        """Return the reason for the plan, and the result of the trial if there was one."""
-        return self.plan.reason if self.trial is None else f"{self.plan.reason}\n{self.trial.describe()}"
+        """Return the reason for the choice, the result of the trial if there was one, and what tuning cost."""
+        lines = [self.choice.reason]
+        if self.trial is not None:
+            lines.append(self.trial.describe(*self._trial_words))
+        if self.model.process_group.size() > 1:
+            lines.append(repaid_after(self.seconds, 0.0 if self.trial is None else self.trial.saved_s))
+        return "\n".join(lines)
+
+    @property
+    def _trial_words(self) -> tuple[str, str]:
+        step = "step" if self.choice.needs_optimizer else "forward and backward"
+        return step, self.choice.name
 
 
 def tune(
     model: nn.Module,
     step: Step,
     *,
+    optimizer: Optimizer | None = None,
+    quality: str | None = None,
     allow: Sequence[str] = (),
     budget_s: float = BUDGET_S,
     network: NetworkOrFile = None,
     timeout_s: float | None = None,
     scaler: GradScaler | None = None,
+    cache: bool = True,
     quiet: bool = False,
 ) -> Tuned:
-    """Find the fastest way for a DDP model to exchange its gradients, and apply it in place.
+    """Find the gentlest fast way for a DDP model to exchange its gradients, and apply it in place.
 
     All ranks of the model's process group must call `tune` with the same arguments. An exchange that was attached
     before is replaced, and its residual is dropped. From then on each rank logs one line when another rank stops
@@ -167,13 +124,22 @@ def tune(
         model: A DistributedDataParallel model.
         step: Runs one forward and backward on the module it gets, as in training but without an update. It is called
             some dozens of times, with the module inside DDP or with the model itself, so it should reuse one batch.
-        allow: Lossy exchanges that the plan may use: "bf16", "fp16", "int8", "int4", "int3", "sparse". By default
-            plans are lossless.
-        budget_s: Time that tuning may take, in seconds. At least eight steps of plain DDP and of the plan are run.
-        network: The links, or the file that `syncline probe` wrote. Without it, the links are probed.
+        optimizer: The optimizer of the model. With it, methods that need one may be chosen: overlap with the next
+            forward pass, which is lossless, and with `quality="close"` exchanges of updates. Scripts must know some
+            things about each. While `tune` runs it is stepped; its state and the weights are restored.
+        quality: How far the choice may go: `"exact"` is lossless, `"same"` also permits compression that was measured
+            to train as dense gradients do, and `"close"` also permits methods that were measured to stay behind a
+            little. The gentlest method within 5 % of the fastest is chosen. Default: `"exact"`.
+        allow: Instead of `quality`: lossy exchanges of gradients that may be used, one by one: "bf16", "fp16", "int8",
+            "int4", "int3", "sparse". The fastest is chosen.
+        budget_s: Time that tuning may take, in seconds. It takes less where little is at stake, but at least some steps
+            of plain DDP and of the choice are run.
+        network: The links, or the file that `syncline probe` wrote. Without it, the links are probed, unless too little
+            is at stake, or they are remembered from an earlier run.
         timeout_s: Timeout of a collective, now and later. It becomes the timeout of the model's process group, as in
             `follow`.
         scaler: The GradScaler of the loss, as in `attach`.
+        cache: Whether to remember probed links between runs, in a file under `$XDG_CACHE_HOME`.
         quiet: Print nothing. By default rank 0 prints what was chosen and why.
 
     Returns:
@@ -187,9 +153,11 @@ def tune(
         >>> def step(model):  # doctest: +SKIP
         ...     loss_fn(model(inputs), labels).backward()
         >>> tuned = syncline.tune(DDP(net), step)  # doctest: +SKIP
+        >>> tuned = syncline.tune(DDP(net), step, optimizer=optimizer, quality="same")  # doctest: +SKIP
     """
     began_s = time.monotonic()
-    ddp = ddp_of(model)
+    ddp = ddp_of(model, "tune")
+    check_step(step)
     group: dist.ProcessGroup = ddp.process_group
     parameters = parameters_of(ddp)
     device = only_device(parameters)
@@ -201,26 +169,52 @@ def tune(
             raise UsageError("the model's process group is a part of the world, which cannot be probed: pass network=")
         if (why_not := reducer.why_not_change(ddp)) is not None:
             raise UsageError(f"{why_not}: see `syncline plan` and syncline.wrap(net, plan)")
-        return TuneSettings(allow=allow, budget_s=budget_s, network=network, timeout_s=timeout_s, scaler=scaler)
+        if optimizer is not None:
+            check_steps_all(optimizer, parameters)
+        return TuneSettings(
+            quality=quality,
+            allow=allow,
+            budget_s=budget_s,
+            network=network,
+            timeout_s=timeout_s,
+            scaler=scaler,
+            cache=cache,
+        )
 
     with current_device(device), meeting(group, "tune", users=True):
-        links = agreed_network(group, device, "tune", checked)
+        settings, links = agreed_network(group, device, "tune", checked)
         bound_group(group, timeout_s)
         with restored_on_exit(ddp.module, device):
             # DDP must be rebuilt if something is attached, and with a static graph: its first step also counts what
             # happens on the module.
             rebuild = ddp in switches or ddp.static_graph
-            trial: Trial | None = None
             weights = Weights(parameters)
+            tuner = _Tuner(ddp, step, device, optimizer, scaler, settings, began_s)
             try:
-                profile = _profile(ddp, step, _PROFILE_SHARE * budget_s, device, weights)
-                links = links or probe_for(group, allow, _PROBE_SHARE * budget_s)
-                profile, plan = plan_for_live(ddp, profile, links, allow, device)
-                rebuild = rebuild or not plan.nothing
-                if not plan.nothing:
-                    left_s = max(MIN_BUDGET_S, budget_s - (time.monotonic() - began_s))
-                    (least_s,) = _reduced(group, [left_s], dist.ReduceOp.MIN)
-                    trial = _try(ddp, plan, step, _TRIAL_SHARE * least_s, device, network=links, timeout_s=timeout_s)
+                profile, plain_s = tuner.profile(_PROFILE_SHARE * budget_s, weights)
+                hint = ""
+                why_not: str | None = "There is only one rank, which has nothing to exchange."
+                if links is None and group.size() > 1:
+                    if rebuild:
+                        _restore_plain(ddp)
+                    stakes, rebuild = tuner.stakes(plain_s), True
+                    plain_s, why_not = stakes.step_s, stakes.why_not_probe
+                    if why_not is None:
+                        hint = stakes.hint if quality is None and not allow else ""
+                        shorter = may_shorten(group, settings)
+                        probe_s = stakes.probe_s(_PROBE_SHARE * budget_s, shorter=shorter)
+                        links = find_network(group, settings, probe_s, overlap=optimizer is not None)
+                if links is None or group.size() == 1:
+                    choice = plain_choice(profile, group, plain_s, why_not or "")
+                else:
+                    able = {"updates": optimizer is not None, "overlap": tuner.can_overlap()}
+                    profile, choice = choose_for_live(ddp, profile, links, settings, device, **able)
+                if hint:
+                    choice = msgspec.structs.replace(choice, reason=choice.reason + hint)
+                trial: Trial | None = None
+                if not choice.nothing:
+                    rebuild = True
+                    trial = tuner.try_out(choice, links, weights)
                 run_on_all_ranks(group, lambda: _check_unchanged(weights))
             except BaseException:
                 _restore_plain(ddp)
@@ -229,64 +223,117 @@ def tune(
                 _restore_plain(ddp)
             handle = None
             if trial is not None and trial.won:
-                handle = make_planned(ddp, plan, network=links, timeout_s=timeout_s, scaler=scaler)
+                handle = apply_choice(
+                    ddp, choice, network=links, timeout_s=timeout_s, scaler=scaler, optimizer=optimizer
+                )
             else:
                 watch_plain(ddp)
             if hasattr(ddp.module, "_orig_mod"):  # compiled: DDP splits the graph where its buckets end
                 torch.compiler.reset()
-    tuned = Tuned(plan, trial, handle, profile, links, time.monotonic() - began_s, ddp)
+    (seconds,) = reduced(group, [time.monotonic() - began_s], dist.ReduceOp.MAX)
+    tuned = Tuned(choice.plan, trial, handle, profile, links, seconds, choice, ddp)
     if not quiet and group.rank() == 0:
         print(f"syncline: {tuned.describe()}", file=sys.stderr)
     return tuned
 
 
-def agreed_network(
-    group: dist.ProcessGroup, device: torch.device, call: str, check: Callable[[], TuneSettings]
-) -> Network | None:
-    """Return the network of the settings that `check` returns, if it has one, once all ranks agree. Collective."""
-    with same_on_all_ranks(group, device, f"the configuration of {call}", call) as fields:
-        settings = check()
-        network = read_network(settings.network, fields)
-        fields |= {"allow": list(settings.allow), "change": settings.change, "budget_s": settings.budget_s}
-        fields |= {"timeout_s": settings.timeout_s, "scaler": settings.scaler is not None}
-    if network is not None:
-        check_network(network, hosts_of(group), backend_of(group))
-    return network
+@dataclass(frozen=True)
+class _Tuner:
+    """Runs steps of a model that is tuned."""
+
+    ddp: DDP
+    step: Step
+    device: torch.device
+    optimizer: Optimizer | None
+    scaler: GradScaler | None
+    settings: TuneSettings
+    began_s: float
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group: dist.ProcessGroup = self.ddp.process_group
+        return group
+
+    def can_overlap(self) -> bool:
+        """Return whether the exchange can extend into the next forward pass."""
+        return self.optimizer is not None and why_not_overlap(self.ddp, self.optimizer) is None
+
+    def profile(self, budget_s: float, weights: Weights) -> tuple[Profile, float]:
+        """Profile the module inside DDP, without communication, on all ranks at once. Collective.
+
+        Returns:
+            The profile, and the median step of this rank.
+        """
+        times_s: list[float] = []
+        module: nn.Module = self.ddp.module
+
+        def run(count: int) -> bytes:
+            times_s.extend(self._timed(module) for _ in range(count))
+            return _check_unchanged(weights) if len(times_s) == 1 else b""
+
+        with watch_backward(module, steps=_PROFILED[1], skip=2, model_name=type(module).__name__) as watch:
+            run_on_all_ranks(self.group, lambda: run(1))
+            run_on_all_ranks(self.group, lambda: run(1))
+            slowest_s = max(*reduced(self.group, times_s[-1:], dist.ReduceOp.MAX), 1e-6)
+            count = max(_PROFILED[0], min(_PROFILED[1], int(budget_s / slowest_s)))
+            run_on_all_ranks(self.group, lambda: run(count))
+            return watch.profile(self.group), statistics.median(times_s[2:])
+
+    def stakes(self, alone_s: float) -> Stakes:
+        """Time plain DDP, and return how much longer its steps are than without communication. Collective."""
+        times_s = [self._timed(self.ddp) for _ in range(SETTLING + _PLAIN_STEPS)][SETTLING:]
+        (slowest_s,) = reduced(self.group, [alone_s], dist.ReduceOp.MAX)
+        slowest = reduced(self.group, times_s, dist.ReduceOp.MAX)
+        return Stakes(statistics.median(slowest), max(0.0, statistics.median(slowest) - slowest_s))
+
+    def try_out(self, choice: Choice, network: Network | None, weights: Weights) -> Trial:
+        """Let plain DDP and the choice take turns with the user's step. Collective."""
+        left_s = max(MIN_BUDGET_S, self.settings.budget_s - (time.monotonic() - self.began_s))
+        (least_s,) = reduced(self.group, [left_s], dist.ReduceOp.MIN)
+        longest_s = max(choice.plain_s, choice.iteration_s)
+        schedule = Schedule.within(_TRIAL_SHARE * least_s, longest_s, choice.period)
+        step_s: dict[Turn, list[float]] = {"plain": [], "plan": []}
+        stepped = self.optimizer if choice.needs_optimizer else None
+        overlaps = choice.attachment is not None and choice.attachment.overlap
+        options = {"network": network, "timeout_s": self.settings.timeout_s, "scaler": None, "optimizer": stepped}
+        measured = choice_of(without_warmup(choice.plan)) if choice.attachment is None else choice
+        trial = None
+        with undone_steps(stepped, weights, self.scaler):
+            for number, turn in enumerate(schedule.turns, 1):
+                _restore_plain(self.ddp)
+                settling = schedule.settling
+                if turn == "plan":
+                    apply_choice(self.ddp, measured, warmup=0, **options)  # type: ignore[arg-type]
+                    settling = _OVERLAP_SETTLING if overlaps else settling
+                count = settling + schedule.counted
+                step_s[turn] += [self._timed(self.ddp, stepped) for _ in range(count)][settling:]
+                if step_s["plan"] and len(step_s["plan"]) == len(step_s["plain"]):
+                    trial = Trial.of(self.group, step_s, choice.period)
+                    if trial.clear or number == len(schedule.turns):
+                        break
+            _restore_plain(self.ddp)
+        assert trial is not None  # noqa: S101 - a schedule has turns of both
+        return trial
+
+    def _timed(self, module: nn.Module, optimizer: Optimizer | None = None) -> float:
+        """Run one step from empty gradients and return its duration. All ranks start a step of DDP together."""
+        self.ddp.zero_grad()
+        if module is self.ddp and optimizer is None:  # with one, steps follow each other, and hide what they can
+            gather_bytes(self.group, b"")
+        began_s = time.monotonic()
+        self.step(module)
+        if optimizer is not None:
+            optimizer.step()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.monotonic() - began_s
 
 
-def probe_for(group: dist.ProcessGroup, allowed: Sequence[str], budget_s: float) -> Network:
-    """Probe the collectives that a plan may use, and no others. Collective."""
-    if group.size() == 1:
-        return assumed_links((0,), backend=backend_of(group))
-    has_levels = group.size() > len(set(hosts_of(group)))
-    kinds = wire.KINDS if allowed or has_levels else ("all_reduce", "broadcast")
-    return probe(budget_s=budget_s, kinds=kinds)
-
-
-def plan_for_live(
-    ddp: DDP, profile: Profile, network: Network, allowed: Sequence[str], device: torch.device
-) -> tuple[Profile, Plan]:
-    """Return the profile with the cost of exchanges on this device, and rank 0's plan. Collective.
-
-    All ranks use the plan of rank 0, because hosts may round differently.
-    """
-    group: dist.ProcessGroup = ddp.process_group
-    exchanges = {name: EXCHANGES[name] for name in options(network, allowed)}
-    overheads = measure_overheads(device, exchanges, topology=topology_of(network), group=group)
-    profile = msgspec.structs.replace(profile, overheads=overheads)
-    caps = reducer.own_caps(ddp)
-
-    def encoded_plan() -> bytes:
-        return msgspec.json.encode(make_plan(profile, network, allowed, caps=caps)) if group.rank() == 0 else b""
-
-    return profile, msgspec.json.decode(run_on_all_ranks(group, encoded_plan)[0], type=Plan)
-
-
-def _reduced(group: dist.ProcessGroup, values: Sequence[float], op: Any) -> list[float]:
-    """Return the smallest or largest values of all ranks. Collective."""
-    reduced = torch.tensor(values, dtype=torch.float64, device=group_device(group))
-    dist.all_reduce(reduced, op=op, group=group)
-    return [float(value) for value in reduced]
+def check_step(step: object) -> None:
+    """Raise a UsageError unless `step` can be called."""
+    if not callable(step):
+        text = "pass a function that runs forward and backward on the model it gets"
+        raise UsageError(f"tune(model, step): step is {step!r}: {text}")
 
 
 def _check_unchanged(weights: Weights) -> bytes:
@@ -299,49 +346,6 @@ def _check_unchanged(weights: Weights) -> bytes:
         "weights. The weights have been restored. If step ran the optimizer, its state now differs between ranks: "
         "create the optimizer again, or load its state from a checkpoint on every rank"
     )
-
-
-def _profile(ddp: DDP, step: Step, budget_s: float, device: torch.device, weights: Weights) -> Profile:
-    """Profile the module inside DDP, without communication, on all ranks at once. Collective."""
-    group: dist.ProcessGroup = ddp.process_group
-    times_s: list[float] = []
-
-    def run(count: int) -> bytes:
-        times_s.extend(_timed_step(ddp, ddp.module, step, device) for _ in range(count))
-        return _check_unchanged(weights) if len(times_s) == 1 else b""
-
-    with watch_backward(ddp.module, steps=_PROFILED[1], skip=2, model_name=type(ddp.module).__name__) as watch:
-        run_on_all_ranks(group, lambda: run(1))
-        run_on_all_ranks(group, lambda: run(1))
-        slowest_s = max(*_reduced(group, times_s[-1:], dist.ReduceOp.MAX), 1e-6)
-        count = max(_PROFILED[0], min(_PROFILED[1], int(budget_s / slowest_s)))
-        run_on_all_ranks(group, lambda: run(count))
-        return watch.profile(group)
-
-
-def _try(ddp: DDP, plan: Plan, step: Step, budget_s: float, device: torch.device, **options: Any) -> Trial:
-    """Let plain DDP and the plan take turns with the user's step. Collective."""
-    schedule = Schedule.within(budget_s, plan)
-    step_s: dict[Turn, list[float]] = {"plain": [], "plan": []}
-    for turn in schedule.turns:
-        _restore_plain(ddp)
-        if turn == "plan":
-            make_planned(ddp, plan, scaler=None, **options)
-        count = schedule.settling + schedule.counted
-        step_s[turn] += [_timed_step(ddp, ddp, step, device) for _ in range(count)][schedule.settling :]
-    return Trial.of(ddp.process_group, step_s)
-
-
-def _timed_step(ddp: DDP, module: nn.Module, step: Step, device: torch.device) -> float:
-    """Run one step from empty gradients and return its duration. All ranks start a step of DDP together."""
-    ddp.zero_grad()
-    if module is ddp:
-        gather_bytes(ddp.process_group, b"")
-    began_s = time.monotonic()
-    step(module)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.monotonic() - began_s
 
 
 def _restore_plain(ddp: DDP) -> None:

@@ -1,0 +1,332 @@
+"""Choose the gentlest rung of the ladder that is fast enough, within what `quality` permits, and explain the choice."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from syncline.errors import UsageError
+from syncline.exchange import Dense, Exchange, Hierarchical, OkTopk, default_lanes, made_of, name_of, settings
+from syncline.plan.make import SPARSE_WARMUP_STEPS, make_plan, plan_for
+from syncline.plan.rungs import QUALITIES, Rung, allowed_names, check_quality, rungs_of
+from syncline.plan.search import LEAST_GAIN, options
+from syncline.predict import Prediction, Schedule, predict
+from syncline.predict.schedule import DDP_CAPS, OVERLAP, UPDATES, Updates
+from syncline.records.bucket_caps import filled
+from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.records.profile import Profile
+from syncline.units import milliseconds_text
+
+TOLERANCE = 0.05
+"""A gentler rung is chosen if it takes at most this share longer than the fastest one that is allowed."""
+_MOST_BY_BUCKETS = 1.25  # other buckets than DDP's are searched where a gain of this factor could decide
+
+
+class RungTime(msgspec.Struct, frozen=True, kw_only=True):
+    """A rung that was considered, and its predicted time per step."""
+
+    rung: str
+    quality: str
+    lossless: bool
+    iteration_s: float
+
+
+class Attachment(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments of `attach`, for choices that do not change DDP's buckets."""
+
+    exchange: dict[str, Any]
+    lanes: int | None = None
+    updates: bool = False
+    every: int = 1
+    overlap: bool = False
+
+    def code(self) -> str:
+        """Return the call as Python code."""
+        parts = ["model", _code_of(made_of(self.exchange))]
+        parts += ["optimizer=optimizer"] if self.updates or self.overlap else []
+        parts += [f"every={self.every}"] if self.every > 1 else []
+        parts += ['overlap="forward"'] if self.overlap else []
+        parts += [f"lanes={self.lanes}"] if self.lanes is not None else []
+        return f"syncline.attach({', '.join(parts)})"
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """What was chosen for a model on a cluster, and how to apply it."""
+
+    schema: int = 1
+    rung: str
+    quality: str  # of the rung, which may be better than what was allowed
+    lossless: bool
+    plan: Plan
+    """The buckets, unless `attachment` says how to attach. Without either, plain DDP is best."""
+    attachment: Attachment | None = None
+    iteration_s: float
+    plain_s: float
+    reason: str
+    warmup: int = 0  # steps before the chosen exchange begins, which nothing that is sparse goes without
+    rungs: tuple[RungTime, ...] = ()
+
+    @property
+    def nothing(self) -> bool:
+        """Whether plain DDP is best."""
+        return self.attachment is None and self.plan.nothing
+
+    @property
+    def needs_optimizer(self) -> bool:
+        return self.attachment is not None and (self.attachment.updates or self.attachment.overlap)
+
+    @property
+    def period(self) -> int:
+        """Number of steps in which everything is exchanged once."""
+        return 1 if self.attachment is None else self.attachment.every
+
+    @property
+    def keeps(self) -> bool:
+        """Whether an exchange has a residual, which changing back and forth would drop."""
+        exchanges = self.plan.exchanges if self.attachment is None else (made_of(self.attachment.exchange),)
+        return any(exchange.keeps for exchange in exchanges) or bool(self.attachment and self.attachment.updates)
+
+    @property
+    def name(self) -> str:
+        """What is tried, in the words of a sentence."""
+        return "the plan" if self.attachment is None else "the choice"
+
+
+def exchanges_of(quality: str, network: Network, *, updates: bool) -> dict[str, Exchange]:
+    """Return the exchanges that a quality may use, by the names under which a profile has their own work."""
+    found = options(network, allowed_names(quality))
+    for rung in rungs_of(quality, updates=updates):
+        if rung.updates is not None:
+            found |= {entry.exchange_name: entry.exchange for entry in _variants(rung.updates, network)}
+    return found
+
+
+def choice_of(plan: Plan, rung: str = "", quality: str = "", *, own_buckets: bool = False) -> Choice:
+    """Return a choice that follows a plan. With `own_buckets`, the plan has those of DDP, and one exchange for all."""
+    attachment = None
+    if own_buckets and not plan.nothing:
+        # A plan stores the path of each bucket, but one exchange for all buckets finds them by itself.
+        climbing = [exchange for exchange in plan.exchanges if isinstance(exchange, Hierarchical)]
+        paths = [dataclasses.replace(exchange, shape="auto", chunks=None) for exchange in climbing]
+        attachment = Attachment(exchange=settings([*paths, *plan.exchanges][0]), lanes=plan.lanes)
+    warmups = [getattr(getattr(exchange, "across", exchange), "warmup", 0) for exchange in plan.exchanges]
+    return Choice(
+        rung=rung or ("lossless" if plan.lossless else "allowed"),
+        quality=quality or ("exact" if plan.lossless else ""),
+        lossless=plan.lossless,
+        plan=plan,
+        iteration_s=plan.iteration_s,
+        plain_s=plan.plain_s,
+        reason=plan.reason,
+        warmup=max(warmups, default=0),
+        attachment=attachment,
+    )
+
+
+def make_choice(
+    profile: Profile,
+    network: Network,
+    quality: str = "exact",
+    *,
+    updates: bool = True,
+    overlap: bool = True,
+    own_buckets: bool = False,
+    paced: bool = False,
+    caps: Sequence[int] = DDP_CAPS,
+    hint: bool = True,
+) -> Choice:
+    """Choose the gentlest method within 5 % of the fastest that a quality allows.
+
+    Args:
+        profile: The model.
+        network: The cluster.
+        quality: `exact`, `same` or `close`.
+        updates: Whether the updates of an optimizer may be exchanged.
+        overlap: Whether the exchange may extend into the next forward pass.
+        own_buckets: Whether DDP's buckets must stay as they are.
+        paced: Whether gradients are ready at fixed times, as in a replayed profile.
+        caps: Bytes at which plain DDP closes its buckets; the last one repeats.
+        hint: Whether to predict what the next quality would give, for the explanation.
+
+    Returns:
+        The choice, with its explanation.
+
+    Raises:
+        UsageError: `quality` is unknown.
+
+    Example:
+        >>> choice = make_choice(profile, network, "same")
+        >>> print(choice.reason)
+    """
+    check_quality(quality)
+    return _Ladder(profile, network, own_buckets, paced, caps).choose(quality, updates, overlap, hint)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A rung with its best schedule."""
+
+    rung: Rung
+    choice: Choice
+    allow: tuple[str, ...]
+
+
+class _Ladder:
+    def __init__(self, profile: Profile, network: Network, own_buckets: bool, paced: bool, caps: Sequence[int]) -> None:
+        self._profile, self._network, self._paced, self._caps = profile, network, paced, caps
+        self._own_buckets = own_buckets
+        self._plain = predict(profile, network, Schedule("ddp", filled(profile.gradients, caps)), paced=paced)
+
+    def choose(self, quality: str, updates: bool, overlap: bool, hint: bool) -> Choice:
+        if self._network.ranks == 1:
+            return choice_of(make_plan(self._profile, self._network, caps=self._caps))
+        steps = list(self._climb(rungs_of(quality, updates=updates, overlap=overlap)))
+        if not self._own_buckets:
+            steps = self._with_other_buckets(steps)
+        fastest_s = min(step.choice.iteration_s for step in steps)
+        chosen = next(step for step in steps if step.choice.iteration_s <= (1 + TOLERANCE) * fastest_s)
+        better = self._next(quality, chosen, hint)
+        times = tuple(_time_of(step) for step in [*steps, *([better] if better is not None else [])])
+        words = [chosen.choice.reason]
+        if not chosen.choice.nothing and chosen.rung.quality != "exact":
+            words.append(f"Given up: {chosen.rung.gives_up}.")
+            words.append(f"Evidence (docs/results.md): {chosen.rung.evidence}.")
+        elif not chosen.choice.nothing and chosen.rung.overlaps:
+            words.append(f"Given up: {chosen.rung.gives_up} (docs/guide/overlap.md).")
+        if better is not None:
+            words.append(self._hint(chosen, better, updates))
+        reason = " ".join(words)
+        plan = msgspec.structs.replace(chosen.choice.plan, reason=reason)
+        return msgspec.structs.replace(chosen.choice, plan=plan, reason=reason, rungs=times)
+
+    def _climb(self, rungs: Sequence[Rung]) -> Iterator[_Step]:
+        """Yield the best of each rung with DDP's own buckets, until no other rung can be faster by more than the
+        tolerance."""
+        allow: list[str] = []
+        best_s = float("inf")
+        for rung in rungs:
+            allow += rung.allow
+            if best_s <= (1 + TOLERANCE) * self._profile.step_s:
+                return
+            try:
+                choice = self._best_of(rung, allow, own_buckets=True)
+            except UsageError:
+                if rung.quality == "exact" and not rung.overlaps:
+                    raise
+                continue  # the network has no figures for its collectives
+            best_s = min(best_s, choice.iteration_s)
+            yield _Step(rung, choice, tuple(allow))
+
+    def _with_other_buckets(self, steps: Sequence[_Step]) -> list[_Step]:
+        """Search for better buckets in the rungs that might then be the fastest. A search takes seconds."""
+        fastest_s = min(step.choice.iteration_s for step in steps)
+        found = []
+        for step in steps:
+            choice = step.choice
+            if not step.rung.needs_optimizer:
+                choice = msgspec.structs.replace(choice, attachment=None)  # its plan has DDP's buckets
+                if choice.iteration_s <= _MOST_BY_BUCKETS * fastest_s:
+                    searched = self._best_of(step.rung, step.allow, own_buckets=False)
+                    choice = min(searched, choice, key=lambda each: each.iteration_s)
+            found.append(dataclasses.replace(step, choice=choice))
+        return found
+
+    def _best_of(self, rung: Rung, allow: Sequence[str], *, own_buckets: bool) -> Choice:
+        if rung.overlaps:
+            return self._overlapping(rung)
+        if rung.updates is not None:
+            return self._updating(rung, rung.updates)
+        plan = make_plan(
+            self._profile,
+            self._network,
+            tuple(allow),
+            paced=self._paced,
+            caps=self._caps,
+            own_buckets=own_buckets,
+        )
+        return choice_of(plan, rung.name, rung.quality, own_buckets=own_buckets)
+
+    def _overlapping(self, rung: Rung) -> Choice:
+        buckets = filled(self._profile.gradients, self._caps)
+        schedule = Schedule(OVERLAP, buckets, Dense(), "dense", overlaps=True)
+        attachment = Attachment(exchange=settings(Dense()), overlap=True)
+        found = predict(self._profile, self._network, schedule, paced=self._paced)
+        return self._attached(rung, found, attachment, "Overlap with the next forward pass, lossless")
+
+    def _updating(self, rung: Rung, name: str) -> Choice:
+        variants = []
+        for entry in _variants(name, self._network):
+            lanes = default_lanes(entry.exchange, self._network.backend)
+            schedule = Schedule.of_updates(self._profile, name, entry, lanes)
+            variants.append((predict(self._profile, self._network, schedule, paced=self._paced), entry))
+        found, entry = min(variants, key=lambda variant: variant[0].iteration_s)
+        attachment = Attachment(exchange=settings(entry.exchange), updates=True, every=entry.every)
+        often = "in every step" if entry.every == 1 else f"every {entry.every} steps"
+        text = f"Lossy: updates by {name_of(entry.exchange)} {often}"
+        text += f", after {SPARSE_WARMUP_STEPS} steps of gradients in 4 bits"
+        choice = self._attached(rung, found, attachment, text)
+        return choice if choice.nothing else msgspec.structs.replace(choice, warmup=SPARSE_WARMUP_STEPS)
+
+    def _attached(self, rung: Rung, found: Prediction, attachment: Attachment, text: str) -> Choice:
+        """Return a choice that attaches an exchange to DDP's own buckets, or plain DDP if that is not slower."""
+        plain_s, took_s = self._plain.iteration_s, found.iteration_s
+        reason = f"{text}: predicted {milliseconds_text(plain_s)} → {milliseconds_text(took_s)} per step."
+        plain = msgspec.structs.replace(plan_for(self._plain, plain_s, reason), buckets=(), lanes=1)
+        choice = choice_of(plain, rung.name, rung.quality)
+        if took_s >= (1 - LEAST_GAIN) * plain_s:
+            return choice
+        lossless = rung.quality == "exact"
+        return msgspec.structs.replace(choice, attachment=attachment, iteration_s=took_s, lossless=lossless)
+
+    def _next(self, quality: str, chosen: _Step, hint: bool) -> _Step | None:
+        """Return the fastest rung of the next quality, if it is faster than the chosen one by more than 5 %."""
+        if not hint or quality == QUALITIES[-1]:
+            return None
+        following = QUALITIES[QUALITIES.index(quality) + 1]
+        rungs = [rung for rung in rungs_of(following) if rung.quality == following]
+        before = [name for rung in rungs_of(quality) for name in rung.allow]
+        steps = list(self._climb([dataclasses.replace(rung, allow=(*before, *rung.allow)) for rung in rungs]))
+        best = min(steps, key=lambda step: step.choice.iteration_s, default=None)
+        is_faster = best is not None and best.choice.iteration_s * (1 + TOLERANCE) < chosen.choice.iteration_s
+        return best if is_faster else None
+
+    def _hint(self, chosen: _Step, better: _Step, updates: bool) -> str:
+        plain_s = self._plain.iteration_s
+        now, then = (plain_s / step.choice.iteration_s for step in (chosen, better))
+        given = ", optimizer=optimizer" if better.rung.needs_optimizer and not updates else ""
+        what = f'quality="{better.rung.quality}"{given}'
+        return f"{what} ({better.rung.name}, lossy): {then:.1f}× plain DDP's speed instead of {now:.1f}× (predicted)."
+
+
+def _variants(name: str, network: Network) -> list[Updates]:
+    """Return an exchange of updates, and where hosts have several ranks, also its variant that sums inside hosts."""
+    entry = UPDATES[name]
+    if not isinstance(entry.exchange, OkTopk) or not (network.hosts > 1 and network.ranks > network.hosts):
+        return [entry]
+    across = Hierarchical(across=entry.exchange)
+    inside = dataclasses.replace(entry, exchange_name="hierarchical+oktopk", exchange=across)
+    return [entry, inside]
+
+
+def _code_of(exchange: Exchange) -> str:
+    """Return an exchange as Python code, without the settings that have their defaults."""
+    usual = type(exchange)()
+    changed = [(f.name, getattr(exchange, f.name)) for f in dataclasses.fields(exchange)]  # type: ignore[arg-type]
+    texts = [
+        f"{name}={_code_of(value) if isinstance(value, Exchange) else repr(value)}"
+        for name, value in changed
+        if value != getattr(usual, name) or name in ("bits", "density")
+    ]
+    return f"syncline.{type(exchange).__name__}({', '.join(texts)})"
+
+
+def _time_of(step: _Step) -> RungTime:
+    rung, choice = step.rung, step.choice
+    return RungTime(
+        rung=rung.name, quality=rung.quality, lossless=rung.quality == "exact", iteration_s=choice.iteration_s
+    )

@@ -1,0 +1,150 @@
+"""Find the links of a live model's ranks, and choose an exchange, the same on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from syncline.ddp import reducer
+from syncline.dist.comm import backend_of
+from syncline.exchange import Exchange, wire
+from syncline.health.meeting import same_on_all_ranks
+from syncline.measure.overhead import measure_overheads
+from syncline.measure.probe import probe
+from syncline.measure.steps import run_on_all_ranks
+from syncline.plan.ladder import Choice, choice_of, exchanges_of, make_choice
+from syncline.plan.make import make_plan
+from syncline.plan.search import options
+from syncline.predict.exchange_time import topology_of
+from syncline.records.network import Network
+from syncline.records.plan import Alternative, Plan, PlannedGradient, Where
+from syncline.records.profile import Profile
+from syncline.runtime.topology import check_network, hosts_of, read_network
+from syncline.tuning.network_cache import cached_path, recall, remember
+from syncline.tuning.settings import TuneSettings
+
+_OVERHEADS_S = 2.0  # time for measuring the work of exchanges, of which most take less
+
+
+def agreed_network(
+    group: dist.ProcessGroup, device: torch.device, call: str, check: Callable[[], TuneSettings]
+) -> tuple[TuneSettings, Network | None]:
+    """Return the settings that `check` returns, and their network if any, once all ranks agree. Collective."""
+    with same_on_all_ranks(group, device, f"the configuration of {call}", call) as fields:
+        settings = check()
+        network = read_network(settings.network, fields)
+        fields |= {"allow": list(settings.allow), "change": settings.change, "budget_s": settings.budget_s}
+        fields |= {"timeout_s": settings.timeout_s, "scaler": settings.scaler is not None}
+        fields |= {"quality": settings.quality, "cache": settings.cache}
+    if network is not None:
+        check_network(network, hosts_of(group), backend_of(group))
+    return settings, network
+
+
+def may_shorten(group: dist.ProcessGroup, settings: TuneSettings) -> bool:
+    """Return whether exchanges may send less, or take another path than plain DDP's. Collective."""
+    return bool(settings.allow) or settings.quality not in (None, "exact") or _has_levels(group)
+
+
+def _has_levels(group: dist.ProcessGroup) -> bool:
+    return group.size() > len(set(hosts_of(group)))
+
+
+def find_network(
+    group: dist.ProcessGroup,
+    settings: TuneSettings,
+    probe_s: float,
+    *,
+    overlap: bool = False,
+    fresh: bool = False,
+    log: Callable[[str], None] = lambda _: None,
+) -> Network:
+    """Return the links, remembered or probed with the collectives that may be used, and no others. Collective.
+
+    With `fresh`, they are probed in any case.
+    """
+    gentle = not settings.allow and settings.quality is None and not overlap and not _has_levels(group)
+    kinds = ("all_reduce", "broadcast") if gentle else wire.KINDS
+    path = cached_path(group) if settings.cache else None
+    known = None if fresh else recall(group, path, kinds)
+    if known is not None:
+        log(f"using the links that were probed at {known.date}; without them: cache=False, or --no-cache")
+        return known
+    log(f"probing the links for about {probe_s:.2g} s, while the script waits")
+    network = probe(budget_s=probe_s, kinds=kinds)
+    remember(group, path, network)
+    return network
+
+
+def choose_for_live(
+    ddp: DDP,
+    profile: Profile,
+    network: Network,
+    settings: TuneSettings,
+    device: torch.device,
+    *,
+    updates: bool = False,
+    overlap: bool = False,
+    own_buckets: bool = False,
+) -> tuple[Profile, Choice]:
+    """Return the profile with the cost of exchanges on this device, and rank 0's choice. Collective.
+
+    All ranks use the choice of rank 0, because hosts may round differently.
+    """
+    group: dist.ProcessGroup = ddp.process_group
+    quality = settings.quality or "exact"
+    exchanges: dict[str, Exchange] = options(network, settings.allow)
+    if settings.quality is not None:
+        exchanges |= exchanges_of(quality, network, updates=updates)
+    makers: dict[str, Callable[[], Exchange]] = {name: lambda e=each: e for name, each in exchanges.items()}  # type: ignore[misc]
+    overheads = measure_overheads(
+        device,
+        makers,
+        topology=topology_of(network),
+        group=group,
+        largest_bytes=profile.gradient_bytes,
+        budget_s=_OVERHEADS_S,
+    )
+    profile = msgspec.structs.replace(profile, overheads=overheads)
+    caps = reducer.own_caps(ddp) if reducer.can_change() else (int(ddp.bucket_bytes_cap),)
+
+    def encoded() -> bytes:
+        if group.rank() != 0:
+            return b""
+        if settings.allow:
+            plan = make_plan(profile, network, settings.allow, caps=caps, own_buckets=own_buckets)
+            return msgspec.json.encode(choice_of(plan, own_buckets=own_buckets))
+        able = {"updates": updates, "overlap": overlap, "own_buckets": own_buckets}
+        hint = settings.quality is not None
+        return msgspec.json.encode(make_choice(profile, network, quality, caps=caps, hint=hint, **able))
+
+    return profile, msgspec.json.decode(run_on_all_ranks(group, encoded)[0], type=Choice)
+
+
+def plain_choice(profile: Profile, group: dist.ProcessGroup, step_s: float, reason: str) -> Choice:
+    """Return the choice to do nothing, for links that were not measured. Collective."""
+    where = Where(host_of_rank=hosts_of(group), backend=backend_of(group), device=profile.device)
+    gradients = tuple(PlannedGradient(name=g.name, shape=g.shape, dtype=g.dtype) for g in profile.gradients)
+    nothing = Alternative(name="do nothing: plain DDP", iteration_s=step_s, lossless=True)
+    return choice_of(
+        Plan(
+            model=profile.model,
+            gradients=gradients,
+            where=where,
+            buckets=(),
+            lanes=1,
+            iteration_s=step_s,
+            low_s=step_s,
+            high_s=step_s,
+            plain_s=step_s,
+            compute_s=profile.step_s,
+            exchange_s=0.0,
+            reason=reason,
+            alternatives=(nothing,),
+            how=f"model: {profile.how}; links: not measured",
+        )
+    )
