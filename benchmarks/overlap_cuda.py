@@ -82,7 +82,7 @@ def prepared(rank: Rank, model: str, method: str, steps: int) -> Method:
     if method.startswith("overlap"):
         handle = syncline.attach(trained, optimizer=optimizer, overlap="forward")
     step = training_step(trained, functools.partial(loss, trained), optimizer)
-    warm, in_shards = 2, handle is None
+    warm, in_shards = min(2, steps - 1), handle is None  # fewer where a step takes seconds
     while not in_shards or warm:
         step()
         warm -= in_shards
