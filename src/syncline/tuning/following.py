@@ -42,7 +42,7 @@ from syncline.tuning.live_model import CannotChangeError, LiveModel, Steps, trai
 from syncline.tuning.retuning import CHECK_STEPS, Retuning
 from syncline.tuning.settings import TuneSettings
 from syncline.tuning.stakes import Stakes
-from syncline.tuning.trials import SETTLING, Schedule, Trial, Turn, repaid_after
+from syncline.tuning.trials import SETTLING, Schedule, Trial, Turn, reduced, repaid_after
 
 _PROFILED = 10  # steps that the profile is made from
 
@@ -155,17 +155,15 @@ class Following(LiveModel):
                 raise
             except StopIteration:
                 if not self.done:
-                    self._decided(self.seconds)
+                    self._decided()
                 self._watches_drift = False
             finally:
                 self.working = False
 
-    def _decided(self, cost_s: float) -> None:
+    def _decided(self) -> None:
         """Note that the steps from now on are those that count."""
         self.done = True
         self._log.switch_to(self._method)
-        if self._settings.tunes and self._group.size() > 1:
-            self._outcome += f" {repaid_after(cost_s, 0.0 if self.trial is None else self.trial.saved_s)}"
         self._print(self.describe())
 
     # --- what happens between steps -----------------------------------------------------------------------------
@@ -222,7 +220,7 @@ class Following(LiveModel):
         yield from self._tune_or_keep_plain()
         if not self._watches_drift or self._group.size() != dist.get_world_size():
             return
-        self._decided(self.seconds)
+        self._decided()
         retuning = Retuning(time.monotonic(), self.seconds)
         try:
             while True:
@@ -236,7 +234,7 @@ class Following(LiveModel):
                     before_s, self.done, self._is_stale, self.trial = self.seconds, False, True, None
                     yield from self._tune_or_keep_plain()
                     self._outcome = f"Tuned again, after a change of the links. {self._outcome}"
-                    self._decided(self.seconds - before_s)
+                    self._decided()
                     retuning.tuned(self.seconds - before_s)
         except CannotChangeError:  # the script takes over
             return
@@ -244,7 +242,10 @@ class Following(LiveModel):
     def _tune_or_keep_plain(self) -> Steps:
         """Tune. If that is not possible, all ranks see the same reason and continue with plain DDP."""
         try:
+            before_s = self.seconds
             yield from self._tune()
+            (cost_s,) = reduced(self._group, [self.seconds - before_s], dist.ReduceOp.MAX)
+            self._outcome += f" {repaid_after(cost_s, 0.0 if self.trial is None else self.trial.saved_s)}"
         except CannotChangeError as reason:
             kept = "The trial was stopped and the plan stays" if self._is_ours else "Left alone"
             self._outcome = f"{kept}: {reason}."
