@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from syncline.errors import ExchangeError, UsageError
+from syncline.errors import UsageError
 from syncline.exchange import Layout, Slot
 from syncline.fsdp.policy import ShardPolicy
 from syncline.fsdp.units import Unit
@@ -82,8 +82,7 @@ class ShardEngine:
 
     def exchange(self, unit: Unit, flat: Tensor, layout: Layout) -> Bucket:
         """Exchange the flat gradient of a unit in place. On CUDA, the current stream waits for the result."""
-        if (error := self.runner.error) is not None:
-            raise ExchangeError(f"an earlier exchange of this model failed: {self.runner.explained}") from error
+        self.runner.raise_if_failed()
         bucket, step = self._bucket_of(unit, flat, layout)
         if flat.is_cuda:  # allocated on FSDP's stream for reduce-scatters, which may free it before this one is done
             flat.record_stream(torch.cuda.current_stream(flat.device))
