@@ -1,6 +1,7 @@
 """Turn the gradients of a bucket into their average: submit, prepare, exchange, settle. Only this code runs exchanges.
 
-Its users are `ddp.engine` and `layerwise.gradient_pipeline`, which know when a bucket is ready and when a step is over.
+Its users are the engines of `ddp`, `layerwise`, `updates`, `overlap` and `fsdp`, which know when a bucket is ready and
+when a step is over.
 After an error, the runner refuses to run anything else, and `error` gives the reason and the suspected ranks.
 """
 
