@@ -1,4 +1,4 @@
-"""Hide half of a DDP model's lossless exchange behind its next forward pass.
+"""Hide half of a DDP model's exchange behind its next forward pass.
 
 In its first steps, an ordinary engine all-reduces DDP's buckets, until these are final and have been measured. Then
 their weights move into shards. DDP's hook only begins to sum a bucket, hooks of the optimizer step the shards and begin
