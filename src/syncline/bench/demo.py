@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import time
 import warnings
@@ -20,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 
 from syncline.bench.rounds import Contender, OnProgress, Turns, combine, report_progress, take_turns
 from syncline.bench.run import cluster_of, network_of
@@ -38,7 +39,7 @@ TUNE_S = 12.0
 _PROBE_SHARE = 0.6
 _QUALITIES = {f"tune-{quality}": quality for quality in ("exact", "same", "close")}
 _BLOCKS = 10
-_FLOOR_STEPS = 2  # steps per block without communication, which are only timed
+_FLOOR_STEPS = 5  # steps per block without communication, which are only timed
 _WARMUP_SHARE = 0.2  # part of plain DDP's steps that is the warm-up of updates, if those are chosen
 _MORE_STEPS, _CLEARLY_FASTER = 2, 1.5  # a method that is this much faster takes that many times the steps
 _PREPARATIONS = 1 + len(_QUALITIES)  # the probe and the tunings, for the progress bar
@@ -123,10 +124,13 @@ def _row(
     curves: Mapping[str, list[HeldOut]],
     shaped: bool,
 ) -> DemoRow:
-    own, plain = curves.get(method, []), curves["ddp"]
+    own, end = curves.get(method, []), curves["ddp"][-1]
+    times = turns[method].quartiles
     return DemoRow(
         method=method,
-        **turns[method].quartiles.fields("step_ms", 1e3),
+        step_ms=times.median * 1e3,
+        step_ms_low=times.low * 1e3,
+        step_ms_high=times.high * 1e3,
         vs_ddp=turns[method].ratio_to(turns["ddp"]).median,
         wire_bytes=round(max(_sent_bytes(answer, method) for answer in answers)) if shaped else None,
         held_out_accuracy=None,
@@ -135,10 +139,18 @@ def _row(
         steps=len(answers[0]["losses"][method]),
         setting=answers[0]["settings"].get(method, ""),
         held_out=own,
-        equal_steps=next((point.bits_per_byte for point in own if point.step == plain[-1].step), None),
-        equal_time=next((p.bits_per_byte for p in reversed(own) if p.seconds <= plain[-1].seconds), None),
-        reached_s=time_to(plain[-1].bits_per_byte, own),
+        equal_steps=_value_at(end.step, [(point.step, point.bits_per_byte) for point in own]),
+        equal_time=_value_at(end.seconds, [(point.seconds, point.bits_per_byte) for point in own]),
+        reached_s=time_to(end.bits_per_byte, own),
     )
+
+
+def _value_at(x: float, points: Sequence[tuple[float, float]]) -> float | None:
+    """Return the value of a curve at `x`, between two points by a straight line, or its last one if it ends earlier."""
+    for before, after in itertools.pairwise(points):
+        if x <= after[0]:
+            return before[1] + (after[1] - before[1]) * (x - before[0]) / (after[0] - before[0])
+    return points[-1][1] if points else None
 
 
 def _sent_bytes(answer: dict[str, Any], method: str) -> float:
@@ -160,7 +172,7 @@ def _curve(method: str, answers: Sequence[dict[str, Any]], turns: Turns) -> list
 
 def time_to(bits_per_byte: float, curve: Sequence[HeldOut]) -> float | None:
     """Return the training time at which a curve first reaches a loss, between two points by a straight line."""
-    for before, after in zip(curve, curve[1:], strict=False):
+    for before, after in itertools.pairwise(curve):
         if after.bits_per_byte <= bits_per_byte:
             part = (before.bits_per_byte - bits_per_byte) / max(before.bits_per_byte - after.bits_per_byte, 1e-12)
             return before.seconds + max(0.0, part) * (after.seconds - before.seconds)
@@ -172,19 +184,19 @@ def _train(rank: Rank, task: Task, text: Text, blocks: int, per_block: int, tune
     rank.init_process_group()
     # The result shows how long steps take; advice to tune again would only disturb it.
     warnings.filterwarnings("ignore", message="exchanging gradients takes")
-    windows = _Windows(rank, task, text)
+    windows = Windows(rank, task, text)
     began_s = time.monotonic()
     network = probe(budget_s=_PROBE_SHARE * tune_s)
     probe_s = time.monotonic() - began_s
     report_progress(rank, 1 - _PREPARATIONS, blocks)
     contenders: list[Contender] = []
-    trainings: dict[str, _Training] = {}
+    trainings: dict[str, Training] = {}
     tuned_by: dict[str, Tuned] = {}
     warmup = round(_WARMUP_SHARE * blocks * per_block)
     for method in DEMO_METHODS:
         net = task.model()
         model = net if method == "nosync" else DDP(net)
-        training = _Training(model, task.optimizer(model), windows, task)
+        training = Training(model, task.optimizer(model), windows, task)
         steps = _FLOOR_STEPS if method == "nosync" else per_block
         if (quality := _QUALITIES.get(method)) is not None:
             tuned_by[method] = tuned = tune(
@@ -204,19 +216,21 @@ def _train(rank: Rank, task: Task, text: Text, blocks: int, per_block: int, tune
             if tuned.trial.plain_s > _CLEARLY_FASTER * tuned.trial.plan_s:
                 steps *= _MORE_STEPS
         trainings[method] = training
-        evaluate = (lambda: None) if method == "nosync" else training.evaluate
+        evaluate = training.evaluate
         evaluate()
         contenders.append(Contender(method, functools.partial(training.run, steps), steps, settle=evaluate))
     record = take_turns(rank, contenders, warmup=0, rounds=blocks)
     tunings = {
-        method: Tuning(tuned.profile, tuned.plan, probe_s + tuned.seconds, tuned.handle is None or tuned.choice.lossless)
+        method: Tuning(
+            tuned.profile, tuned.plan, probe_s + tuned.seconds, tuned.handle is None or tuned.choice.lossless
+        )
         for method, tuned in tuned_by.items()
     }
     return {
         "record": record,
         "steps": {contender.name: contender.steps for contender in contenders},
         "losses": {method: training.losses for method, training in trainings.items()},
-        "held_out": {method: training.held_out for method, training in trainings.items() if method != "nosync"},
+        "held_out": {method: training.held_out for method, training in trainings.items()},
         "settings": {method: tuned.choice.rung for method, tuned in tuned_by.items()},
         "said": {method: tuned.describe() for method, tuned in tuned_by.items()},
         "network": msgspec.to_builtins(network) if rank.rank == 0 else None,
@@ -224,7 +238,7 @@ def _train(rank: Rank, task: Task, text: Text, blocks: int, per_block: int, tune
     }
 
 
-class _Windows:
+class Windows:
     """Windows of the text, as inputs and targets: the training's in a random order, and the held-out ones."""
 
     def __init__(self, rank: Rank, task: Task, text: Text) -> None:
@@ -254,10 +268,10 @@ class _Windows:
         zoo.loss(model(inputs), targets).backward()
 
 
-class _Training:
+class Training:
     """One method's training on this rank."""
 
-    def __init__(self, model: nn.Module, optimizer: AdamW, windows: _Windows, task: Task) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer, windows: Windows, task: Task) -> None:
         self.model, self.optimizer = model, optimizer
         self.handle: Handle | None = None
         self.losses: list[float] = []

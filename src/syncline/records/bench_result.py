@@ -9,7 +9,6 @@ from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 
-
 DEMO_METHODS = ("nosync", "ddp", "tune-exact", "tune-same", "tune-close")
 """The methods of the demo; the last three are `tune` with each quality."""
 DIGITS_METHODS = ("nosync", "ddp", "tune", "tune-bf16")

@@ -131,7 +131,9 @@ def _model_of_files(inputs: Inputs) -> ModelData:
     if inputs.demo is not None:
         tunings = inputs.demo.tunings
         network = network or inputs.demo.network
-        profile = profile or next((tuning.profile for tuning in reversed(tunings.values())), None)
+        # The profile of the tuning whose plan is shown, because their measurements differ a little.
+        planned = sorted(tunings.values(), key=lambda tuning: tuning.plan.nothing)
+        profile = profile or next((tuning.profile for tuning in planned), None)
         if not plans:  # tuning may also have applied something without a plan
             shown = {name: t.plan for name, t in tunings.items() if inputs.demo.model is None or not t.plan.nothing}
             plans = {_PLAN_NAMES.get(name, name): plan for name, plan in shown.items()}

@@ -147,7 +147,7 @@ def _said(inputs: Inputs, models: Sequence[ModelData]) -> list[str]:
     for model in models:
         if inputs.demo is None and not model.records:
             said += [plan.reason for plan in model.plans.values()]
-        if (forecast := model.forecast) is not None:
+        if (forecast := model.forecast) is not None and not (inputs.demo is not None and inputs.demo.model is not None):
             name = f"{model.name}, {forecast.name}" if len(models) > 1 else forecast.name
             text = sentences.diagnosis(forecast.diagnosis)
             said.append(f"Predicted for {name}: {text[:1].lower()}{text[1:]}")
@@ -192,10 +192,9 @@ def _facts(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[Fact]:
 def _demo_facts(demo: DemoResult) -> Iterator[Fact]:
     plain = demo.row("ddp")
     for row in (demo.row(name) for name in demo.methods if name != "nosync"):
-        note, ratio = "to its final held-out loss", sentences.sooner(row, plain)
-        if row is not plain:
-            note = "plain DDP’s loss was not reached" if ratio is None else f"to the same loss: {ratio:.1f}× plain DDP"
-        note = "not trained twice" if row.same_as else note
+        ratio = sentences.sooner(row, plain)
+        note = "plain DDP’s loss was not reached" if ratio is None else f"to the same loss, {ratio:.1f} times sooner"
+        note = "to its final held-out loss" if row is plain else "not trained twice" if row.same_as else note
         yield Fact(sentences.demo_method(row), "–" if row.reached_s is None else duration_text(row.reached_s), note)
 
 

@@ -66,13 +66,14 @@ def demo(result: DemoResult) -> list[str]:
     said += [_demo_quality(row, result) for row in tuned]
     named = [row for row in tuned if not row.same_as and (sooner(row, plain) or 0) > 1 + _SAME]
     best = next((row for row in named if row.method == "tune-same"), named[0] if named else None)
-    where = bench_cluster(result.cluster)
+    emulated = result.cluster.emulated
+    where = f"emulated links of {rate_text(result.cluster.rate_bps)}" if emulated else "links that were not slowed down"
     if best is None:
-        return [f"No quality reaches plain DDP's held-out loss sooner than plain DDP itself ({where}).", *said]
+        return [f"No quality reaches plain DDP's held-out loss sooner than plain DDP itself, over {where}.", *said]
     quality = f'With quality="{best.method.removeprefix("tune-")}" ({best.setting})'
-    times = f"after {duration_text(best.reached_s or 0.0)} of training instead of {duration_text(plain.reached_s or 0.0)}"
-    ratio = f"{sooner(best, plain):.1f} times sooner"
-    return [f"{quality}, the model reaches plain DDP's held-out loss {ratio}: {times} ({where}).", *said]
+    now, before = (duration_text(row.reached_s or 0.0) for row in (best, plain))
+    verdict = f"{quality}, the model reaches plain DDP's held-out loss {sooner(best, plain):.1f} times sooner: after "
+    return [f"{verdict}{now} of training instead of {before}, over {where}.", *said]
 
 
 def _demo_quality(row: DemoRow, result: DemoResult) -> str:

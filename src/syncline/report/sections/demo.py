@@ -6,7 +6,19 @@ from collections.abc import Iterator
 
 from syncline.records.bench_result import DemoResult, DemoRow
 from syncline.report import sentences
-from syncline.report.charts import Bars, Lines, Point, Row, Section, Series, Table, linear_axis, narrow_axis, time_bar
+from syncline.report.charts import (
+    Bars,
+    Chart,
+    Lines,
+    Point,
+    Row,
+    Section,
+    Series,
+    Table,
+    linear_axis,
+    narrow_axis,
+    time_bar,
+)
 from syncline.report.inputs import Inputs
 from syncline.report.sections.measured import demo_step_chart
 from syncline.units import count_text, duration_text, milliseconds_text
@@ -18,17 +30,25 @@ def demo_sections(inputs: Inputs) -> Iterator[Section]:
         return
     again = [("Measure again", demo.command)] if demo.command else []
     lead = "Each method trains its own copy of the model with AdamW, from the same weights and on the same batches. "
-    lead += "Methods take turns in blocks of steps. After each block, the loss on text of files that are not trained on "
+    lead += (
+        "Methods take turns in blocks of steps. After each block, the loss on text of files that are not trained on "
+    )
     lead += "is computed, while the clock stands still."
-    charts = [_curves(demo), reached_chart(demo), demo_step_chart(demo)]
+    charts: list[Chart] = [_curves(demo), reached_chart(demo), demo_step_chart(demo)]
     yield Section("demo", f"Training compared: {sentences.bench_cluster(demo.cluster)}", lead, charts, commands=again)
-    reasons = [f"{_quality(row)}: {demo.said.get(row.method, '')}" for row in _tuned(demo)]
-    lead = "The probe of the links is counted in full for each quality, although the three have shared one."
+    reasons = [f"{_quality(row)}: {_reason(demo.said.get(row.method, ''))}" for row in _tuned(demo)]
+    lead = "The probe of the links is counted in full for each quality, although the three shared one. What is saved "
+    lead += "per step was measured in the training above."
     yield Section("chosen", "What tune chose, and what it cost", lead, [_choices(demo)], reasons)
 
 
 def _tuned(demo: DemoResult) -> list[DemoRow]:
     return [demo.row(method) for method in demo.methods if method.startswith("tune-")]
+
+
+def _reason(said: str) -> str:
+    """Return what `tune` said, without its price, which the table has with the probe, and without Markdown."""
+    return " ".join(line for line in said.splitlines() if not line.startswith("Tuning took")).replace("**", "")
 
 
 def _quality(row: DemoRow) -> str:
