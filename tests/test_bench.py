@@ -134,6 +134,7 @@ def test_unknown_and_repeated_methods_are_refused() -> None:
 @needs_links
 def test_real_training_through_levels_follows_plain_ddp_to_summation_order() -> None:
     task, text = demo.Task(width=64, layers=1, heads=2, context=32, held_out=8, learning_rate=0.3), library_text()
+    task.optimizer(task.model())  # imports what ranks would otherwise import one by one
 
     def main(rank: Rank) -> dict[str, list[float]]:
         rank.init_process_group()

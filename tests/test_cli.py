@@ -133,7 +133,7 @@ def test_the_demo_tunes_trains_and_ends_with_a_verdict_and_tables(
     path = tmp_path / "demo.json"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("syncline.bench.demo.TASK", Task(width=64, layers=1, heads=2, context=32, held_out=8))
-    arguments = ["demo", "--hosts=2", "--rate=40mbit", "--steps=4", "--tune=5", f"--json={path}"]
+    arguments = ["demo", "--hosts=2", "--rate=150mbit", "--steps=4", "--tune=5", f"--json={path}"]
     answer = runner.invoke(app, arguments)
     assert answer.exit_code == 0, answer.stderr
     assert "Report: syncline-report.html" in answer.stdout

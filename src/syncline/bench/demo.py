@@ -182,8 +182,8 @@ def time_to(bits_per_byte: float, curve: Sequence[HeldOut]) -> float | None:
 def _train(rank: Rank, task: Task, text: Text, blocks: int, per_block: int, tune_s: float) -> dict[str, Any]:
     """Tune and train on one rank."""
     rank.init_process_group()
-    # The result shows how long steps take; advice to tune again would only disturb it.
-    warnings.filterwarnings("ignore", message="exchanging gradients takes")
+    # The result shows how long steps take. Advice for a long training would only disturb it.
+    warnings.filterwarnings("ignore", message=r"exchanging gradients takes|rank \d+ takes")
     windows = Windows(rank, task, text)
     began_s = time.monotonic()
     network = probe(budget_s=_PROBE_SHARE * tune_s)
