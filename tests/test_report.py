@@ -369,7 +369,7 @@ def test_a_demo_begins_with_its_verdict_and_draws_held_out_loss_over_time() -> N
     assert page.warning.startswith("Emulated: ")
     assert [section.name for section in page.sections][:3] == ["demo", "chosen", "step"]
     seen = Seen(render(page))
-    drawn = [mark for mark in seen.of("demo", "data-series")]
+    drawn = list(seen.of("demo", "data-series"))
     assert len({mark.attributes["data-series"] for mark in drawn}) == 3  # "exact" kept plain DDP, and has no curve
     dots = [(mark.value("x"), mark.value("y")) for mark in drawn if "plain DDP" in mark.attributes["data-series"]]
     assert dots == [tuple(near([point.seconds, point.bits_per_byte])) for point in plain.held_out[1:]]
