@@ -82,7 +82,7 @@ def test_slow_links_climb_the_ladder_and_the_next_rung_is_predicted() -> None:
     assert close.attachment is not None and close.attachment.updates and close.warmup == SPARSE_WARMUP_STEPS
     assert "quality=" not in close.reason
     alone = make_choice(BIG, slow(50.0), "same", updates=False)
-    assert 'quality="close", optimizer=optimizer' in alone.reason
+    assert 'quality="close" (local steps, lossy, needs the optimizer): ' in alone.reason
     assert "optimizer=optimizer, every=15)" in close.attachment.code()
     assert msgspec.json.decode(msgspec.json.encode(close), type=Choice) == close
 
@@ -125,6 +125,8 @@ def test_a_plan_never_has_a_sparse_exchange_without_a_warm_up() -> None:
         ({"quality": "same", "exchange": syncline.Dense()}, "are for tuning, which an exchange or a plan replaces"),
         ({"quality": "same", "warmup": 9}, "every, warmup, delay and outer are for updates"),
         ({"quality": "close", "warmup": -1}, "warmup"),
+        ({"retune": "often"}, "retune is 'often': it must be 'auto'"),
+        ({"retune": "auto", "change": False}, "is for tuning that may change the model"),
         ({"cache": "no"}, "cache is 'no': it must be True or False"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import re
 from pathlib import Path
@@ -22,6 +23,7 @@ from syncline.ddp import reducer
 from syncline.records.network import Network
 from syncline.tuning.choose import find_network
 from syncline.tuning.network_cache import MAX_AGE, cache_folder, cached_path, recall, remember
+from syncline.tuning.retuning import CHECKS, SHARE, Retuning
 from syncline.tuning.settings import TuneSettings
 from syncline.tuning.stakes import LEAST_PROBE_S, REPAID_STEPS, Stakes
 from syncline.tuning.trials import Schedule, Trial, repaid_after
@@ -217,3 +219,53 @@ def test_live_tuning_may_exchange_updates_after_a_warm_up(monkeypatch: pytest.Mo
     assert kept[0].startswith("updates by ") and kept[1]
     assert kept[2].startswith("Lossy: updates by ") and "the choice stays" in kept[2]
     assert lost[0] == "plain DDP" and not lost[1] and "plain DDP stays" in lost[2]
+
+
+# --- tuning again -----------------------------------------------------------------------------------------------------
+
+
+def test_only_a_lasting_change_causes_another_tuning_and_a_flickering_link_does_not() -> None:
+    flickering = Retuning(began_s=0.0, cost_s=1.0)
+    assert not any(flickering.due(check % 2 == 0, now_s=1e9) for check in range(100))
+    lasting = Retuning(began_s=0.0, cost_s=10.0)
+    assert [lasting.due(True, now_s=1e9) for _ in range(CHECKS)] == [False] * (CHECKS - 1) + [True]
+
+    # However the link behaves, tunings take at most the stated share of the time, and become rarer.
+    restless, tunings = Retuning(began_s=0.0, cost_s=10.0), []
+    for check in range(1, 2001):
+        now_s = 20.0 * check
+        if restless.due(True, now_s):
+            restless.tuned(10.0)
+            tunings.append(check)
+            assert restless.spent_s <= SHARE * now_s
+    gaps = [after - before for before, after in itertools.pairwise(tunings)]
+    assert len(tunings) > 2 and all(after >= before for before, after in itertools.pairwise(gaps))
+
+
+def test_changed_links_are_noticed_and_all_ranks_tune_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("syncline.tuning.trials._MAX_RATIO", float("inf"))
+    monkeypatch.setattr("syncline.tuning.following.CHECK_STEPS", 15)
+    monkeypatch.setattr("syncline.tuning.retuning.SHARE", 1e9)
+    monkeypatch.setattr("syncline.ddp.engine._DRIFT_FACTOR", -1e9)  # every exchange takes longer than planned
+
+    def main(rank: Rank) -> list[Any]:
+        rank.init_process_group()
+        torch.set_num_threads(1)
+        model = DDP(net())
+        following = syncline.follow(model, network=links(), allow=("bf16",), retune="auto", cache=False, quiet=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        while not following.done:
+            train(model, optimizer, 1)
+        first, network = following.describe(), following.network
+        train(model, optimizer, 50)
+        while not following.done:
+            train(model, optimizer, 1)
+        assert following.network is not network  # it was probed again, because the links have changed
+        assert following.handle is None or following.handle.plan is not None
+        following.close()
+        return [first, following.describe(), following.record().steps]
+
+    ours, theirs = launch(TWO, main, shaped=False)
+    assert ours == theirs
+    assert ours[0].startswith("Lossy: ") and "the plan stays" in ours[0]
+    assert ours[1].startswith("Tuned again, after a change of the links. ")

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from syncline.records.plan import Plan
     from syncline.records.profile import Profile
     from syncline.runtime.stats import BucketTiming, PhaseTiming, Stats
-    from syncline.tuning.follow import Following, follow
+    from syncline.tuning.follow import follow
+    from syncline.tuning.following import Following
     from syncline.tuning.tune import Tuned, tune
     from syncline.updates.policy import Nesterov
 
@@ -49,7 +50,8 @@ _MODULES = {
     "syncline.records.plan": ("Plan",),
     "syncline.records.profile": ("Profile",),
     "syncline.runtime.stats": ("BucketTiming", "PhaseTiming", "Stats"),
-    "syncline.tuning.follow": ("Following", "follow"),
+    "syncline.tuning.follow": ("follow",),
+    "syncline.tuning.following": ("Following",),
     "syncline.tuning.tune": ("Tuned", "tune"),
     "syncline.updates.policy": ("Nesterov",),
 }

@@ -37,11 +37,11 @@ from syncline.measure.hooks import Unseen
 from syncline.records.plan import Plan
 from syncline.runtime.bucket_policy import difference_of
 from syncline.runtime.validation import ddp_of, only_device, parameters_of
-from syncline.tuning.follow import Following
+from syncline.tuning.following import Following
 from syncline.tuning.settings import TuneSettings, allows_residual, has_residual
 
 _ARGUMENTS = (
-    *("exchange", "plan", "allow", "quality", "cache", "network", "on_world_size", "timeout_s", "quiet"),
+    *("exchange", "plan", "allow", "quality", "cache", "retune", "network", "on_world_size", "timeout_s", "quiet"),
     *("updates", "every", "warmup", "delay", "outer"),
 )
 _PLAN = "plan.json"
@@ -292,7 +292,7 @@ class FollowedModel:
             self.close()
             if handle is not None:
                 make_plain(self.model)
-            settings = dataclasses.replace(self._settings, plan=plan, allow=(), quality=None)
+            settings = dataclasses.replace(self._settings, plan=plan, allow=(), quality=None, retune=None)
             self.following = Following(self.model, settings)
         return True
 

@@ -303,9 +303,9 @@ class _Ladder:
     def _hint(self, chosen: _Step, better: _Step, updates: bool) -> str:
         plain_s = self._plain.iteration_s
         now, then = (plain_s / step.choice.iteration_s for step in (chosen, better))
-        given = ", optimizer=optimizer" if better.rung.needs_optimizer and not updates else ""
-        what = f'quality="{better.rung.quality}"{given}'
-        return f"{what} ({better.rung.name}, lossy): {then:.1f}× plain DDP's speed instead of {now:.1f}× (predicted)."
+        needs = ", needs the optimizer" if better.rung.needs_optimizer and not updates else ""
+        what = f'quality="{better.rung.quality}" ({better.rung.name}, lossy{needs})'
+        return f"{what}: {then:.1f}× plain DDP's speed instead of {now:.1f}× (predicted)."
 
 
 def _variants(name: str, network: Network) -> list[Updates]:

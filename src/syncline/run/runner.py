@@ -36,7 +36,7 @@ from syncline.ddp.attach import scale_of
 from syncline.errors import SynclineError, UsageError, first_line
 from syncline.health.heartbeat import shared_heartbeat
 from syncline.records.run_record import FINISHED, RUNNING, RunRecord
-from syncline.tuning.follow import Following
+from syncline.tuning.following import Following
 from syncline.tuning.settings import TuneSettings
 
 PAGE = "report.html"

@@ -60,13 +60,17 @@ def find_network(
     probe_s: float,
     *,
     overlap: bool = False,
+    fresh: bool = False,
     log: Callable[[str], None] = lambda _: None,
 ) -> Network:
-    """Return the links, remembered or probed with the collectives that may be used, and no others. Collective."""
+    """Return the links, remembered or probed with the collectives that may be used, and no others. Collective.
+
+    With `fresh`, they are probed in any case.
+    """
     gentle = not settings.allow and settings.quality is None and not overlap and not _has_levels(group)
     kinds = ("all_reduce", "broadcast") if gentle else wire.KINDS
     path = cached_path(group) if settings.cache else None
-    known = recall(group, path, kinds)
+    known = None if fresh else recall(group, path, kinds)
     if known is not None:
         log(f"using the links that were probed at {known.date}; without them: cache=False, or --no-cache")
         return known

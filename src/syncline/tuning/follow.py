@@ -1,53 +1,20 @@
-"""`follow`: tune a DDP model while a script trains it, from the steps that the script makes anyway.
-
-The call itself changes nothing. During the model's forwards, between two steps and on all ranks alike, some steps are
-profiled, the links are probed, a plan is made, the plan and plain DDP take turns over the script's own steps, and the
-faster one stays. All this is a generator: each `yield` returns to the script until it has made its next step, and what
-happens between two yields happens inside one forward. The script's data and random numbers stay the same.
-"""
+"""`follow`: tune a DDP model while a script trains it."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from syncline.ddp import reducer
-from syncline.ddp.attach import attach
-from syncline.dist.agreement import current_device
-from syncline.dist.comm import backend_of, bound_group
-from syncline.errors import SynclineError, UsageError
 from syncline.exchange import Exchange
-from syncline.health.watchdog import watch_plain
-from syncline.measure.backward_watch import BackwardWatch
-from syncline.measure.hooks import Unseen
-from syncline.measure.step_watcher import Pass, in_backward
-from syncline.measure.steps import Subject
-from syncline.plan.ladder import Choice, choice_of
-from syncline.records.network import Network
 from syncline.records.plan import Plan
-from syncline.records.profile import Profile
-from syncline.records.run_record import ModelRecord
-from syncline.runtime.bucket_policy import difference_of, read_plan
-from syncline.runtime.topology import NetworkOrFile, hosts_of
-from syncline.runtime.validation import check_steps_all, ddp_of, parameters_of
-from syncline.tuning.choose import agreed_network, choose_for_live, find_network, may_shorten, plain_choice
-from syncline.tuning.live_model import CannotChangeError, LiveModel, Steps, trained_ids
+from syncline.runtime.topology import NetworkOrFile
+from syncline.runtime.validation import ddp_of
+from syncline.tuning.following import Following
 from syncline.tuning.settings import PROBE_S, PathLike, TuneSettings
-from syncline.tuning.stakes import Stakes
-from syncline.tuning.trials import SETTLING, Schedule, Trial, Turn, repaid_after
 from syncline.updates.policy import Nesterov
-
-_PROFILED = 10  # steps that the profile is made from
-
-_probed: dict[tuple[object, ...], Network] = {}
-"""Links, probed once for all models of a script with the same (ranks, backend, allowed exchanges)."""
 
 
 def follow(
@@ -62,6 +29,7 @@ def follow(
     scaler: GradScaler | None = None,
     probe_s: float = PROBE_S,
     cache: bool = True,
+    retune: str | None = None,
     timeout_s: float | None = None,
     quiet: bool = False,
     optimizer: Optimizer | None = None,
@@ -92,6 +60,8 @@ def follow(
         scaler: The GradScaler of the loss, as in `attach`.
         probe_s: The most time for probing the links, in seconds. It is less where less is at stake.
         cache: Whether to remember probed links between runs, in a file under `$XDG_CACHE_HOME`.
+        retune: `"auto"` to tune again when exchanges take over 1.5 times as long as planned for at least 200 steps.
+            Further tunings take at most 2 % of the training time, and come at growing distances.
         timeout_s: Timeout of a collective in seconds. It becomes the timeout of the model's process group, so it also
             bounds plain DDP's all-reduces and the script's own collectives in that group, but not probes.
         quiet: Print nothing. By default rank 0 prints what was done.
@@ -121,6 +91,7 @@ def follow(
         scaler=scaler,
         probe_s=probe_s,
         cache=cache,
+        retune=retune,
         timeout_s=timeout_s,
         quiet=quiet,
         updates=optimizer is not None and quality is None,
@@ -130,271 +101,3 @@ def follow(
         outer=outer,
     )
     return Following(ddp_of(model, "follow"), settings, find_optimizer=lambda: optimizer, tunes_updates=True)
-
-
-class Following(LiveModel):
-    """A model that `follow` watches: what was measured and done, and how long its steps took."""
-
-    def __init__(
-        self,
-        ddp: DDP,
-        settings: TuneSettings,
-        find_scaler: Callable[[], GradScaler | None] | None = None,
-        find_optimizer: Callable[[], Optimizer | None] = lambda: None,
-        tunes_updates: bool = False,
-    ) -> None:
-        """Follow a model. `find_scaler` returns the scaler of the loss; by default it is that of the settings.
-        `find_optimizer` returns the optimizer whose updates are to be exchanged, or None if it is not known yet. It may
-        raise an error that refuses the model, on all ranks alike. With `tunes_updates`, tuning may choose updates."""
-        super().__init__(ddp, settings, find_scaler or (lambda: settings.scaler), self._after_step)
-        self._find_optimizer, self._tunes_updates = find_optimizer, tunes_updates
-        self._hosts: tuple[int, ...] = ()
-        self.profile: Profile | None = None
-        self.network: Network | None = None
-        self.plan: Plan | None = None
-        """The plan that was given or found, applied or not."""
-        self.trial: Trial | None = None
-        self._hint = ""  # what could be won with a lower quality
-        self._outcome = "Nothing was decided yet: the script ended too early."
-        bound_group(ddp.process_group, settings.timeout_s)
-        self.done = False
-        """Whether the decision has been made."""
-        self.working = False
-        """Whether it is measuring or changing something now. Models built meanwhile are not the script's."""
-        self.error: SynclineError | None = None
-        """Why the requested exchange or plan could not be applied, if it could not."""
-        self._closed = self._in_eval = False
-        self._is_first_forward = True  # whether no training forward has begun since the last step
-        # Registered before the watcher's hook, so that a step's clock starts when this one has returned. The hook holds
-        # the generator, which holds the model while it is profiled: a reference cycle that goes with the model.
-        work = self._tune_or_keep_plain() if settings.tunes else self._apply_given()
-        self._hook = ddp.register_forward_pre_hook(Unseen(lambda *_: self._before_forward(work)))
-        self._work = weakref.ref(work)
-        self._watcher.watch(ddp, ddp, lambda: self._exchanges_updates)
-        self._caps = reducer.own_caps(ddp) if reducer.can_change() else ()
-        self._trained = trained_ids(ddp)
-        self._watchdog = watch_plain(ddp)
-
-    def describe(self) -> str:
-        """Return what was done and why."""
-        if not self.done and not self._watcher.step_count and self._watcher.forward_count:
-            seen = "Nothing was decided: no backward from the model's output was seen."
-            return f"{seen} The output must contain tensors, and the script must call the model, not its forward."
-        return self._outcome
-
-    def record(self) -> ModelRecord:
-        """Return what is known so far as a record for a file. The model may be gone."""
-        known = {"profile": self.profile, "network": self.network, "plan": self.plan}
-        return self._log.record(outcome=self.describe(), caps=self._caps, host_of_rank=self._hosts, **known)
-
-    def note_loss(self, loss: Tensor) -> None:
-        """Record the loss of the next step: a tensor with one number that nothing changes any more."""
-        if self._ddp() is not None:
-            self._log.loss = loss
-
-    def close(self) -> None:
-        """Stop following. What is attached stays attached."""
-        self._closed = True
-        if (work := self._work()) is not None:
-            work.close()
-        self._hook.remove()
-        if self._step_hook is not None:
-            self._step_hook.remove()
-        self._watcher.close()
-        self._watchdog.stop()
-
-    def _after_step(self, step: Pass) -> None:
-        self._is_first_forward = True
-        self._in_eval = not self.model.training
-        self._log.step_ended(step)
-        self._watchdog.step = self._watcher.step_count
-
-    def _before_forward(self, work: Steps) -> None:
-        """Continue in the first training forward after a step, which is the same forward on all ranks."""
-        ddp = self.model
-        if self._closed or not self._is_first_forward or not torch.is_grad_enabled() or in_backward():
-            return
-        in_training = ddp.training or ddp.module.training or self._in_eval  # Lightning leaves the wrapper in eval mode
-        # Updates are attached before the first gradient of a step, so that a resumed step begins with its own weights.
-        syncs = ddp.require_backward_grad_sync or self._exchanges_updates or (self._settings.updates and not self.done)
-        if not syncs or not in_training:
-            return
-        self._is_first_forward = False
-        with current_device(self._device):
-            if self._is_ours and self._log.method != self._method:  # a warm-up is over
-                self._log.switch_to(self._method)
-            self._log.step_begins(self.handle, decided=self.done and self._is_ours)
-            # Another set of trained parameters, as when two models train in turns, is not the step that is tuned.
-            if self.done or trained_ids(ddp) != self._trained:
-                return
-            self.working = True
-            try:
-                next(work)
-            except SynclineError as error:
-                self.error, self.done = error, True
-                raise
-            except StopIteration:
-                self.done = True
-                self._log.switch_to(self._method)  # the steps from now on are those that count
-                if self._settings.tunes and self._group.size() > 1:
-                    self._outcome += f" {repaid_after(self.seconds, 0.0 if self.trial is None else self.trial.saved_s)}"
-                self._print(self.describe())
-            finally:
-                self.working = False
-
-    # --- what happens between steps -----------------------------------------------------------------------------
-
-    def _apply_given(self) -> Steps:
-        self._check_untouched()
-        self._hosts = hosts_of(self._group)
-        settings = self._settings
-        optimizer: Optimizer | None = None
-        while settings.updates and (optimizer := self._find_optimizer()) is None:
-            self._outcome = "Updates were not exchanged: the script ended before its optimizer had stepped twice."
-            yield
-            self._check_untouched()
-        with self._paused():
-            if optimizer is not None:
-                self._attach_updates(optimizer)
-            elif settings.exchange is not None:
-                links, scaler = settings.network, self._find_scaler()
-                attach(self.model, settings.exchange, timeout_s=settings.timeout_s, network=links, scaler=scaler)
-                lossy = "" if settings.exchange.lossless else "lossy "
-                self._outcome = f"The {lossy}exchange {settings.exchange!r} is attached, as requested."
-            elif settings.plan is not None:
-                plan = read_plan(settings.plan, self._group, self._device, "follow")
-                difference = difference_of(plan, parameters_of(self.model), self._group, "follow")
-                if difference is not None:
-                    raise UsageError(f"the plan does not fit: {difference}")
-                self.plan = plan
-                if not plan.nothing:
-                    self._check_changeable()
-                    _, links = agreed_network(self._group, self._device, "follow", lambda: settings)
-                    self._switch_to(choice_of(plan), links)
-                self._outcome = f"The {'' if plan.lossless else 'lossy '}plan is applied, as requested: {plan.reason}"
-        self._note_change()
-        yield from ()  # no step is needed
-
-    def _attach_updates(self, optimizer: Optimizer) -> None:
-        settings = self._settings
-        handle = attach(
-            self.model,
-            settings.exchange,
-            optimizer=optimizer,
-            timeout_s=settings.timeout_s,
-            network=settings.network,
-            scaler=self._find_scaler(),
-            **settings.update_options,
-        )
-        first = f" from step {self._watcher.step_count} on" if self._watcher.step_count else ""
-        described = f"{handle.describe().splitlines()[0]} (lossy): updates of {type(optimizer).__name__}"
-        self._outcome = f"As requested, {described}{first}."
-        self._watch_steps_of(optimizer)
-
-    def _tune_or_keep_plain(self) -> Steps:
-        """Tune. If that is not possible, all ranks see the same reason and continue with plain DDP."""
-        try:
-            yield from self._tune()
-        except CannotChangeError as reason:
-            kept = "The trial was stopped and the plan stays" if self._is_ours else "Left alone"
-            self._outcome = f"{kept}: {reason}."
-        except (SynclineError, ArithmeticError, AssertionError, LookupError, TypeError, ValueError) as error:
-            # Ranks share these errors while they measure and plan. A broken connection (a RuntimeError) is raised.
-            if self._is_ours and self.handle is not None:
-                self._switch_to(None)
-            message = str(error).rstrip(".") or type(error).__name__
-            self._outcome = f"Plain DDP stays, because tuning failed: {message}."
-
-    def _tune(self) -> Steps:
-        self._check_untouched()
-        self._hosts = hosts_of(self._group)
-        settings = self._settings
-        if self._group.size() == 1:
-            raise CannotChangeError("there is one rank, which exchanges nothing")
-        yield from self._wait_for_steps(SETTLING)
-        with BackwardWatch(Subject.of(self.model), None, _PROFILED, 0, last_pass_only=True) as watch:
-            yield from self._wait_for_steps(_PROFILED)
-            with self._paused():
-                _, given = agreed_network(self._group, self._device, "follow", lambda: settings)
-                if settings.change and not self._is_compiled:
-                    self._check_changeable()
-                self.profile = profile = watch.profile(self._group)
-        with self._paused():
-            if given is None and self._group.size() != dist.get_world_size():
-                raise CannotChangeError("its process group is part of the world, which cannot be probed: pass network")
-            self.network = given or self._find_network(profile)
-            if self.network is None:
-                return
-            optimizer = self._optimizer_to_tune()
-            able = {"updates": optimizer is not None, "own_buckets": self._is_compiled}
-            chosen = choose_for_live(self.model, profile, self.network, settings, self._device, **able)
-            (self.profile, self.choice), self.plan = chosen, chosen[1].plan
-        reason = self.choice.reason
-        if self._is_compiled:
-            reason += " DDP's buckets stay as they are, because a compiled model would have to be compiled again."
-        reason += self._hint
-        if not settings.change or self.choice.nothing:
-            self._outcome = reason if settings.change else f"Only observed. {reason}"
-            return
-        yield from self._try(self.choice, self.network, optimizer, reason)
-
-    def _find_network(self, profile: Profile) -> Network | None:
-        """Return the links: probed before, remembered, or probed now. None, with the outcome, if that cannot pay."""
-        settings, last = self._settings, self._watcher.step_count
-        moments = self._log.moments(last - _PROFILED, last)
-        stakes = Stakes.of(self._group, [step.step_s for step in moments], [step.exposed_s for step in moments])
-        if settings.change and (why_not := stakes.why_not_probe) is not None:
-            self.choice = plain_choice(profile, self._group, stakes.step_s, why_not)
-            self.plan, self._outcome = self.choice.plan, why_not
-            return None
-        ranks = tuple(dist.get_process_group_ranks(self._group))
-        key = (ranks, backend_of(self._group), settings.allow, settings.quality)
-        self._hint = stakes.hint if settings.quality is None and not settings.allow else ""
-        if key not in _probed:
-            shorter = may_shorten(self._group, settings)
-            probe_s = stakes.probe_s(settings.probe_s, shorter=shorter) if settings.change else settings.probe_s
-            _probed[key] = find_network(self._group, settings, probe_s, log=self._print)
-        return _probed[key]
-
-    def _optimizer_to_tune(self) -> Optimizer | None:
-        """Return the optimizer whose updates tuning may choose to exchange, if there is one."""
-        if not self._tunes_updates or not self._settings.may_exchange_updates:
-            return None
-        try:
-            optimizer = self._find_optimizer()
-            if optimizer is not None:
-                check_steps_all(optimizer, parameters_of(self.model))
-        except UsageError as error:
-            self._print(f"updates are not considered: {error}")
-            return None
-        return optimizer
-
-    def _try(self, choice: Choice, network: Network, optimizer: Optimizer | None, reason: str) -> Steps:
-        """Let plain DDP and the choice take turns over the script's own steps, and keep the faster."""
-        schedule = Schedule.on_live_steps(choice.plain_s, keeps=choice.keeps, period=choice.period)
-        step_s: dict[Turn, list[float]] = {"plain": [], "plan": []}
-
-        def take_turn(turn: Turn) -> None:
-            with self._paused():
-                if (turn == "plan") != (self.handle is not None):
-                    self._switch_to(choice if turn == "plan" else None, network, optimizer)
-
-        for turn in schedule.turns:
-            take_turn(turn)
-            if turn == "plan" and choice.warmup:
-                self._outcome = f"{reason} The script ended during the warm-up of {choice.warmup} steps."
-                yield from self._wait_for_steps(choice.warmup)
-            yield from self._wait_for_steps(schedule.settling)
-            first = self._watcher.step_count
-            yield from self._wait_for_steps(schedule.counted)
-            step_s[turn] += self._log.step_times_s(first, first + schedule.counted)
-            if len(step_s["plain"]) == len(step_s["plan"]):
-                with self._paused():
-                    self.trial = Trial.of(self._group, step_s, choice.period)
-                if self.trial.clear:
-                    break
-        assert self.trial is not None  # noqa: S101 - a schedule has turns of both
-        take_turn("plan" if self.trial.won else "plain")
-        self._outcome = f"{reason} {self.trial.describe('step', choice.name)}"
-        if choice.keeps and not self.trial.won:
-            self._outcome += " The residual of its steps is dropped."

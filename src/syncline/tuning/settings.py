@@ -35,6 +35,8 @@ class TuneSettings:
     allow: Sequence[str] = ()
     quality: str | None = None
     cache: bool = True
+    retune: str | None = None
+    """`"auto"` to tune again when links have changed, in `follow`."""
     network: Network | PathLike | None = None
     change: bool = True
     budget_s: float = BUDGET_S
@@ -63,6 +65,9 @@ class TuneSettings:
             raise UsageError(f"quality and allow exclude each other: {text}")
         if not self.tunes and (self.allow or self.quality is not None or not self.change):
             raise UsageError("allow, quality and change=False are for tuning, which an exchange or a plan replaces")
+        if self.retune not in (None, "auto") or (self.retune and not (self.tunes and self.change)):
+            text = "it must be 'auto', and is for tuning that may change the model" if self.retune else "leave it out"
+            raise UsageError(f"retune is {self.retune!r}: {text}")
         if not isinstance(self.cache, bool):
             raise UsageError(f"cache is {self.cache!r}: it must be True or False")
         for name, least_s in (("budget_s", MIN_BUDGET_S), ("probe_s", 1.0)):
