@@ -73,7 +73,10 @@ def _curves(demo: DemoResult) -> Lines:
         series.append(Series(name, [(point.x, point.y) for point in points], points, color=(6, 0, 1, 2, 3)[color]))
     series.append(Series("plain DDP’s final loss", [(0.0, target), (end_s, target)], dashed=True, color=7))
     note = f"Each point is one block of steps. Before training, the loss is {plain.held_out[0].bits_per_byte:.2f}. "
-    note += "Methods that are clearly faster than plain DDP take twice its steps, and end earlier all the same."
+    note += (
+        "Methods that are clearly faster than plain DDP take twice its steps, and end earlier all the same. Tuning is "
+    )
+    note += "not counted here."
     values = [point.bits_per_byte for row in rows for point in row.held_out[1:]]
     return Lines(
         "Held-out loss against seconds of training",
@@ -106,8 +109,8 @@ def reached_chart(demo: DemoResult) -> Bars:
             "–" if row.equal_time is None else f"{row.equal_time:.3f}{later}",
         )
         rows.append(Row(name, tuple(bars), cells, strong=row.method == "tune-same" and not row.same_as))
-    note = "Held-out loss in bits per byte. Seconds in brackets: the method’s training ended then. Times between two "
-    note += "evaluations are interpolated."
+    note = "Held-out loss in bits per byte, of one training per method. Seconds in brackets: the training ended then. "
+    note += "Times between two evaluations are interpolated."
     return Bars(
         f"Time to plain DDP’s final held-out loss, {target:.3f} bits per byte",
         rows,
