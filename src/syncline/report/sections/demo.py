@@ -73,10 +73,8 @@ def _curves(demo: DemoResult) -> Lines:
         series.append(Series(name, [(point.x, point.y) for point in points], points, color=(6, 0, 1, 2, 3)[color]))
     series.append(Series("plain DDP’s final loss", [(0.0, target), (end_s, target)], dashed=True, color=7))
     note = f"Each point is one block of steps. Before training, the loss is {plain.held_out[0].bits_per_byte:.2f}. "
-    note += (
-        "Methods that are clearly faster than plain DDP take twice its steps, and end earlier all the same. Tuning is "
-    )
-    note += "not counted here."
+    note += "Methods that are clearly faster than plain DDP take twice its steps, and end earlier all the same. "
+    note += "Tuning is not counted here."
     values = [point.bits_per_byte for row in rows for point in row.held_out[1:]]
     return Lines(
         "Held-out loss against seconds of training",
