@@ -142,7 +142,7 @@ def measure(rank: Rank, case: Case, rounds: int, budget_s: float) -> dict[str, A
         "record": record,
         "predicted_ms": predicted,
         "tree": next(handle.tree.describe() for handle in handles.values() if handle.tree is not None),
-        "ways": {name: handle.ways for name, handle in handles.items()},
+        "ways": {name: handle.paths for name, handle in handles.items()},
         "sent": {name: handle.stats().sent_bytes for name, handle in handles.items()},
         "foreseen": {name: handle.predicted_sent_bytes() for name, handle in handles.items()},
     }

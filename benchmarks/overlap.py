@@ -9,8 +9,9 @@ that is not measured, and takes the time of the next ones, so that every measure
     python benchmarks/overlap.py --report F
 
 `overlap` has DDP's buckets, `overlap-small` has buckets of a fifth of their size, and `ddp-small` is plain DDP with
-these. Speed-ups are over the faster of the two plain DDPs, round by round. The method that is `chosen` is the one that
-predictions, made before the first step, say is the fastest.
+these. `overlap-best` has buckets of the size that predictions choose. Speed-ups are over the faster of the two plain
+DDPs, round by round. The method that is `chosen` is the one that predictions, made before the first step, say is the
+fastest.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from syncline.files import write_text
 from syncline.measure.probe import probe
 from syncline.models.replay import ReplayModel
 from syncline.predict import Schedule, predict
+from syncline.predict.bucket_size import best_overlap
 from syncline.predict.exchange_time import topology_of
 from syncline.predict.schedule import DDP_CAPS, MIB
 from syncline.records.bucket_caps import filled
@@ -65,9 +67,11 @@ def on_cluster(rank: Rank, profile: Profile, size: float, rounds: int) -> dict[s
         "": [max(1, int(cap * size)) for cap in DDP_CAPS],
         "-small": [max(1, int(cap * size / 5)) for cap in DDP_CAPS],
     }
+    best = best_overlap(measured, network, caps=caps[""], paced=True)[1]
+    caps["-best"] = list(best)
     contenders, about, handles = [], {}, {}
     for kind, limits in caps.items():
-        for method in ("ddp", "overlap"):
+        for method in ("overlap",) if kind == "-best" else ("ddp", "overlap"):
             model = DDP(
                 ReplayModel(profile, seed=rank.rank, rank=rank.rank), bucket_cap_mb_list=[c / MIB for c in limits]
             )
@@ -181,7 +185,8 @@ def report(path: Path) -> None:
         rows = cell["rows"]
         errors += [abs(row["predicted_ms"] / row["step_ms"] - 1) for row in rows.values()]
         plain_ms = min(rows["ddp"]["step_ms"], rows["ddp-small"]["step_ms"])
-        best = min(("overlap", "overlap-small"), key=lambda method: float(rows[method]["predicted_ms"]))
+        overlaps = [method for method in rows if method.startswith("overlap")]
+        best = min(overlaps, key=lambda method: float(rows[method]["predicted_ms"]))
         gain, name = 1 / rows[best]["of_best_ddp"], cell["model"].removesuffix("-cuda")
         times = f"{plain_ms:.0f} ms | {rows[best]['step_ms']:.0f} ms | {rows[best]['predicted_ms']:.0f} ms"
         print(f"| {name} | {cell['ratio']} | {times} | {gain:.2f}× | {chosen_of(cell)} |")

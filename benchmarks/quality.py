@@ -97,11 +97,8 @@ def work(run: Run, options: Options) -> dict[str, Any]:
 class Study:
     """The results of all trainings so far, and the trainings that are still to be run."""
 
-    def __init__(
-        self, path: Path | None, options: Options, models: Sequence[str], methods: Sequence[str], ranks: int
-    ) -> None:
-        self._path, self._options, self.ranks = path, options, ranks
-        self.models, self.methods = models, methods
+    def __init__(self, path: Path | None, options: Options, models: Sequence[str], methods: Sequence[str]) -> None:
+        self._path, self._options, self.models = path, options, models
         self.result: dict[str, Any] = {
             "schema": 2,
             "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -186,39 +183,46 @@ def _run_of(cell: dict[str, Any]) -> Run:
     return Run(*(cell[key] for key in ("model", "method", "seed", "lr", "ranks", "sweep")))
 
 
-def carry_out(study: Study, options: Options, seeds: int, sweep_seeds: int, jobs: int, minutes: float) -> None:
+def carry_out(
+    study: Study,
+    options: Options,
+    later: list[tuple[str, str, int, int]],
+    sweep_seeds: int,
+    jobs: int,
+    minutes: float,
+) -> None:
     """Run all trainings, several at a time, each in one of `jobs` processes that share the device.
 
-    Sweeps come first, and a model's other trainings follow when its sweep has ended: seed by seed, so that a study that
-    is stopped early has compared all methods with the seeds that it has reached.
+    Sweeps come first. The trainings of `later`, each a model, a method, a seed and a number of ranks, follow when the
+    sweep of their model has ended.
     """
     start = time.monotonic()
     sweep = study.sweep_runs(sweep_seeds)
     waiting = study.missing(sweep)
-    later = [(name, method, seed) for seed in range(seeds) for name in study.models for method in study.methods]
-    lasts: dict[str, float] = {}
-    """Seconds that a training of each model takes."""
+    lasts: dict[tuple[str, int], float] = {}
+    """Seconds that a training of each model takes, by the number of ranks."""
     for cell in study.result["cells"]:
-        lasts[cell["model"]] = max(lasts.get(cell["model"], 0.0), cell["all_s"])
+        key = cell["model"], cell["ranks"]
+        lasts[key] = max(lasts.get(key, 0.0), cell["all_s"])
     running: dict[Future[dict[str, Any]], Run] = {}
     print(f"{len(waiting)} trainings to find learning rates, {len(later)} to compare; {jobs} at a time", flush=True)
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         while waiting or later or running:
-            for name, method, seed in list(later):
+            for name, method, seed, ranks in list(later):
                 lr = study.rate(name, sweep)
                 if lr is not None:
                     study.result["tasks"][name]["lr"] = lr
-                    later.remove((name, method, seed))
-                    waiting += study.missing([Run(name, method, seed, lr, study.ranks)])
+                    later.remove((name, method, seed, ranks))
+                    waiting += study.missing([Run(name, method, seed, lr, ranks)])
             while waiting and len(running) < jobs:
                 run = waiting.pop(0)
-                if time.monotonic() - start + lasts.get(run.model, 0.0) > 60 * minutes:
+                if time.monotonic() - start + lasts.get((run.model, run.ranks), 0.0) > 60 * minutes:
                     print(f"not started, for lack of time: {run.label}", flush=True)
                     study.result["failures"].append({"run": run.label, "error": "not started, for lack of time"})
                     continue
                 running[pool.submit(work, run, options)] = run
             if not running:
-                for name in sorted({name for name, _, _ in later}):
+                for name in sorted({name for name, *_ in later}):
                     print(f"{name}: not compared, because its sweep is not complete", flush=True)
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -232,7 +236,8 @@ def carry_out(study: Study, options: Options, seeds: int, sweep_seeds: int, jobs
                     print(f"failed: {run.label}: {type(error).__name__}: {error}", flush=True)
                     continue
                 study.add(cell)
-                lasts[run.model] = max(lasts.get(run.model, 0.0), cell["all_s"])
+                key = run.model, run.ranks
+                lasts[key] = max(lasts.get(key, 0.0), cell["all_s"])
                 note = "" if cell["cuda_graph"] or options.device == "cpu" else ", no CUDA graph"
                 print(
                     f"{time.monotonic() - start:5.0f} s  {run.label}: {options.task(run.model).value(cell):.3f}, "
@@ -272,7 +277,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="keep the results here")
     parser.add_argument("--write-digits", type=Path, metavar="FILE", help="only write the digits to this file")
     parser.add_argument("--report", type=Path, metavar="FILE", help="only print the tables of this file")
-    parser.add_argument("--picture", type=Path, metavar="SVG", help="with --report: draw the curves")
+    parser.add_argument("--picture", type=Path, metavar="SVG", help="with --report: draw the curves of --models")
     parser.add_argument("--link-mbit", type=float, default=200.0, help="rate of links, for curves against seconds")
     given = parser.parse_args()
     if given.write_digits is not None:
@@ -284,7 +289,7 @@ def main() -> None:
     if given.report is not None:
         report(read(given.report))
         if given.picture is not None:
-            draw(read(given.report), given.picture, given.link_mbit)
+            draw(read(given.report), given.models.split(","), given.picture, given.link_mbit)
         return
     models, methods = given.models.split(","), given.methods.split(",")
     for name in models:
@@ -298,7 +303,7 @@ def main() -> None:
     try:
         if given.digits is not None:
             read_digits(given.digits)
-        study = Study(given.json, options, models, methods, given.ranks)
+        study = Study(given.json, options, models, methods)
         study.save()
     except UsageError as error:
         parser.error(str(error))
@@ -309,7 +314,11 @@ def main() -> None:
         if any(TASKS[name].text for name in models):
             write_corpus(given.text, Path(directory) / "text.npz")
             options = replace(options, text=str(Path(directory) / "text.npz"))
-        carry_out(study, options, given.seeds, given.sweep_seeds, jobs, given.minutes)
+        # Seed by seed, so that a study that is stopped early has compared all methods with the seeds it has reached.
+        later = [
+            (name, method, seed, given.ranks) for seed in range(given.seeds) for name in models for method in methods
+        ]
+        carry_out(study, options, later, given.sweep_seeds, jobs, given.minutes)
     report(study.result)
     if study.result["failures"]:
         raise SystemExit(1)

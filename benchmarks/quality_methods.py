@@ -46,6 +46,8 @@ _MEANINGS = {
     rf"reset-({'|'.join(RESETS)})": "resets",
     r"mean-(ranks|contributors)": "mean",
 }
+PEERS = {"1-bit-adam": "1-bit Adam", "powersgd": "PowerSGD", "post-local": "post-local SGD", "diloco": "DiLoCo"}
+"""Kinds of methods that are not Syncline's."""
 _NUMBERS = {"density": float, "every": int, "delay": int, "warm": int}
 
 
@@ -104,6 +106,24 @@ def method_named(name: str) -> Method:
         return _changed(Method("updates", exchange, warms=True), words[1:], name)
     others = "updates:EXCHANGE, post-local, diloco, powersgd:RANK, 1-bit-adam"
     raise UsageError(f"no method is called {name}; known: {', '.join(EXCHANGES)}, {others}")
+
+
+def in_words(name: str) -> str:
+    """Return the name of a method as a reader of a picture expects it."""
+    kind, *words = name.split(":")
+    method = method_named(name)
+    said = []
+    if kind in PEERS:
+        said.append(PEERS[kind] + (f", rank {words[0]}" if kind == "powersgd" else ""))
+    elif method.kind == "updates":
+        density = getattr(method.exchange, "density", None)
+        share = "" if density is None else f"{100 * density:.3g} % of "
+        said.append(f"{share}updates ({type(method.exchange).__name__})")
+    else:
+        said.append({"dense": "dense gradients", "oktopk": "1 % of gradients (OkTopk)"}.get(name, f"gradients, {name}"))
+    said += [f"every {method.every} steps"] if method.every > 1 else []
+    said += [f"{method.delay} step late"] if method.delay else []
+    return ", ".join(said)
 
 
 def _chunks(name: str) -> Exchange:

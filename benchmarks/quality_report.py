@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from quality_methods import PEERS, in_words
 from quality_tasks import TASKS
 from syncline.files import write_text
 from training import RANKS, spread
@@ -117,11 +118,11 @@ def _beside_dense(row: dict[str, Any]) -> str:
 # --- pictures ---------------------------------------------------------------------------------------------------------
 
 
-def draw(result: dict[str, Any], out: Path, link_mbit: float) -> None:
+def draw(result: dict[str, Any], models: Sequence[str], out: Path, link_mbit: float) -> None:
     """Draw the mean curves of all methods against steps, bytes, and seconds over links of a rate.
 
     The seconds of a step are those of one rank's gradients on the device of the study, plus those of the bytes that the
-    busiest rank sends, without overlap.
+    busiest rank sends, without overlap. Trainings share the device, so the shortest time of any of them is taken.
     """
     try:
         import matplotlib
@@ -133,22 +134,28 @@ def draw(result: dict[str, Any], out: Path, link_mbit: float) -> None:
     from matplotlib import pyplot
 
     style: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": "quality", "font.size": 8}
-    tasks = _by_task(result)
+    tasks = {key: cells for key, cells in _by_task(result).items() if key[0] in models}
+    methods = sorted({cell["method"] for cells in tasks.values() for cell in cells} - {"dense"})
     with matplotlib.rc_context(style):
         size = (13, 3.6 * len(tasks))
         figure, grid = pyplot.subplots(len(tasks), 3, figsize=size, sharey="row", squeeze=False, layout="constrained")
-        colours = pyplot.get_cmap("tab20")
+        colours = {method: pyplot.get_cmap("turbo")(n / max(1, len(methods) - 1)) for n, method in enumerate(methods)}
         for row, ((name, ranks), cells) in zip(grid, tasks.items(), strict=True):
             described = result["tasks"][name]
-            for number, method in enumerate(dict.fromkeys(cell["method"] for cell in cells)):
+            gradient_s = min(cell["gradient_ms"] for cell in cells) / 1e3
+            by_value = sorted(cells, key=lambda cell: TASKS[cell["model"]].value(cell))
+            for method in dict.fromkeys(cell["method"] for cell in by_value):
                 mine = [cell for cell in cells if cell["method"] == method]
-                colour = "black" if method == "dense" else colours(number % colours.N)
-                for axes, x in zip(row, _abscissae(mine[0], link_mbit), strict=True):
+                line = {
+                    "color": colours.get(method, "black"),
+                    "linestyle": "--" if method.split(":")[0] in PEERS else "-",
+                }
+                for axes, x in zip(row, _abscissae(mine[0], gradient_s, link_mbit), strict=True):
                     means = [
                         statistics.mean(TASKS[name].value(cell, point) for cell in mine)
                         for point in range(len(mine[0]["points"]))
                     ]
-                    axes.plot(x, means, color=colour, label=method, linewidth=1.2)
+                    axes.plot(x, means, **line, label=in_words(method), linewidth=1.2)
             row[0].set(ylabel=described["metric"], xlabel="steps", ylim=_range(name, cells))
             row[1].set(xlabel="megabytes sent by the busiest rank", xscale="log")
             row[2].set(xlabel=f"seconds over links of {link_mbit:g} Mbit/s, without overlap", xscale="log")
@@ -173,10 +180,11 @@ def _range(name: str, cells: Sequence[dict[str, Any]]) -> tuple[float, float]:
     return (best - margin, early[0] + 8 * margin) if task.text else (early[0] - 8 * margin, best + margin)
 
 
-def _abscissae(cell: dict[str, Any], link_mbit: float) -> tuple[list[float], list[float], list[float]]:
+def _abscissae(
+    cell: dict[str, Any], gradient_s: float, link_mbit: float
+) -> tuple[list[float], list[float], list[float]]:
     """Return the steps, the megabytes and the seconds of each point of a training."""
     steps = [float(point) for point in cell["points"]]
     sent = cell.get("sent_bytes", [cell["bytes_per_step"] * step for step in steps])
-    gradient_s = cell.get("gradient_ms", 0.0) / 1e3
     seconds = [step * gradient_s + total * 8 / (link_mbit * 1e6) for step, total in zip(steps, sent, strict=True)]
     return steps, [total / 1e6 for total in sent], seconds

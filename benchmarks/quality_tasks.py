@@ -146,10 +146,10 @@ class Task:
 TASKS = {
     "gpt": Task(
         about="a byte-level GPT on Python source files",
-        steps=1500,
-        examples=64,
+        steps=3000,
+        examples=32,
         optimizer="AdamW",
-        rates=(5e-4, 1e-3, 2e-3, 4e-3),
+        rates=(5e-4, 1e-3, 2e-3),
         build=partial(GPT, width=384, layers=6, heads=6, context=256),
         source=partial(TextSource, length=256, count=1024),
         text=True,
@@ -172,7 +172,7 @@ TASKS = {
         steps=300,
         examples=128,
         optimizer="SGD",
-        rates=(0.02, 0.05, 0.1, 0.2),
+        rates=(0.01, 0.02, 0.05, 0.1),
         build=zoo.cnn,
         source=DigitSource,
     ),

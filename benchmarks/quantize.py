@@ -15,29 +15,14 @@ ranks, so encode leaves out 1 of as many parts, and total works on one.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 
 import torch
 
+from selection import quartiles_ms, seconds, write_rows
 from syncline.kernels import BITS, Blocks, block_kernels_for
-
-
-def seconds(step: Callable[[], object], device: torch.device) -> float:
-    if device.type != "cuda":
-        start = time.perf_counter()
-        step()
-        return time.perf_counter() - start
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    step()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end) / 1e3
 
 
 def measure(
@@ -84,7 +69,7 @@ def measure(
         **{f"{name}_ms": round(medians[name] * 1e3, 4) for name in moved},
         **{f"{name}_of_floor": round(medians[name] / floors[name], 3) for name in moved},
         "all_ms": round(whole_s * 1e3, 4), "all_of_floor": round(whole_s / floor_s, 3),
-        "quartiles_ms": {name: [round(q * 1e3, 4) for q in statistics.quantiles(t, n=4)] for name, t in taken.items()},
+        "quartiles_ms": quartiles_ms(taken),
     }  # fmt: skip
 
 
@@ -115,9 +100,7 @@ def main() -> None:
                 what = f"{numel:>11,} elements, {bits} bits{'' if feedback else ', no error feedback'}"
                 print(f"{what}: {passes} the floor at {row['copy_gb_per_s']} GB/s", flush=True)
     if given.json:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        text = json.dumps({"date": date.today().isoformat(), "device": name, "torch": torch.__version__, "rows": rows})
-        given.json.write_text(text + "\n")
+        write_rows(given.json, rows, device)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -35,6 +35,16 @@ def seconds(step: Callable[[], object], device: torch.device) -> float:
     end.record()
     end.synchronize()
     return start.elapsed_time(end) / 1e3
+
+
+def quartiles_ms(taken: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    return {name: [round(q * 1e3, 4) for q in statistics.quantiles(times, n=4)] for name, times in taken.items()}
+
+
+def write_rows(path: Path, rows: Sequence[object], device: torch.device) -> None:
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+    text = json.dumps({"date": date.today().isoformat(), "device": name, "torch": torch.__version__, "rows": rows})
+    path.write_text(text + "\n")
 
 
 def measure(
@@ -68,7 +78,7 @@ def measure(
         "pack_ms": round(pack_s * 1e3, 4), "floor_ms": round(floor_s * 1e3, 4), "of_floor": round(pack_s / floor_s, 3),
         "topk_ms": round(topk_s * 1e3, 4), "topk_over_pack": round(topk_s / pack_s, 2),
         "copy_gb_per_s": round(8 * numel / copy_s / 1e9, 1),
-        "quartiles_ms": {name: [round(q * 1e3, 4) for q in statistics.quantiles(t, n=4)] for name, t in taken.items()},
+        "quartiles_ms": quartiles_ms(taken),
     }  # fmt: skip
 
 
@@ -96,9 +106,7 @@ def main() -> None:
                 flush=True,
             )
     if given.json:
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-        text = json.dumps({"date": date.today().isoformat(), "device": name, "torch": torch.__version__, "rows": rows})
-        given.json.write_text(text + "\n")
+        write_rows(given.json, rows, device)
 
 
 if __name__ == "__main__":

@@ -159,6 +159,8 @@ class LocalRunner:
     """Runs exchanges like `BucketRunner`, over a `LocalComm`, and at once: a delay is one of applying the result."""
 
     error = None
+    raise_if_failed = BucketRunner.raise_if_failed
+    wait = BucketRunner.wait
 
     def __init__(self, ranks: int) -> None:
         self.steps, self._ranks = 0, ranks

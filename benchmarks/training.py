@@ -491,7 +491,7 @@ def _measure(rank: Rank, task: Task, rounds: int) -> dict[str, Any]:
             ways[method] = attach(ddp, way.exchange)
         contenders.append(Contender(method, _training_step(rank.rank, task, way, ddp)))
     record = take_turns(rank, contenders, warmup=4, rounds=rounds)
-    return {"record": record, "ways": {method: handle.ways for method, handle in ways.items()}}
+    return {"record": record, "ways": {method: handle.paths for method, handle in ways.items()}}
 
 
 def _training_step(rank: int, task: Task, way: Way, model: nn.Module) -> Callable[[], None]:

@@ -133,7 +133,7 @@ class Int8State(State):
         return self._residual
 
     @property
-    def rests_bytes(self) -> int:
+    def state_bytes(self) -> int:
         return self._residual.numel() * self._residual.element_size()
 
     def tensors(self, layout: Layout) -> dict[str, dict[str, Tensor]]:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, as `set_num_threads` is for one thread only
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import large_pages
+from background import Beside, beside
 from syncline.measure import overhead
 
 os.environ.pop("SYNCLINE_NO_NAMESPACES", None)
@@ -37,22 +42,31 @@ ALONE = frozenset(
 WAITS = frozenset({"test_silence", "test_faults", "test_watching", "test_hierarchical_wire"})
 """They wait for most of their time, with deadlines that a busy machine would miss: only beside each other."""
 LONG = (
+    "test_faults",
+    "test_silence",
+    "test_watching",
+    "test_laws",
+    "test_kernels",
+    "test_overlap",
     "test_conservation",
     "test_restart",
+    "test_updates",
     "test_ddp_semantics",
-    "test_silence",
-    "test_faults",
     "test_run",
-    "test_nonfinite",
     "test_cli",
-    "test_with_accelerate",
-    "test_with_lightning",
+    "test_chunked_topk",
+    "test_ddp_sparse",
+    "test_search",
+    "test_guide",
+    "test_nonfinite",
     "test_with_transformers",
+    "test_with_lightning",
     "test_cluster_command",
-    "test_ddp_state",
-    "test_ddp_plan",
     "test_layerwise",
-    "test_watching",
+    "test_ddp_plan",
+    "test_cli_start",
+    "test_with_accelerate",
+    "test_ddp_state",
 )
 """They come first, longest first: a long file that is started last would run while other cores are idle."""
 
@@ -84,6 +98,25 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # or else what Triton holds would count as leaked
+
+
+@pytest.fixture(scope="module")
+def interpreter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
+    """Run the test module as a script, beside its tests, with Triton's interpreter, which must be enabled before Triton
+    is imported. The script compares the CUDA kernels with the CPU's, and prints the differences as JSON."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with beside([sys.executable, str(request.path)], tmp_path_factory.mktemp("interpreter"), environment) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def interpreted(interpreter: Beside) -> dict[str, str]:
+    """Return what is wrong in the interpreter, by check."""
+    pytest.importorskip("triton")
+    status, output, errors = interpreter.wait()
+    assert status == 0, errors
+    wrong: dict[str, str] = json.loads(output.splitlines()[-1])
+    return wrong
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,15 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch._dynamo  # DDP imports it, and that takes seconds: once here, not in every rank
 import torch.distributed as dist
+import torch.distributed.run as torch_run
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
 from syncline.cluster import ClusterSpec, Rank, launch
+from syncline.cluster.processes import fork
 
 TIMEOUT_S = 30.0
 SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.001}
@@ -51,6 +56,39 @@ def on_ranks(
         return main(rank)
 
     return launch(ClusterSpec(hosts=ranks), started, shaped=False, deadline_s=deadline_s)
+
+
+def forked_torchrun(folder: Path, *arguments: str, **environment: str) -> tuple[int, str, str]:
+    """Run torchrun on two ranks, in `folder`, as a fork of this process that forks its ranks: none imports torch again.
+
+    Args:
+        folder: The working directory. Output and errors are written to files in another one beside it.
+        arguments: Further options of torchrun, the script, and its arguments.
+        environment: Further environment variables.
+
+    Returns:
+        The exit status, the output and the errors.
+    """
+    written = folder.with_name(f"{folder.name}-torchrun")
+    written.mkdir()
+
+    def main() -> int:
+        os.setsid()
+        os.chdir(folder)
+        os.environ |= {"OMP_NUM_THREADS": "1", **environment}
+        for descriptor, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(written / name, os.O_WRONLY | os.O_CREAT), descriptor)
+            setattr(sys, name, os.fdopen(descriptor, "w", buffering=1))
+        torch_run.main(["--standalone", "--nproc-per-node=2", "--run-path", "--start-method=fork", *arguments])
+        return 0
+
+    launcher = psutil.Process(fork(main))
+    try:
+        status = launcher.wait(90)
+    except BaseException:
+        os.killpg(launcher.pid, signal.SIGKILL)
+        raise
+    return status, (written / "stdout").read_text(), (written / "stderr").read_text()
 
 
 class Mlp(nn.Module):

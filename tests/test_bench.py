@@ -19,6 +19,7 @@ from syncline.bench import demo
 from syncline.bench.methods import HOOKS, METHODS, Wrapping, check_methods
 from syncline.bench.rounds import Quartiles, combine
 from syncline.bench.run import Workload, run_bench
+from syncline.bench.sharded import SHARDED
 from syncline.cluster import ClusterSpec, Rank, launch, why_not_shaped
 from syncline.errors import UsageError
 from syncline.files import read_json, write_json
@@ -47,9 +48,11 @@ def test_counted_bytes_are_predicted_bytes(result: BenchResult) -> None:
         assert row.sent_bytes == row.predicted_sent_bytes, row.method
 
 
-def test_every_method_but_pytorch_hooks_is_predicted_and_none_below_its_computation(result: BenchResult) -> None:
+def test_all_but_hooks_and_sharded_models_are_predicted_and_none_below_its_computation(
+    result: BenchResult,
+) -> None:
     predicted = {row.method: row.predicted_ms for row in result.rows}
-    assert all(predicted.pop(hook) is None for hook in HOOKS)
+    assert all(predicted.pop(method) is None for method in (*HOOKS, *SHARDED))
     floor = predicted.pop("nosync")
     assert floor is not None and floor > 0
     for method, milliseconds in predicted.items():
@@ -60,6 +63,29 @@ def test_a_network_of_another_size_is_refused_before_anything_runs() -> None:
     network = assumed_network(4, 1, 1_000_000_000, "gloo")
     with pytest.raises(UsageError, match="the network has 4 ranks, but the bench has 2"):
         run_bench(ClusterSpec(hosts=2), Workload("mlp", 4), ["ddp"], rounds=1, network=network)
+
+
+def test_sharded_models_need_a_real_model_and_equal_hosts() -> None:
+    spec, recorded = ClusterSpec(hosts=2), Workload("cnn", 1, load_profile("cnn-cpu"))
+    with pytest.raises(UsageError, match="hsdp shards a real model"):
+        run_bench(spec, recorded, ["hsdp"], rounds=1)
+    for other in (ClusterSpec(hosts=2, per_host=(1, 2)), ClusterSpec(hosts=2, per_host=(2, 2), rank_order="scrambled")):
+        with pytest.raises(UsageError, match=r"fsdp\+int4 needs"):
+            run_bench(other, Workload("mlp", 4), ["fsdp+int4"], rounds=1)
+
+
+@needs_links
+def test_replicas_send_between_hosts_what_is_predicted() -> None:
+    spec = ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=1_000_000_000)
+    result = run_bench(spec, Workload("mlp", 4), ["hsdp", "hsdp+int4", "hsdp+local-15"], rounds=2, probe_s=0)
+    rows = {row.method: row for row in result.rows}
+    for row in result.rows:
+        assert row.sent_bytes == row.predicted_sent_bytes, row.method
+        assert row.wire_bytes is not None and row.sent_bytes is not None
+        assert 2 * row.sent_bytes <= row.wire_bytes < 2 * row.sent_bytes * 1.1 + 5000, row.method  # two ranks per host
+    dense = rows["hsdp"].sent_bytes or 0
+    assert dense > 7.5 * (rows["hsdp+int4"].sent_bytes or 0)
+    assert dense > 50 * (rows["hsdp+local-15"].sent_bytes or 0)
 
 
 def test_a_network_with_other_links_is_refused_before_anything_runs() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+import syncline
+from ddp_helpers import forked_torchrun
 from syncline.cli import app
 from syncline.cluster import why_not_shaped
 from syncline.records.network import Network
@@ -53,18 +52,15 @@ def test_emulated_hosts_are_measured_shown_and_written(tmp_path: Path) -> None:
 
 
 def test_under_torchrun_all_ranks_measure_and_only_rank_0_prints_and_writes(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "syncline", "probe", "--budget", "1", "--output", "network.json"]
-    answer = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=90
-    )
-    assert answer.returncode == 0, answer.stderr
+    program = str(Path(syncline.__file__).with_name("__main__.py"))
+    status, output, errors = forked_torchrun(tmp_path, program, "probe", "--budget", "1", "--output", "network.json")
+    assert status == 0, errors
     assert [entry.name for entry in tmp_path.iterdir()] == ["network.json"]
     network = Network.load(tmp_path / "network.json")
     assert (network.ranks, network.hosts) == (2, 1)
     assert [link.name for link in network.links] == ["local"]
-    assert " ".join(answer.stdout.split()).count("A tiny all-reduce among 2 ranks takes") == 1
-    assert "Traceback" not in answer.stderr
+    assert " ".join(output.split()).count("A tiny all-reduce among 2 ranks takes") == 1
+    assert "Traceback" not in errors
 
 
 def test_a_single_rank_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import pkgutil
 import signal
@@ -43,33 +44,65 @@ def imported_by(*words: str) -> tuple[int, set[str]]:
     return done.returncode, {line.rpartition("|")[2].strip().partition(".")[0] for line in lines}
 
 
-@pytest.mark.parametrize(
-    ("words", "status"),
-    [
-        (["syncline", "--help"], 0),
-        (["syncline", "--version"], 0),
-        (["syncline"], 2),
-        (["syncline", "no-such-command"], 2),
-        (["syncline", "--no-such-option"], 2),
-        *((["syncline", name, "--help"], 0) for name in COMMANDS),
-        *((["syncline", name, "--no-such-option"], 2) for name in COMMANDS),
-        (["syncline", "cluster", "run", "--help"], 0),
-        (["syncline", "cluster", "run", "--no-such-option"], 2),
-        (["syncline", "bench", "--steps", "many"], 2),
-        (["syncline.run", "--help"], 0),
-        (["syncline.run", "--no-such-option"], 2),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_help_and_mistakes_are_answered_without_torch(words: list[str], status: int) -> None:
-    returned, packages = imported_by(*words)
-    assert returned == status
-    assert "typer" in packages  # the command line was reached
-    assert not packages & HEAVY
+ANSWERED = {
+    ("syncline", "--help"): 0,
+    ("syncline", "--version"): 0,
+    ("syncline",): 2,
+    ("syncline", "no-such-command"): 2,
+    ("syncline", "--no-such-option"): 2,
+    **{("syncline", name, "--help"): 0 for name in COMMANDS},
+    **{("syncline", name, "--no-such-option"): 2 for name in COMMANDS},
+    ("syncline", "cluster", "run", "--help"): 0,
+    ("syncline", "cluster", "run", "--no-such-option"): 2,
+    ("syncline", "bench", "--steps", "many"): 2,
+    ("syncline.run", "--help"): 0,
+    ("syncline.run", "--no-such-option"): 2,
+}
+"""The exit status of each command line that needs no torch."""
+
+ANSWER_ALL = """
+import json, os, runpy, sys, typer
+for words in json.loads(sys.argv[1]):
+    if (child := os.fork()) == 0:
+        report, sys.argv = os.dup(1), words
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(1, 2)
+        status = 0
+        try: runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        except SystemExit as end: status = end.code or 0
+        os.write(report, json.dumps([words, status, sorted(sys.modules)]).encode() + b"\\n")
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[tuple[str, ...], tuple[int, set[str]]]:
+    """Run all command lines of `ANSWERED`; return their exit statuses and the modules that they imported. They are
+    forked from one interpreter that has imported typer, which takes most of their time."""
+    lines = run_python(ANSWER_ALL, json.dumps(list(ANSWERED))).splitlines()
+    return {tuple(words): (status, set(modules)) for words, status, modules in map(json.loads, lines)}
+
+
+@pytest.mark.parametrize("words", ANSWERED, ids=" ".join)
+def test_help_and_mistakes_are_answered_without_torch(
+    words: tuple[str, ...], answers: dict[tuple[str, ...], tuple[int, set[str]]]
+) -> None:
+    status, modules = answers[words]
+    assert status == ANSWERED[words]
+    assert "syncline.cli.app" in modules  # the command line was reached
+    assert not modules & HEAVY
+
+
+@pytest.mark.parametrize("module", ["syncline", "syncline.run"])
+def test_a_new_interpreter_answers_without_torch(module: str) -> None:
+    status, packages = imported_by(module, "--help")
+    assert status == 0
+    assert "typer" in packages and not packages & HEAVY
 
 
 def test_work_imports_torch() -> None:
-    """Check that the test above would notice an import of torch."""
+    """Check that the tests above would notice an import of torch."""
     returned, packages = imported_by("syncline", "predict", "--profile", "cnn-cpu", "--rate", "1gbit", "--hosts", "2")
     assert returned == 0
     assert packages >= {"torch", "numpy"}
@@ -86,19 +119,11 @@ def test_help_shows_the_current_names_and_defaults() -> None:
     assert commands.RUN_PROBE_S == follow.PROBE_S
 
 
-def test_modules_of_commands_are_not_hidden_by_their_options() -> None:
-    """`syncline.cli.predict` is the module that does the work, not the one with the options."""
-    assert run_python("from syncline.cli import app, predict, run; print(predict.__name__, run.__name__)").split() == [
-        "syncline.cli.predict",
-        "syncline.cli.run",
-    ]
-
-
 # --- the package ------------------------------------------------------------------------------------------------------
 
 
-def run_python(program: str) -> str:
-    command = [sys.executable, "-c", program]
+def run_python(program: str, *arguments: str) -> str:
+    command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=True).stdout
 
 
@@ -106,16 +131,19 @@ def test_importing_the_package_does_not_import_torch() -> None:
     assert run_python("import sys, syncline; syncline.UsageError; print('torch' in sys.modules)").strip() == "False"
 
 
-def test_every_public_name_can_be_used_and_is_in_dir() -> None:
+def test_every_public_name_can_be_used_and_is_in_dir_and_options_do_not_hide_commands() -> None:
     program = (
         "import syncline\n"
         "assert set(syncline.__all__) <= set(dir(syncline))\n"
         "for name in reversed(syncline.__all__): getattr(syncline, name)\n"
         "from syncline import *\n"
         "from syncline import attach\n"
-        "print(attach is syncline.attach, OkTopk.__module__)"
+        "print(attach is syncline.attach, OkTopk.__module__)\n"
+        "from syncline.cli import app, predict, run\n"
+        "print(predict.__name__, run.__name__)"  # the modules that do the work, not those with the options
     )
-    assert run_python(program).split() == ["True", "syncline.exchange.oktopk"]
+    names = ["True", "syncline.exchange.oktopk", "syncline.cli.predict", "syncline.cli.run"]
+    assert run_python(program).split() == names
 
 
 def test_every_public_name_can_be_the_first_to_be_used() -> None:

@@ -30,8 +30,6 @@ from syncline.exchange import EXCHANGES, Exchange, Hierarchical, OkTopk, Quantiz
 from syncline.exchange import settings as exchange_settings
 from syncline.records.plan import Plan, PlannedBucket, PlannedGradient, Where
 
-RANKS = 4
-"""Averages over a power of two are exact, so that only an exchange's own rounding is left."""
 HOSTS = ((0, 1), (2, 3))
 
 
@@ -53,6 +51,12 @@ def variants() -> dict[str, Exchange]:
 
 
 VARIANTS = variants()
+
+
+def ranks_of(name: str) -> int:
+    """Four ranks on two hosts, or two ranks. Averages over a power of two are exact, so that only an exchange's own
+    rounding is left."""
+    return 4 if isinstance(VARIANTS[name], Hierarchical) else 2
 
 
 def is_exact(exchange: Exchange) -> bool:
@@ -117,6 +121,10 @@ class Sequence(msgspec.Struct):
     seed: int
     steps: list[Step]
 
+    @property
+    def ranks(self) -> int:
+        return ranks_of(self.exchanges[0])
+
 
 def whole_numbers(sequence: Sequence, rank: int, number: int, which: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(sequence.seed + 1000 * number + 10 * rank + which)
@@ -138,14 +146,14 @@ class Books:
         return cls(zeros, {name: tensor.clone() for name, tensor in zeros.items()})
 
     def add(self, sequence: Sequence, number: int, step: Step) -> None:
-        bounds = [VARIANTS[name].rounding(torch.float32, RANKS) for name in sequence.exchanges]
+        bounds = [VARIANTS[name].rounding(torch.float32, sequence.ranks) for name in sequence.exchanges]
         exact = all(is_exact(VARIANTS[name]) for name in sequence.exchanges)
         for which, used in enumerate((step.used, step.accumulated)):
             for rank, names in enumerate(used):
                 drawn = whole_numbers(sequence, rank, number, which)
                 largest = max(float(tensor.abs().max()) for tensor in drawn.values())
                 for name in names:
-                    self.came_in[name] += drawn[name].double() / RANKS
+                    self.came_in[name] += drawn[name].double() / sequence.ranks
                     if not exact:
                         for bound in bounds:
                             self.allowed[name] += bound.of_sum * drawn[name].double().abs()
@@ -188,7 +196,7 @@ def planned(sequence: Sequence, net: nn.Module) -> Plan:
             for names in buckets
             for name in names
         ),
-        where=Where(host_of_rank=(0,) * RANKS, backend="gloo", device="cpu"),
+        where=Where(host_of_rank=(0,) * sequence.ranks, backend="gloo", device="cpu"),
         buckets=tuple(
             PlannedBucket(
                 parameters=tuple(names),
@@ -295,8 +303,8 @@ def through_layerwise(rank: int, sequence: Sequence) -> list[str]:
 @st.composite
 def sequences(draw: st.DrawFn, name: str, host: str) -> Sequence:
     """A sequence of steps through one exchange, or through a plan that has it for some of its buckets."""
-    parameters = sorted(Numbers.SHAPES)
-    everything = [parameters] * RANKS
+    parameters, ranks = sorted(Numbers.SHAPES), ranks_of(name)
+    everything = [parameters] * ranks
     options: dict[str, bool] = {}
     if host == "ddp":
         graph = draw(st.sampled_from(["", "find_unused_parameters", "static_graph", "skip_all_reduce_unused_params"]))
@@ -311,10 +319,10 @@ def sequences(draw: st.DrawFn, name: str, host: str) -> Sequence:
 
     def usage() -> list[list[str]]:
         if fixed is not None:
-            return [fixed] * RANKS
+            return [fixed] * ranks
         if not free:
             return everything
-        return [draw(subset)] * RANKS if alike else [draw(subset) for _ in range(RANKS)]
+        return [draw(subset)] * ranks if alike else [draw(subset) for _ in range(ranks)]
 
     scaled = host == "ddp" and draw(st.booleans())
     steps = []
@@ -365,9 +373,11 @@ def examples_on_ranks(rank: Rank, name: str, host: str, examples: int) -> None:
 def conserve(host: str, examples: int) -> None:
     def main(rank: Rank) -> None:
         for name in VARIANTS:
-            examples_on_ranks(rank, name, host, examples)
+            if ranks_of(name) == rank.world_size:
+                examples_on_ranks(rank, name, host, examples)
 
-    on_ranks(RANKS, main, deadline_s=110.0)
+    for ranks in (2, 4):
+        on_ranks(ranks, main, deadline_s=55.0)
 
 
 def test_nothing_is_lost_through_ddp() -> None:

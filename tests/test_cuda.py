@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import syncline
@@ -25,6 +30,7 @@ from survivors import wait_for
 from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes
 from syncline.exchange import Comm, Layout, State, Work
 from syncline.health.failure import FailureReport
+from syncline.overlap.guards import PendingParameter
 
 if __name__ != "__main__":  # asking for a GPU is already enough to keep CUDA from forked ranks
     pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
@@ -134,6 +140,79 @@ def _lost(rank: int, options: dict[str, bool]) -> dict[str, float]:
     return lost
 
 
+OVERLAP_STEPS = 20
+OVERLAP_CASES: dict[str, dict[str, Any]] = {  # options of DDP
+    "overlap": {},
+    "overlap, views": {"gradient_as_bucket_view": True},
+    "overlap, unused": {"find_unused_parameters": True},
+}
+LOSSLESS_CASES = [*OVERLAP_CASES, "overlap, hierarchical"]
+LOSSY_CASES: dict[str, dict[str, Any]] = {  # options of attach
+    "overlap, bf16": {"exchange": syncline.Dense(wire="bf16")},
+    "overlap, weights in fp16": {"gather": "fp16"},
+    "overlap, 4 bits and bf16": {"exchange": syncline.Quantized(bits=4), "gather": "bf16"},
+}
+
+
+def _clipped_steps(ddp: DDP, inputs: list[Tensor], clip: Any, optimizer: torch.optim.Optimizer) -> None:
+    for x in inputs:
+        optimizer.zero_grad()
+        ddp(x).square().sum().backward()
+        clip(0.1)
+        optimizer.step()
+
+
+def _overlapping(rank: int, options: dict[str, Any], exchange: dict[str, Any]) -> dict[str, Any]:
+    """Train twice with AdamW and clipping, with plain DDP and with weights gathered behind the next forward."""
+    generator = torch.Generator().manual_seed(rank)
+    inputs = [torch.randn(16, 256, generator=generator).cuda() for _ in range(OVERLAP_STEPS + 3)]
+    plain, model = (DDP(_net(), device_ids=[0], bucket_cap_mb=0.3, **options) for _ in range(2))
+    # Where a gradient is almost zero, AdamW would turn the order of summation into steps of either sign.
+    optimizers = [torch.optim.AdamW(ddp.parameters(), lr=1e-3, eps=1e-4) for ddp in (plain, model)]
+    handle = syncline.attach(model, optimizer=optimizers[1], overlap="forward", **exchange)
+    torch_clip = functools.partial(nn.utils.clip_grad_norm_, list(plain.parameters()))
+    _clipped_steps(plain, inputs[:OVERLAP_STEPS], torch_clip, optimizers[0])
+    with mock.patch("syncline.predict.overlap.best_whole", return_value=frozenset([1])):  # both kinds of buckets
+        _clipped_steps(model, inputs[:OVERLAP_STEPS], handle.clip_grad_norm_, optimizers[1])
+    pending = sum(type(parameter) is PendingParameter for parameter in model.parameters())
+    stats = handle.stats()
+    weights = [torch.cat([p.detach().flatten() for p in ddp.parameters()]) for ddp in (plain, model)]
+    moments = handle.optimizer_state_dict()["state"]
+    plain_moments = optimizers[0].state_dict()["state"]
+    seen = {
+        "pending": pending,
+        "difference": (weights[0] - weights[1]).abs().max().item(),
+        "moved": (weights[1] - torch.cat([p.detach().flatten() for p in _net().parameters()])).abs().max().item(),
+        "checksum": weights[1].double().sum().item(),
+        "moments": max((moments[i]["exp_avg"] - plain_moments[i]["exp_avg"]).abs().max().item() for i in plain_moments),
+        "bytes": [stats.sent_bytes, handle.predicted_sent_bytes()],
+        "state": [_state_numel(optimizer) for optimizer in optimizers],
+    }
+    torch.cuda.set_sync_debug_mode("error")  # the host must not wait for the device in a step
+    try:
+        _clipped_steps(model, inputs[OVERLAP_STEPS:], handle.clip_grad_norm_, optimizers[1])
+        seen["synchronised"] = ""
+    except RuntimeError as error:
+        seen["synchronised"] = "".join(traceback.format_exception(error))[-3000:]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    handle.detach()
+    seen["whole again"] = _state_numel(optimizers[1])
+    return seen
+
+
+def _overlap_main(rank: Rank) -> dict[str, Any]:
+    torch.cuda.set_device(0)
+    rank.init_process_group()
+    seen = {name: _overlapping(rank.rank, options, {}) for name, options in OVERLAP_CASES.items()}
+    seen["overlap, hierarchical"] = _overlapping(rank.rank, {}, {"exchange": syncline.Hierarchical(shape="sharded")})
+    return seen | {name: _overlapping(rank.rank, {}, options) for name, options in LOSSY_CASES.items()}
+
+
+def _state_numel(optimizer: torch.optim.Optimizer) -> int:
+    return sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.dim())
+
+
 def _main(rank: Rank) -> dict[str, Any]:
     torch.cuda.set_device(0)
     rank.init_process_group()
@@ -182,6 +261,70 @@ def _main(rank: Rank) -> dict[str, Any]:
         ("oktopk", syncline.OkTopk(density=0.05), {"residual": "host"}),
     ):
         seen[f"layerwise, {name}"] = _layerwise(rank.rank, exchange, plain, dict(options))
+    seen["sharded model"] = _sharded(rank.rank)
+    return seen
+
+
+SHARDED: dict[str, tuple[syncline.Exchange, bool]] = {
+    "dense": (syncline.Dense(), True),
+    "bf16": (syncline.Dense(wire="bf16"), True),
+    "int4": (syncline.Quantized(bits=4), True),
+    "updates": (syncline.ChunkedTopk(density=0.1), True),
+    "to shards": (syncline.Dense(), False),
+    "to shards in 4 bits": (syncline.Quantized(bits=4), False),
+}
+"""Exchanges for sharded models, and whether they are between replicas."""
+
+
+def _sharded(rank: int) -> dict[str, dict[str, Any]]:
+    """Train models that are sharded on 2 hosts with 2 ranks each, or among all ranks, beside PyTorch's own."""
+    grid = init_device_mesh("cuda", (2, 2), mesh_dim_names=("replicate", "shard"))
+    flat = init_device_mesh("cuda", (4,))
+
+    def made(mesh: Any) -> Any:
+        net: Any = _net()
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)  # gradients are cast
+        for layer in net[2::2]:
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+        return fully_shard(net, mesh=mesh, mp_policy=policy)
+
+    def trained(model: Any, optimizer: Any) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            for part in range(2):
+                model.set_requires_gradient_sync(part == 1)
+                model(torch.randn(16, 256, generator=generator).cuda()).float().square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        return torch.cat([parameter.detach().full_tensor().flatten() for parameter in model.parameters()])
+
+    first = torch.cat([parameter.detach().flatten() for parameter in _net().parameters()])
+    native = {}
+    for replicas, mesh in ((True, grid), (False, flat)):
+        model = made(mesh)
+        native[replicas] = trained(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    seen: dict[str, dict[str, Any]] = {}
+    for name, (exchange, replicas) in SHARDED.items():
+        model = made(grid["shard"] if replicas else flat)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"replicate": grid["replicate"]} if replicas else {}
+        if name == "updates":
+            options |= {"optimizer": optimizer, "every": 2, "warmup": 2}
+        handle = syncline.attach(model, exchange, **options)
+        weights = trained(model, optimizer)
+        if name == "updates":
+            handle.detach()
+            weights = torch.cat([parameter.detach().full_tensor().flatten() for parameter in model.parameters()])
+        torch.cuda.synchronize()
+        seen[name] = {
+            "difference": (weights - native[replicas]).abs().max().item(),
+            "moved": (native[replicas] - first).abs().max().item(),
+            "checksum": weights.double().sum().item(),
+        }
+        if name != "updates":
+            seen[name]["bytes"] = [handle.stats().sent_bytes, handle.predicted_sent_bytes()]
+            handle.detach()
     return seen
 
 
@@ -218,9 +361,19 @@ def _struck(fault: signal.Signals, folder: Path) -> list[Any]:
 @pytest.fixture(scope="module")
 def seen() -> list[dict[str, Any]]:
     # A process of its own: ranks can only be forked from one that has not touched CUDA, as this one has by now.
-    ran = subprocess.run([sys.executable, __file__], capture_output=True, text=True, timeout=110)
+    return _ran()
+
+
+@pytest.fixture(scope="module")
+def overlapped() -> list[dict[str, Any]]:
+    return _ran("overlap")
+
+
+def _ran(*arguments: str) -> list[dict[str, Any]]:
+    ran = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, timeout=130)
     assert ran.returncode == 0, ran.stderr
-    return json.loads(ran.stdout.splitlines()[-1])
+    found: list[dict[str, Any]] = json.loads(ran.stdout.splitlines()[-1])
+    return found
 
 
 def test_dense_is_bit_equal_to_plain_ddp_on_any_number_of_lanes(seen: list[dict[str, Any]]) -> None:
@@ -258,6 +411,31 @@ def test_bytes_are_as_predicted_and_timings_are_in_order(seen: list[dict[str, An
         assert rank[name]["buckets"] > 1
 
 
+@pytest.mark.parametrize("name", LOSSLESS_CASES)
+def test_weights_gathered_behind_the_forward_equal_plain_ddps(overlapped: list[dict[str, Any]], name: str) -> None:
+    for rank in (rank[name] for rank in overlapped):
+        assert rank["pending"] > 0
+        assert rank["difference"] < 1e-5 < 1e-2 < rank["moved"]
+        assert rank["moments"] < 1e-6
+        assert rank["bytes"][0] == rank["bytes"][1]
+        assert rank["state"][1] < rank["state"][0] == rank["whole again"]
+    assert len({rank[name]["checksum"] for rank in overlapped}) == 1
+
+
+@pytest.mark.parametrize("name", LOSSY_CASES)
+def test_overlap_with_fewer_bits_stays_close_and_ranks_agree(overlapped: list[dict[str, Any]], name: str) -> None:
+    for rank in (rank[name] for rank in overlapped):
+        assert rank["pending"] > 0
+        assert 0 < rank["difference"] < 1e-2
+        assert rank["bytes"][0] == rank["bytes"][1]
+    assert len({rank[name]["checksum"] for rank in overlapped}) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in (*LOSSLESS_CASES, *LOSSY_CASES) if name != "overlap, unused"])
+def test_overlap_never_waits_on_the_host(overlapped: list[dict[str, Any]], name: str) -> None:
+    assert [rank[name]["synchronised"] for rank in overlapped] == [""] * len(overlapped)
+
+
 @pytest.mark.parametrize("where", ["run", "settle"])
 def test_a_failure_reaches_the_user_and_the_handle(seen: list[dict[str, Any]], where: str) -> None:
     assert all("failed in step 1: no" in rank[f"{where} fails"] for rank in seen)
@@ -265,6 +443,19 @@ def test_a_failure_reaches_the_user_and_the_handle(seen: list[dict[str, Any]], w
 
 def test_a_non_finite_step_leaves_the_state_finite(seen: list[dict[str, Any]]) -> None:
     assert all(rank["kept is finite"] for rank in seen)
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_models_train_like_pytorchs_own(seen: list[dict[str, Any]], name: str) -> None:
+    """Gradients are reduced in bf16, so results differ by its rounding in any case."""
+    allowed = {"updates": 0.5}.get(name, 0.05)
+    for rank in seen:
+        found = rank["sharded model"][name]
+        assert found["difference"] <= allowed * found["moved"]
+        assert found["checksum"] == seen[0]["sharded model"][name]["checksum"]
+        if name != "updates":
+            sent, predicted = found["bytes"]
+            assert sent == predicted
 
 
 def _ended_by(fault: str, folder: Path) -> list[Any]:
@@ -303,7 +494,8 @@ def test_layer_by_layer_ranks_agree_and_drop_together(seen: list[dict[str, Any]]
 
 if __name__ == "__main__":
     FAULTS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
-    if sys.argv[1:]:
+    SPEC = ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=10_000_000_000, device="cuda")
+    if sys.argv[1:] and sys.argv[1] in FAULTS:
         print(json.dumps(_struck(FAULTS[sys.argv[1]], Path(sys.argv[2]))))
         sys.exit()
-    print(json.dumps(launch(ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=10_000_000_000, device="cuda"), _main)))
+    print(json.dumps(launch(SPEC, _overlap_main if sys.argv[1:] == ["overlap"] else _main)))

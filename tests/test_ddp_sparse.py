@@ -103,7 +103,7 @@ def test_applied_plus_residual_equals_what_came_in_while_ddp_changes_its_buckets
             layouts.append([bucket.bytes for bucket in handle.stats().buckets])
             assert handle.stats().sent_bytes == handle.predicted_sent_bytes()
         assert layouts[0] != layouts[-1]
-        assert len(handle.ways) > 1 or not isinstance(exchange, syncline.OkTopk)
+        assert len(handle.paths) > 1 or not isinstance(exchange, syncline.OkTopk)
         assert any(bool(tensor.any()) for tensor in residuals(handle).values())
 
     on_ranks(2, main)

@@ -477,7 +477,7 @@ ROUND_ROBIN = (0, 1) * 4
 
 
 def way_of(exchange: Hierarchical, numel: int, network: Network) -> Any:
-    return exchange.way(numel, torch.float32, topology_of(network))
+    return exchange.path(numel, torch.float32, topology_of(network))
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
@@ -567,14 +567,14 @@ def test_the_choice_is_the_same_every_time_and_on_every_rank() -> None:
 def test_without_knowledge_of_links_it_climbs_in_one_piece() -> None:
     for levels in (UNEQUAL, SCRAMBLED):
         exchange = Hierarchical(levels=levels)
-        way = exchange.way(LARGE, torch.float32, topology(levels))
-        assert way.chunks == 1
-        assert set(way.shapes) == {"leader"}
+        path = exchange.path(LARGE, torch.float32, topology(levels))
+        assert path.chunks == 1
+        assert set(path.shapes) == {"leader"}
 
 
 def test_unequal_levels_take_leaders_and_equal_ones_what_was_asked_for() -> None:
     levels = [[[0, 1], [2, 3]], [[4, 5]]]  # hosts of equal size, racks of unequal size
-    way = Hierarchical(levels=levels, shape="sharded").way(TINY, torch.float32, topology(levels))
+    way = Hierarchical(levels=levels, shape="sharded").path(TINY, torch.float32, topology(levels))
     assert way.shapes == ("sharded", "leader")
 
 
@@ -592,7 +592,7 @@ def test_what_was_priced_is_what_runs() -> None:
     cost = exchange.cost(300_000, torch.float32, place)
     ran = run_steps(exchange, [[torch.ones(300_000)] * 4], topology=place)
     assert bool((ran[0].results[0] == 4).all())
-    assert cost.chunks == exchange.way(300_000, torch.float32, place).chunks > 1
+    assert cost.chunks == exchange.path(300_000, torch.float32, place).chunks > 1
     assert ran[0].predicted_bytes == cost.sent_bytes
     for level, sent in cost.sent_bytes.items():
         assert max(rank.sent_bytes[level] for rank in ran) == sent

@@ -111,7 +111,7 @@ def on_hosts(
                 "predicted": handle.predicted_sent_bytes(),
                 "gradients": [digest(step) for step in trained.gradients],
                 "description": handle.describe(),
-                "ways": handle.ways,
+                "ways": handle.paths,
             }
             handle.detach()
         return seen
@@ -372,7 +372,7 @@ def test_a_network_that_one_rank_cannot_read_is_an_error_on_every_rank(tmp_path:
         wrong = refusal(lambda: syncline.attach(model, Hierarchical(), network={}))
         handle = syncline.attach(model, syncline.Dense(), network=tmp_path / "network.json")
         train(model, square_loss_step(rank), 1)
-        return [differs, missing, wrong, str(handle.ways)]
+        return [differs, missing, wrong, str(handle.paths)]
 
     for rank, (differs, missing, wrong, ways) in enumerate(on_ranks(3, main)):
         assert "nowhere.json" in differs and ("is refused on rank 0" in differs) == (rank > 0)
@@ -386,7 +386,7 @@ def test_flat_is_a_way_too() -> None:
         model = DDP(seeded(Mlp), **SMALL_BUCKETS)
         handle = syncline.attach(model, Hierarchical())  # all on one host
         train(model, square_loss_step(rank), 3)
-        return [list(handle.ways), handle.describe()]
+        return [list(handle.paths), handle.describe()]
 
     for ways, text in on_ranks(2, main):
         assert ways == ["flat"]

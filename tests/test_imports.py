@@ -32,7 +32,7 @@ ALLOWED: dict[str, set[str]] = {
         *("bench", "cluster", "dist", "doctor", "exchange", "health", "layerwise", "measure", "models", "plan"),
         *("predict", "records", "report", "run", "tuning"),
     },
-    "run": {"_version", "ddp", "errors", "health", "records", "tuning"},
+    "run": {"_version", "ddp", "errors", "fsdp", "health", "records", "runtime", "tuning"},
     "report": {"_version", "errors", "exchange", "files", "predict", "records", "units"},
     "doctor": {"_version", "cluster", "ddp", "dist", "errors", "files", "health", "measure", "records", "units"},
     "bench": {
@@ -45,7 +45,11 @@ ALLOWED: dict[str, set[str]] = {
         *("ddp", "dist", "errors", "exchange", "health", "measure", "plan", "predict", "records", "runtime"),
         *("units", "updates"),
     },
-    "ddp": {"dist", "errors", "exchange", "health", "measure", "overlap", "predict", "records", "runtime", "updates"},
+    "ddp": {
+        *("dist", "errors", "exchange", "fsdp", "health", "measure", "overlap", "predict", "records", "runtime"),
+        "updates",
+    },
+    "fsdp": {"dist", "errors", "exchange", "health", "runtime", "updates"},
     "overlap": {"dist", "errors", "exchange", "health", "records", "runtime"},
     "updates": {"dist", "errors", "exchange", "health", "records", "runtime"},
     "layerwise": {

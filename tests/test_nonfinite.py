@@ -29,11 +29,21 @@ from syncline.exchange import EXCHANGES, Exchange, Hierarchical, OkTopk
 RANKS, BAD_RANK = 4, 3
 WIDTH = 32
 BUCKET_MB = 0.004
-STEPS, BAD_STEP = 6, 4
 SCALE = 256.0
-ENDS = {"first bucket": "last.weight", "last bucket": "first.weight"}
-"""Of backward's buckets: a parameter that is in it."""
-CULPRITS = {"first bucket": torch.nan, "last bucket": -torch.inf}
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A step in which one gradient is not finite."""
+
+    bucket: str
+    parameter: str
+    culprit: float
+
+
+STEPS = 7
+BAD_STEPS = {3: Bad("first bucket", "last.weight", torch.nan), 5: Bad("last bucket", "first.weight", -torch.inf)}
+"""After those in which DDP rebuilds its buckets, each between two good steps."""
 
 
 def made(name: str) -> Exchange:
@@ -68,7 +78,7 @@ class Seen:
     messages: list[int] = field(default_factory=list)
     """Collectives of every group there is, in each step."""
     in_order: bool = True
-    """Whether the first bucket had been exchanged when the last one was ready."""
+    """Whether the first bucket had been exchanged when the last one was ready, in all bad steps."""
 
 
 def spoil(culprit: float, rank: int) -> Any:
@@ -92,9 +102,8 @@ def kept_by(holder: Any) -> dict[str, Tensor]:
     return {f"{name}/{kind}": tensor.clone() for name, kinds in tensors.items() for kind, tensor in kinds.items()}
 
 
-def trained(rank: int, exchange: Exchange | None, bad: str | None, culprit: float = torch.nan) -> Seen:
-    """Through DDP, with a GradScaler. `bad`: the parameter that is spoiled in one step; without, that step is left out,
-    and only the scale moves as if it had been there."""
+def trained(rank: int, exchange: Exchange | None, *, without_bad_steps: bool = False) -> Seen:
+    """Through DDP, with a GradScaler. If bad steps are left out, only the scale moves as if they had been there."""
     model = DDP(seeded(lambda: Mlp(WIDTH)), bucket_cap_mb=BUCKET_MB)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=1000)
@@ -105,12 +114,13 @@ def trained(rank: int, exchange: Exchange | None, bad: str | None, culprit: floa
         before = collectives()
         hooks = []
         optimizer.zero_grad()
-        if number == BAD_STEP and bad is None:
-            scaler.update(SCALE / 2)
+        bad = BAD_STEPS.get(number)
+        if bad is not None and without_bad_steps:
+            scaler.update(scaler.get_scale() / 2)
             continue
-        if number == BAD_STEP:
-            hooks.append(net.get_parameter(bad or "").register_hook(spoil(culprit, rank)))
-        if number >= BAD_STEP and handle is not None:
+        if bad is not None:
+            hooks.append(net.get_parameter(bad.parameter).register_hook(spoil(bad.culprit, rank)))
+        if number >= min(BAD_STEPS) and handle is not None:
             hooks.append(net.first.weight.register_hook(lambda _: wait_for_first_bucket(handle)))
         scaler.scale(model(batch(rank, number, 8, WIDTH)).square().mean()).backward()
         scaler.unscale_(optimizer)
@@ -126,8 +136,8 @@ def trained(rank: int, exchange: Exchange | None, bad: str | None, culprit: floa
             stats = handle.stats()
             seen.kept.append(kept_by(handle))
             seen.sent.append(stats.sent_bytes)
-            if number == BAD_STEP:
-                seen.in_order = stats.buckets[0].end_s <= stats.buckets[-1].ready_s and len(stats.buckets) > 1
+            if bad is not None:
+                seen.in_order &= stats.buckets[0].end_s <= stats.buckets[-1].ready_s and len(stats.buckets) > 1
     if handle is not None:
         handle.detach()
     return seen
@@ -153,7 +163,7 @@ def through_ddp() -> list[dict[str, list[str]]]:
     """What is wrong, by rank and exchange. One launch for all: starting ranks is most of the time."""
 
     def main(rank: Rank) -> dict[str, list[str]]:
-        plain = {where: trained(rank.rank, None, ENDS[where], CULPRITS[where]) for where in ENDS}
+        plain = trained(rank.rank, None)
         return {name: wrong_in_ddp(rank.rank, exchange, plain) for name, exchange in VARIANTS.items()}
 
     return on_ranks(RANKS, main)
@@ -166,37 +176,35 @@ def test_a_step_that_is_not_finite_leaves_no_trace_and_costs_nothing_more(
     assert [found[name] for found in through_ddp] == [[]] * RANKS
 
 
-def wrong_in_ddp(rank: int, exchange: Exchange, plainly: dict[str, Seen]) -> list[str]:
-    wrong = []
-    clean = trained(rank, exchange, None)
-    for where, plain in plainly.items():
-        seen = trained(rank, exchange, ENDS[where], CULPRITS[where])
-        checks = {
-            "its buckets were not exchanged one after the other": seen.in_order,
-            "other scales than in plain DDP": seen.scales == plain.scales,
-            "the scaler saw something else than in plain DDP": seen.found == plain.found
-            and seen.found == [number == BAD_STEP for number in range(STEPS)],
-            "other bytes than in a finite step": seen.sent[BAD_STEP] == seen.sent[BAD_STEP - 1],
-            "more messages than in a finite step": seen.messages[BAD_STEP] == seen.messages[BAD_STEP - 1] > 0,
-            "what is kept has changed": same(seen.kept[BAD_STEP], seen.kept[BAD_STEP - 1]),
-            "parameters have changed": same(seen.parameters[BAD_STEP], seen.parameters[BAD_STEP - 1]),
-            "the step after it is another than without it": same(seen.parameters[-1], clean.parameters[-1]),
-            "something else is kept than without it": same(seen.kept[-1], clean.kept[-1]),
-            "the step after it did nothing": not same(seen.parameters[-1], seen.parameters[-2]),
+def wrong_in_ddp(rank: int, exchange: Exchange, plain: Seen) -> list[str]:
+    seen, clean = trained(rank, exchange), trained(rank, exchange, without_bad_steps=True)
+    checks = {
+        "its buckets were not exchanged one after the other": seen.in_order,
+        "other scales than in plain DDP": seen.scales == plain.scales,
+        "the scaler saw something else than in plain DDP": seen.found == plain.found
+        and seen.found == [number in BAD_STEPS for number in range(STEPS)],
+    }
+    if exchange.keeps and not (isinstance(exchange, Hierarchical) and rank % 2):  # only leaders keep something
+        checks["nothing was kept, so nothing is tested"] = any(bool(t.any()) for t in seen.kept[-1].values())
+    for earlier, (number, bad) in enumerate(BAD_STEPS.items()):
+        without = number - earlier  # the number of the next step in the training without bad steps
+        of_step = {
+            "other bytes than in a finite step": seen.sent[number] == seen.sent[number - 1],
+            "more messages than in a finite step": seen.messages[number] == seen.messages[number - 1] > 0,
+            "what is kept has changed": same(seen.kept[number], seen.kept[number - 1]),
+            "parameters have changed": same(seen.parameters[number], seen.parameters[number - 1]),
+            "the next step is another than without it": same(seen.parameters[number + 1], clean.parameters[without]),
+            "something else is kept than without it": same(seen.kept[number + 1], clean.kept[without]),
+            "the next step did nothing": not same(seen.parameters[number + 1], seen.parameters[number]),
         }
-        if exchange.keeps and not (isinstance(exchange, Hierarchical) and rank % 2):  # only leaders keep something
-            checks["nothing was kept, so nothing is tested"] = any(bool(t.any()) for t in seen.kept[-1].values())
-        wrong += [f"{where}: {what}" for what, holds in checks.items() if not holds]
-    return wrong
+        checks |= {f"{bad.bucket}: {what}": holds for what, holds in of_step.items()}
+    return [what for what, holds in checks.items() if not holds]
 
 
 @pytest.fixture(scope="module")
 def layer_by_layer() -> list[dict[str, list[str]]]:
     def main(rank: Rank) -> dict[str, list[str]]:
-        return {
-            name: [text for where in ENDS for text in wrong_layer_by_layer(rank.rank, exchange, where)]
-            for name, exchange in LAYERWISE.items()
-        }
+        return {name: wrong_layer_by_layer(rank.rank, exchange) for name, exchange in LAYERWISE.items()}
 
     return on_ranks(RANKS, main)
 
@@ -209,7 +217,7 @@ def test_layer_by_layer_a_bucket_that_is_not_finite_stays_as_it_was(
     assert [found[name] for found in layer_by_layer] == [[]] * RANKS
 
 
-def wrong_layer_by_layer(rank: int, exchange: Exchange, where: str) -> list[str]:
+def wrong_layer_by_layer(rank: int, exchange: Exchange) -> list[str]:
     inner = exchange.across if isinstance(exchange, Hierarchical) else exchange
     momentum = 0.0 if getattr(inner, "momentum", 0.0) else 0.9
     trainer = syncline.Layerwise(
@@ -219,10 +227,10 @@ def wrong_layer_by_layer(rank: int, exchange: Exchange, where: str) -> list[str]
         bucket_mb=BUCKET_MB,
     )
     seen = Seen()
-    spoiled = trainer.module.get_parameter(ENDS[where])
     for number in range(STEPS):
-        before = collectives()
-        hook = spoiled.register_hook(spoil(CULPRITS[where], rank)) if number == BAD_STEP else None
+        before, hook = collectives(), None
+        if (bad := BAD_STEPS.get(number)) is not None:
+            hook = trainer.module.get_parameter(bad.parameter).register_hook(spoil(bad.culprit, rank))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # rank 0 tells what was dropped
             trainer(batch(rank, number, 8, WIDTH)).square().mean().backward()
@@ -232,27 +240,31 @@ def wrong_layer_by_layer(rank: int, exchange: Exchange, where: str) -> list[str]
         seen.sent.append(trainer.stats().sent_bytes)
         seen.kept.append(kept_by(trainer))
         seen.parameters.append({**weights_and_velocities(trainer)})
-    (dropped,) = [b for b in trainer._pipeline.buckets if ENDS[where] in {piece.name for piece in b.pieces}]
-    names = {piece.name for piece in dropped.pieces}
-    before_it, then = BAD_STEP - 1, BAD_STEP
-    weights = [part(seen.parameters[step], names, True) for step in (before_it, then, -1)]
-    others = [part(seen.parameters[step], names, False) for step in (before_it, then)]
     everyone = torch.cat([tensor.view(-1) for tensor in seen.parameters[-1].values()])
     gathered = [torch.empty_like(everyone) for _ in range(RANKS)]
     dist.all_gather(gathered, everyone)
     checks = {
-        "other bytes than in a finite step": seen.sent[then] == seen.sent[before_it],
-        "more messages than in a finite step": seen.messages[then] == seen.messages[before_it] > 0,
-        "its layers have changed": same(weights[0], weights[1]),
-        "what is kept of them has changed": same(*(part(seen.kept[step], names, True) for step in (before_it, then))),
-        "other layers did not take their step": bool(others[0]) and not same(*others),
-        "its layers did not take the next step": not same(weights[1], weights[2]),
-        "not one bucket was dropped": trainer.dropped == 1,
+        "not one bucket was dropped in each bad step": trainer.dropped == len(BAD_STEPS),
         "not finite": all(bool(torch.isfinite(t).all()) for t in (seen.parameters[-1] | seen.kept[-1]).values()),
         "ranks differ": all(torch.equal(one, everyone) for one in gathered),
     }
+    for number, bad in BAD_STEPS.items():
+        (dropped,) = [b for b in trainer._pipeline.buckets if bad.parameter in {piece.name for piece in b.pieces}]
+        names = {piece.name for piece in dropped.pieces}
+        weights = [part(seen.parameters[step], names, True) for step in (number - 1, number, number + 1)]
+        others = [part(seen.parameters[step], names, False) for step in (number - 1, number)]
+        kept = [part(seen.kept[step], names, True) for step in (number - 1, number)]
+        of_step = {
+            "other bytes than in a finite step": seen.sent[number] == seen.sent[number - 1],
+            "more messages than in a finite step": seen.messages[number] == seen.messages[number - 1] > 0,
+            "its layers have changed": same(weights[0], weights[1]),
+            "what is kept of them has changed": same(*kept),
+            "other layers did not take their step": bool(others[0]) and not same(*others),
+            "its layers did not take the next step": not same(weights[1], weights[2]),
+        }
+        checks |= {f"{bad.bucket}: {what}": holds for what, holds in of_step.items()}
     trainer.close()
-    return [f"{where}: {what}" for what, holds in checks.items() if not holds]
+    return [what for what, holds in checks.items() if not holds]
 
 
 def weights_and_velocities(trainer: syncline.Layerwise) -> dict[str, Tensor]:

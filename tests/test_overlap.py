@@ -8,9 +8,11 @@ import io
 import itertools
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,16 +23,23 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.checkpoint import checkpoint
 
+import made_up
 import syncline
 from ddp_helpers import Mlp, batch, on_ranks, refusal, seeded
 from syncline.cluster import Rank
+from syncline.ddp import reducer
 from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.exchange import Layout
 from syncline.exchange.halves import AllGather, ReduceScatter, ShardState
+from syncline.exchange.lossy_halves import halves_of, owners_of
 from syncline.models import zoo
 from syncline.models.gpt import GPT
 from syncline.overlap.guards import PendingParameter, UnfinishedGradient
-from syncline.predict.overlap import BucketTimes, best_whole, overlapped
+from syncline.predict import Schedule, predict
+from syncline.predict.bucket_size import best_overlap
+from syncline.predict.overlap import GATHERED, BucketTimes, Transfer, best_whole, gather_order, overlapped
+from syncline.records.profile import load_profile
+from syncline.report.sections import step as step_section
 
 SMALL = {"bucket_cap_mb": 0.002}
 WARM = 8  # steps after which weights are in shards, whatever DDP rebuilds
@@ -100,7 +109,11 @@ def test_weights_equal_plain_ddps(ranks: int, name: str) -> None:
                 assert pending(model) > 0  # it was really gathered behind the forward passes
             torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
             assert handle.stats().sent_bytes == handle.predicted_sent_bytes()
-            if ranks > 1:
+            if ranks > 1:  # a step has the weights that were gathered behind its forward, and its gradients
+                timings = handle.stats().buckets
+                gathers = [timing for timing in timings if timing.exchange == "AllGather"]
+                sums = [timing for timing in timings if timing.exchange != "AllGather"]
+                assert gathers and max(t.end_s for t in gathers) <= min(t.start_s for t in sums)
                 held = sum(v.numel() for s in optimizers[1].state.values() for v in s.values() if v.dim())
                 whole = sum(v.numel() for s in optimizers[0].state.values() for v in s.values() if v.dim())
                 assert held < whole
@@ -416,6 +429,91 @@ def test_options_of_ddp(options: dict[str, Any]) -> None:
     on_ranks(2, main)
 
 
+@pytest.mark.parametrize("levels", [(2, 2), [[0, 3], [1, 2]]])
+def test_shards_of_a_hierarchical_exchange(levels: Any) -> None:
+    def main(rank: Rank) -> None:
+        plain, model = (DDP(seeded(Odd), **SMALL) for _ in range(2))
+        optimizers = [OPTIMIZERS["adamw fused"](m.parameters()) for m in (plain, model)]
+        exchange = syncline.Hierarchical(levels=levels, shape="sharded")
+        handle = syncline.attach(model, exchange, optimizer=optimizers[1], overlap="forward")
+        with mock.patch("syncline.predict.overlap.best_whole", return_value=frozenset([0])):  # both kinds of buckets
+            for number in range(20):
+                for trained, optimizer in zip((plain, model), optimizers, strict=True):
+                    step(trained, optimizer, rank.rank, number)
+        assert pending(model)
+        torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
+        stats = handle.stats()
+        assert stats.sent_bytes == handle.predicted_sent_bytes()
+        assert set(stats.sent_bytes) == {"level1", "level2"}
+        state, expected = handle.optimizer_state_dict()["state"], optimizers[0].state_dict()["state"]
+        for index, values in expected.items():
+            torch.testing.assert_close(state[index]["exp_avg"], values["exp_avg"], rtol=1e-3, atol=1e-6)
+        handle.detach()
+        for trained, optimizer in zip((plain, model), optimizers, strict=True):
+            step(trained, optimizer, rank.rank, 20)
+        torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
+        uneven = syncline.Hierarchical(levels=[[0, 1, 2], [3]])
+        options = {"optimizer": optimizers[1], "overlap": "forward"}
+        assert "equal size" in refusal(lambda: syncline.attach(model, uneven, **options))
+        lossy = syncline.Hierarchical(across=syncline.Quantized())
+        assert "across=Dense()" in refusal(lambda: syncline.attach(model, lossy, **options))
+
+    on_ranks(4, main)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_halves_of_three_levels_give_the_sum_on_all_ranks(backend: str) -> None:
+    tree = syncline.exchange.Tree.given((2, 2, 2), 8)
+    topology = replace(syncline.exchange.Topology.flat(8, backend), levels=tree.levels)
+    numel = 1001
+
+    def main(comm: LocalComm) -> Tensor:
+        layout = Layout.flat(numel)
+        scatter, gather, part = halves_of(syncline.Hierarchical(), "fp32", numel, torch.float32, topology)
+        states = [half.prepare(layout, comm) for half in (scatter, gather)]
+        scatter.run(torch.arange(numel, dtype=torch.float32) + comm.rank, states[0], comm)
+        flat = torch.zeros(8 * part)
+        flat.view(8, -1)[owners_of(syncline.Hierarchical(), topology)[comm.rank]] = states[0].gradient
+        gather.run(flat, states[1], comm)
+        costs = [half.cost(numel, torch.float32, topology).sent_bytes for half in (scatter, gather)]
+        assert comm.counter.sent_bytes == {name: sum(cost[name] for cost in costs) for name in costs[0]}
+        return flat[:numel]
+
+    for total in run_ranks(topology, main):
+        assert torch.equal(total, 8 * torch.arange(numel, dtype=torch.float32) + 28)
+
+
+def test_a_profile_and_a_network_decide_the_size_of_buckets() -> None:
+    def main(rank: Rank) -> None:
+        plain, model = (DDP(seeded(Mlp)) for _ in range(2))
+        optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (plain, model)]
+        named = list(seeded(Mlp).named_parameters())[::-1]
+        profile = made_up.profile([p.numel() for _, p in named], forward_s=0.02)
+        gradients = zip(profile.gradients, named, strict=True)
+        renamed = (msgspec.structs.replace(g, name=name, shape=tuple(p.shape)) for g, (name, p) in gradients)
+        profile = msgspec.structs.replace(profile, gradients=tuple(renamed))
+        options = {"optimizer": optimizers[1], "overlap": "forward"}
+        # All gradients together take as long as computation, and start-ups take no time.
+        mbit = 8e-6 * profile.gradient_bytes / (profile.backward_s + profile.forward_s)
+        links = (made_up.link("local", mbit),)  # ranks are on one host here
+        network = msgspec.structs.replace(made_up.network((0, 0), startup_s=1e-9), links=links)
+        own = reducer.own_caps(model)
+        handle = syncline.attach(model, **options, network=network, profile=profile)
+        for number in range(20):
+            for trained, optimizer in zip((plain, model), optimizers, strict=True):
+                step(trained, optimizer, rank.rank, number)
+        assert len(handle.stats().buckets) > 2
+        torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
+        handle.detach()
+        assert (model.bucket_bytes_cap, reducer.own_caps(model)) == (plain.bucket_bytes_cap, own)
+        other = load_profile("bert-base-cuda")
+        assert "another model" in refusal(lambda: syncline.attach(model, **options, network=network, profile=other))
+        assert "network=" in refusal(lambda: syncline.attach(model, **options, profile=profile))
+        assert "overlap='forward'" in refusal(lambda: syncline.attach(model, profile=profile))
+
+    on_ranks(2, main)
+
+
 class NormScaled(SGD):
     """Not elementwise."""
 
@@ -428,7 +526,9 @@ def test_wrong_use_is_refused_with_one_line() -> None:
             ({"overlap": "backward", "optimizer": optimizer}, "'forward'"),
             ({"overlap": "forward"}, "optimizer=optimizer"),
             ({"overlap": "forward", "optimizer": optimizer, "every": 2}, "leave them out"),
-            ({"overlap": "forward", "optimizer": optimizer, "exchange": syncline.OkTopk()}, "Dense()"),
+            ({"overlap": "forward", "optimizer": optimizer, "exchange": syncline.OkTopk()}, "Dense, Quantized or"),
+            ({"overlap": "forward", "optimizer": optimizer, "gather": "int8"}, "fp32, bf16, fp16"),
+            ({"gather": "bf16"}, "overlap='forward'"),
             ({"overlap": "forward", "optimizer": optimizer, "lanes": 2}, "one lane"),
             ({"overlap": "forward", "optimizer": NormScaled(model.parameters(), lr=0.1)}, "elementwise = True"),
         ):
@@ -453,8 +553,9 @@ def test_halves_send_as_many_bytes_as_an_all_reduce() -> None:
     assert sum(phase.sent_bytes for cost in halves for phase in cost.phases) == sum(p.sent_bytes for p in whole.phases)
 
 
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("numel", [1, 7, 1000])
-def test_both_halves_give_the_sum_on_all_ranks(numel: int) -> None:
+def test_both_halves_give_the_sum_on_all_ranks(numel: int, backend: str) -> None:
     def main(comm: LocalComm) -> tuple[Tensor, dict[str, int]]:
         layout = Layout.flat(numel)
         scatter, gather = ReduceScatter(), AllGather()
@@ -462,6 +563,7 @@ def test_both_halves_give_the_sum_on_all_ranks(numel: int) -> None:
         assert isinstance(state, ShardState)
         flat = torch.arange(numel, dtype=torch.float32) + comm.rank
         scatter.run(flat, state, comm)
+        assert comm.log[0][1] == ("all_to_all" if backend == "gloo" else "reduce_scatter")
         weights = torch.zeros(comm.size * state.gradient.numel())
         weights.view(comm.size, -1)[comm.rank] = state.gradient
         gather.run(weights, gather.prepare(layout, comm), comm)
@@ -470,14 +572,14 @@ def test_both_halves_give_the_sum_on_all_ranks(numel: int) -> None:
         assert sum(comm.counter.sent_bytes.values()) == predicted
         return weights[:numel], comm.counter.sent_bytes
 
-    results = run_ranks(3, main)
+    results = run_ranks(syncline.exchange.Topology.flat(3, backend), main)
     for total, _ in results:
         assert torch.equal(total, 3 * torch.arange(numel, dtype=torch.float32) + 3)
 
 
 def even(count: int, communication_s: float, backward_s: float = 2.0) -> list[BucketTimes]:
     each = communication_s / count
-    return [BucketTimes(backward_s * (n + 1) / count, each, each / 2, each / 2) for n in range(count)]
+    return [BucketTimes.measured(backward_s * (n + 1) / count, each) for n in range(count)]
 
 
 @pytest.mark.parametrize(("communication_s", "least_s"), [(1.0, 3.0), (3.0, 3.0), (4.0, 4.0), (6.0, 6.0)])
@@ -490,6 +592,75 @@ def test_a_step_takes_as_long_as_computation_or_communication(communication_s: f
     assert all(a.end_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(spans))
     halves_s, _ = overlapped(buckets, 1.0, 2.0, ())
     assert step_s <= halves_s
+
+
+def test_a_link_that_waits_inside_a_collective_regains_its_burst() -> None:
+    gather = (Transfer(0.001, busy_s=0.010, wasted_s=0.003, burst_s=0.004),)
+    buckets = [BucketTimes(0.1, gather, gather, gather)] * 50
+    step_s, _ = overlapped(buckets, 0.0, 0.1, range(50))
+    assert step_s == pytest.approx(0.1 + 50 * 0.010 - 0.001)  # the first one starts with a full burst
+    wasteful = (Transfer(0.001, busy_s=0.010, wasted_s=0.007, burst_s=0.004),)
+    step_s, _ = overlapped([BucketTimes(0.1, wasteful, gather, gather)] * 50, 0.0, 0.1, range(50))
+    assert step_s == pytest.approx(0.1 + 50 * 0.013)  # no more than the burst
+
+
+def test_weights_are_gathered_in_the_order_in_which_forward_was_seen_to_use_them() -> None:
+    times = [BucketTimes.measured(1.0 + n, 1.0, needed) for n, needed in enumerate((0.0, 0.2, 0.1, 0.3))]
+    assert gather_order(times, 1.0, 4.0) == [0, 2, 1, 3]
+    assert gather_order([replace(bucket, needed_s=None) for bucket in times], 1.0, 4.0) == [3, 2, 1, 0]
+    step_s, timeline = overlapped(times, 1.0, 4.0, ())
+    gathers = [span for span in timeline.spans if span.what == GATHERED]
+    assert [span.bucket for span in gathers] == ["0", "2", "1", "3"]
+    assert sum(end_s - start_s for start_s, end_s in timeline.forward) == pytest.approx(1.0)
+    assert timeline.forward[0][0] == pytest.approx(gathers[0].end_s)
+    assert timeline.forward[-1][1] == pytest.approx(step_s)
+
+
+def test_small_buckets_are_chosen_where_forward_waits_for_the_first_one() -> None:
+    profile = load_profile("bert-base-cuda").scaled(time=10.0, bytes=0.1)
+    slow = made_up.network(host_of_rank=(0, 1, 2, 3), startup_s=1e-4).with_rate(600_000_000)
+    own, (best, caps) = predict(profile, slow, Schedule.of(profile, "overlap")), best_overlap(profile, slow)
+    assert len(caps) == 1 and caps[0] < 25 * 2**20
+    assert best.iteration_s < 0.99 * own.iteration_s
+    costly = made_up.network(host_of_rank=(0, 1, 2, 3), startup_s=0.05).with_rate(600_000_000)
+    _, fewer = best_overlap(profile, costly)
+    assert len(fewer) > 1 or fewer[0] > caps[0]
+
+
+def test_fewer_bits_are_predicted_to_take_less_time() -> None:
+    profile = load_profile("bert-base-cuda")
+    network = made_up.network(host_of_rank=(0, 1, 2, 3)).with_rate(1_000_000_000)
+    full = Schedule.of(profile, "overlap")
+    times, sent = [], []
+    for exchange, gather in ((syncline.Dense(), "fp32"), (syncline.Dense(), "bf16"), (syncline.Quantized(), "bf16")):
+        prediction = predict(profile, network, replace(full, exchange=exchange, gather=gather))
+        times.append(prediction.iteration_s)
+        sent.append(prediction.link_bytes["host"])
+        assert prediction.schedule.lossless == (gather == "fp32")
+    assert times == sorted(times, reverse=True)
+    assert sent[1] == pytest.approx(0.75 * sent[0], rel=0.01) and sent[2] == pytest.approx(0.316 * sent[0], rel=0.02)
+
+
+def test_a_drawn_step_ends_with_the_next_forward_and_the_gathers_behind_it() -> None:
+    profile = load_profile("bert-base-cuda")
+    network = made_up.network(host_of_rank=(0, 1, 2, 3)).with_rate(10_000_000_000)
+    prediction = predict(profile, network, Schedule.of(profile, "overlap"))
+    forecast = mock.Mock(profile=profile, source="predicted")
+    chart = step_section._predicted_timeline(forecast, "overlap", prediction)
+    computing, sending = chart.rows
+    assert [bar.label for bar in computing.bars][:1] == ["backward"] and "next forward" in [
+        bar.label for bar in computing.bars
+    ]
+    gathers = [bar for bar in sending.bars if "through all_gather" in bar.tooltip]
+    scatters = [bar for bar in sending.bars if "through reduce_scatter" in bar.tooltip]
+    whole = [bar for bar in sending.bars if "through all_reduce" in bar.tooltip]
+    assert (
+        gathers
+        and scatters
+        and len({bar.data["bucket"] for bar in scatters + whole}) == len(prediction.schedule.buckets)
+    )
+    assert min(bar.start for bar in gathers) >= max(bar.end for bar in scatters)
+    assert any(bar.kind == "hidden" for bar in gathers)
 
 
 def test_nothing_is_whole_where_that_saves_nothing() -> None:

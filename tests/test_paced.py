@@ -139,12 +139,28 @@ def test_ranks_that_wait_for_a_missing_one_raise_within_the_timeout(how: str) ->
             assert outcome.value < 2 * timeout_s
 
 
-def test_small_buffers_two_ranks_and_local_groups_keep_the_backends_own() -> None:
+def test_two_ranks_gather_in_rounds() -> None:
+    def main(rank: Rank) -> bool:
+        comm = LaneGroups.create(dist.group.WORLD, timedelta(seconds=30)).comm
+        part = PACED_FROM_BYTES  # elements, so that a message is sent in several pieces
+        output = torch.full((2 * part,), -1.0)
+        output.view(2, -1)[comm.rank] = torch.arange(part) + comm.rank
+        work = comm.all_gather(output, output.view(2, -1)[comm.rank])  # in place
+        work.wait()
+        assert torch.equal(output.view(2, -1), torch.arange(part).float() + torch.tensor([[0.0], [1.0]]))
+        return isinstance(work, PacedWork)
+
+    assert on_ranks(2, main) == [True, True]
+
+
+def test_small_buffers_and_local_groups_keep_the_backends_own() -> None:
     cases = {
         (PACED_FROM_BYTES, 4, "world", "gloo", None): PACED,
         (PACED_FROM_BYTES - 1, 4, "world", "gloo", None): "all_to_all",
         (7, 4, "world", "gloo", 7): PACED,
-        (PACED_FROM_BYTES, 2, "world", "gloo", None): "all_to_all",
+        (PACED_FROM_BYTES, 2, "world", "gloo", None): PACED,
+        (PACED_FROM_BYTES - 1, 2, "world", "gloo", None): "all_to_all",
+        (2 * PACED_NCCL_MESSAGE_BYTES, 2, "world", "nccl", None): "all_to_all",
         (PACED_FROM_BYTES, 4, "local", "gloo", 7): "all_to_all",
         (4 * PACED_NCCL_MESSAGE_BYTES, 4, "world", "nccl", None): PACED,
         (4 * PACED_NCCL_MESSAGE_BYTES, 5, "world", "nccl", None): "all_to_all",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from made_up import MBIT, collective, link
 from made_up import network as made_up_network
 from made_up import profile as made_up_profile
-from syncline.exchange import WORLD, Cost, Dense, Hierarchical, Level, Phase, Topology, Tree, Way, wire
+from syncline.exchange import WORLD, BucketPath, Cost, Dense, Hierarchical, Level, Phase, Topology, Tree, wire
 from syncline.measure.assumed_network import assumed_links, assumed_network
 from syncline.predict import Schedule, ddp_buckets, predict
 from syncline.predict.exchange_time import capacities, flow, pricing, solo_s, topology_of
@@ -404,9 +404,9 @@ def test_the_next_bucket_of_a_lane_waits_for_all_chunks() -> None:
 def test_a_price_does_not_depend_on_what_was_priced_before() -> None:
     network = made_up_network((0, 0, 1, 1, 2, 2, 3, 3), rack_of_host=(0, 0, 1, 1), mbit=200.0, trunk_mbit=100.0)
     exchange = Hierarchical(chunks=1)
-    ways = [Way(("leader", "sharded")), Way(("sharded", "leader"))]
+    ways = [BucketPath(("leader", "sharded")), BucketPath(("sharded", "leader"))]
 
-    def prices(order: list[Way]) -> dict[Way, float]:
+    def prices(order: list[BucketPath]) -> dict[BucketPath, float]:
         place = topology_of(network)
         assert place.seconds is not None
         return {way: place.seconds(exchange._cost(way, 1_000_000, torch.float32, place)) for way in order}

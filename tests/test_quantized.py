@@ -7,10 +7,7 @@ JSON.
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import hypothesis
@@ -21,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from background import Beside, beside
 from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.errors import UsageError
 from syncline.exchange import (
@@ -43,6 +39,7 @@ from syncline.kernels.blocks_cpu import CpuBlockKernels
 from syncline.plan.search import ALLOWED
 from syncline.testing import LAWS, run_steps
 
+pytestmark = pytest.mark.usefixtures("interpreter")
 KINDS = ("normal", "heavy-tailed", "zero", "one non-zero", "denormal", "huge", "equal")
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -317,26 +314,6 @@ def report(make: Callable[[Blocks], BlockKernels], device: str) -> dict[str, str
     }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Beside]:
-    """Start the CUDA kernels in Triton's interpreter, in a process that runs beside the other tests. The interpreter
-    must be enabled before Triton is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(Path(__file__).resolve())]
-    with beside(command, tmp_path_factory.mktemp("interpreter"), environment) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def interpreted(interpreter: Beside) -> dict[str, str]:
-    """Return what is wrong in the interpreter, by check."""
-    pytest.importorskip("triton")
-    status, output, errors = interpreter.wait()
-    assert status == 0, errors
-    found: dict[str, str] = json.loads(output.splitlines()[-1])
-    return found
-
-
 @pytest.fixture(scope="module")
 def on_cuda() -> dict[str, str]:
     pytest.importorskip("triton")
@@ -549,7 +526,7 @@ def test_without_error_feedback_there_is_no_state() -> None:
         assert state.average(0.5)
         exchange.run(flat, state, comm)
         assert torch.allclose(flat, torch.ones(5000), rtol=1e-2)
-        return state.kept(), state.tensors(layout), state.rests_bytes, state.settles, exchange.keeps
+        return state.kept(), state.tensors(layout), state.state_bytes, state.settles, exchange.keeps
 
     assert run_ranks(2, main) == [(None, {}, 0, False, False)] * 2
 

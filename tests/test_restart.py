@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 import syncline
-from ddp_helpers import Mlp, batch, on_ranks, refusal, seeded
+from ddp_helpers import Mlp, batch, forked_torchrun, on_ranks, refusal, seeded
 from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes
 from syncline.runtime import checkpoint
 
@@ -37,17 +37,18 @@ STEPS, EVERY = 15, 5
 SETTINGS = ["--steps", str(STEPS), "--every", str(EVERY), "--batch", "8", "--timeout", "30"]
 DIE_AT = random.Random(2026).choice([step for step in range(EVERY + 1, STEPS - EVERY) if step % EVERY])
 """The step before which a rank is killed in the first attempt."""
+ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def torchrun(script: Path, *arguments: str, ranks: int = 2, restarts: int = 0) -> subprocess.CompletedProcess[str]:
-    """Run torchrun in its own process group, so that no worker outlives it."""
-    launcher = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(restarts)]
+def torchrun(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run torchrun with one rank, in its own process group, so that no worker outlives it."""
+    launcher = ["--standalone", "--nproc-per-node=1"]
     with subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *launcher, str(script), *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, **ENVIRONMENT},
         start_new_session=True,
     ) as run:
         try:
@@ -139,11 +140,12 @@ def test_a_run_in_which_a_rank_was_killed_ends_with_the_bits_of_an_uninterrupted
     """torchrun restarts it, and only the steps since the last checkpoint run again."""
     folder, losses = tmp_path / "run", tmp_path / "losses"
     places = ["--checkpoint-dir", str(folder), "--losses", str(losses)]
-    ran = torchrun(EXAMPLES / "restart_digits.py", *SETTINGS, *places, "--die-at", str(DIE_AT), restarts=3)
-    assert ran.returncode == 0, ran.stderr
+    command = [str(EXAMPLES / "restart_digits.py"), *SETTINGS, *places, "--die-at", str(DIE_AT)]
+    status, output, errors = forked_torchrun(tmp_path, "--max-restarts=3", *command, **ENVIRONMENT)
+    assert status == 0, errors
     last = DIE_AT // EVERY * EVERY
-    assert f"rank 1 kills itself before step {DIE_AT}" in ran.stdout
-    assert re.findall(r"continuing after step (\d+)", ran.stdout) == [str(last)]
+    assert f"rank 1 kills itself before step {DIE_AT}" in output
+    assert re.findall(r"continuing after step (\d+)", output) == [str(last)]
     assert losses_in(losses) == straight.losses[:DIE_AT] + straight.losses[last:]
     assert_ends_like(straight, folder)
 
@@ -230,7 +232,7 @@ def test_a_truncated_state_file_ends_the_run_with_a_one_line_error(straight: Str
     path = tmp_path / "run" / straight.last.name / "exchange" / "rank-00001-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
     options = ["--checkpoint-dir", str(tmp_path / "run"), "--on-world-size", "redistribute"]  # one rank reads both
-    ran = torchrun(EXAMPLES / "restart_digits.py", *SETTINGS, *options, ranks=1)
+    ran = torchrun(EXAMPLES / "restart_digits.py", *SETTINGS, *options)
     assert ran.returncode != 0
     (told,) = (line for line in ran.stderr.splitlines() if line.startswith(f"restart_digits: {path}"))
     assert "load an earlier checkpoint" in told

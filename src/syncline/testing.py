@@ -19,7 +19,7 @@ from torch import Tensor
 
 from syncline.dist.local_comm import LocalComm, run_ranks
 from syncline.errors import MismatchError, UsageError
-from syncline.exchange import Climbing, Comm, Exchange, Hierarchical, Layout, State, Topology, Tree
+from syncline.exchange import Comm, Exchange, Hierarchical, Layout, State, Topology, Tree, UsesLevels
 
 Inputs = Sequence[Sequence[Tensor]]
 """Gradients by step, then by rank."""
@@ -34,7 +34,7 @@ class LawBrokenError(AssertionError):
 
 @dataclass
 class Ran:
-    """What `run_steps` recorded on one rank. Lists have one item per step."""
+    """The record of `run_steps` on one rank. Lists have one item per step."""
 
     results: list[Tensor]
     kept: list[Tensor | None]
@@ -110,7 +110,7 @@ def _run_step(exchange: Exchange, flat: Tensor, state: State, comm: Comm, number
 
 def place_ranks(exchange: Exchange, ranks: int) -> Topology:
     """Return a flat topology or, for an exchange with levels, its own levels or hosts of two ranks each."""
-    if not isinstance(exchange, Climbing):
+    if not isinstance(exchange, UsesLevels):
         return Topology.flat(ranks)
     tree = exchange.tree(Tree.of_hosts([rank // 2 for rank in range(ranks)]), ranks)
     return dataclasses.replace(Topology.flat(ranks), levels=tree.levels)

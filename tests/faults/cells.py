@@ -65,6 +65,9 @@ PHASES = {
     "updates": Phase(FLAT, 2, Told(SPARSE, every=1)),
     "local steps": Phase(FLAT, 1, Told(SPARSE, every=2, delay=1)),
     "overlap": Phase(FLAT, 1, Told(Dense(), overlap=True, steps=OVERLAP_STEP + 3), step=OVERLAP_STEP),
+    "replicas": Phase(HOSTS, 3, Told(FEW_BITS, sharded="replicas")),
+    "updates of replicas": Phase(HOSTS, 2, Told(SPARSE, every=2, sharded="replicas")),
+    "shards": Phase(FLAT, 1, Told(FEW_BITS, sharded="shards")),
     "tune": Phase(FLAT, 1, Told(Dense()), stories.tune),
     "checkpoint": Phase(FLAT, 1, Told(SPARSE), stories.save, SAVE_STEP),
     "checkpoint of updates": Phase(FLAT, 1, Told(SPARSE, every=2), stories.save, SAVE_STEP),
@@ -224,6 +227,11 @@ def _cells() -> Iterator[Cell]:
         "checkpoint-of-updates-kill-draft",
         "overlap-kill-timed",
         "overlap-nan-within",
+        "replicas-kill-timed",
+        "replicas-stop-hook",
+        "replicas-nan-within",
+        "shards-kill-hook",
+        "updates-of-replicas-stop-timed",
         "dense-kill-hook-notes-full",
     }
     for cell in _all_cells():
@@ -321,6 +329,22 @@ def _all_cells() -> Iterator[Cell]:
     yield Cell("overlap", "oom", "hook")
     for fault in ("pause", "slow", "nan", "inf"):
         yield Cell("overlap", fault, "within" if fault in ("nan", "inf") else "timed")
+    for phase in ("replicas", "shards"):
+        for place in ("before", "hook", "timed", "after", "between"):
+            yield Cell(phase, "kill", place)
+        for fault in ("stop", "cut"):
+            yield Cell(phase, fault, "hook")
+            yield Cell(phase, fault, "timed")
+        yield Cell(phase, "raise", "forward")
+        yield Cell(phase, "raise", "hook")
+        yield Cell(phase, "linger", "hook")
+        yield Cell(phase, "oom", "hook")
+        for fault in ("pause", "slow", "nan", "inf"):
+            yield Cell(phase, fault, "within" if fault in ("nan", "inf") else "timed")
+    for fault in ("kill", "stop", "cut", "pause"):
+        yield Cell("updates of replicas", fault, "timed")
+    yield Cell("updates of replicas", "kill", "between")
+    yield Cell("updates of replicas", "raise", "forward")
     for place in ("timed", "draft", "placing"):
         yield Cell("checkpoint of updates", "kill", place)
     yield Cell("checkpoint of updates", "raise", "before")

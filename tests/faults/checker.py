@@ -110,11 +110,11 @@ def _fault_s(ran: Ran) -> float | None:
 def _agreement(journals: Sequence[Sequence[Entry]], rule: str) -> list[str]:
     wrong = []
     for what in ("parameters", "layout"):
-        seen: dict[int, dict[str, list[int]]] = {}
+        seen: dict[tuple[int, int], dict[str, list[int]]] = {}
         for rank, journal in enumerate(journals):
-            for step, entry in _committed(journal).items():
-                seen.setdefault(step, {}).setdefault(entry[what], []).append(rank)
-        differ = [(step, values) for step, values in sorted(seen.items()) if len(values) > 1]
+            for step, entry in _committed(journal).items():  # ranks of different shards have different parameters
+                seen.setdefault((step, entry.get("part", 0)), {}).setdefault(entry[what], []).append(rank)
+        differ = [(step, values) for (step, _), values in sorted(seen.items()) if len(values) > 1]
         wrong += [
             f"{rule}: after step {step} {what} differ: ranks {list(values.values())}, and in {len(differ) - 1} more"
             for step, values in differ[:1]

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import made_up
@@ -35,6 +37,7 @@ from syncline.cluster import Rank
 from syncline.dist import comm
 from syncline.exchange import Comm, Dense, Exchange, Layout, OkTopk, Quantized, State, settings
 from syncline.runtime import checkpoint
+from syncline.runtime.local_tensors import local_part
 
 WIDTH = 160
 BUCKET_MB = 0.05
@@ -123,7 +126,12 @@ class Subject:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=1000, enabled=told.scaled)
         self.model: Any
         self.holder: Any
-        if not told.layerwise:
+        self.part = 0
+        mesh: Any = None
+        if told.sharded:
+            net, mesh, self.part = _sharded(net, told.sharded, rank)
+            self.model = net
+        elif not told.layerwise:
             self.model = DDP(net, bucket_cap_mb=BUCKET_MB)
         self.at("before", -1)
         with _warming(self):
@@ -137,10 +145,15 @@ class Subject:
                 options: dict[str, Any] = {"scaler": self.scaler if told.scaled else None}
                 if told.every:
                     options |= {"every": told.every, "delay": told.delay, "warmup": 0, "optimizer": self.optimizer}
+                if told.sharded == "replicas":
+                    options["replicate"] = mesh["replicate"]
                 if told.overlap:
                     options |= {"overlap": "forward", "optimizer": self.optimizer}
                 self.holder = syncline.attach(self.model, exchange, **options)
-        net.first.weight.register_hook(lambda _: self.at("hook"))
+        if told.sharded:  # gradients of shards have no hooks
+            net.first.register_forward_hook(lambda *args: _at_gradient(args[-1], lambda: self.at("hook")))
+        else:
+            net.first.weight.register_hook(lambda _: self.at("hook"))
         self.net = net
         self.at("after", -1)
 
@@ -168,14 +181,15 @@ class Subject:
     def described(self) -> dict[str, Any]:
         state = self.holder.state_dict()
         with contextlib.nullcontext() if self.optimizer is None else self.holder.synced():
-            parameters = hashed(self.net.parameters())
+            parameters = hashed(map(local_part, self.net.parameters()))
         kept = [kinds[kind] for _, kinds in sorted(state["tensors"].items()) for kind in sorted(kinds)]
         buckets = sorted((one.bucket, one.lane, one.bytes, one.exchange) for one in self.holder.stats().buckets)
         return {
             "parameters": parameters,
             "layout": f"{settings(self.holder.exchange)} {buckets}",
             "kept": hashed(kept),
-            "finite": all(bool(torch.isfinite(parameter).all()) for parameter in self.net.parameters()),
+            "finite": all(bool(torch.isfinite(local_part(parameter)).all()) for parameter in self.net.parameters()),
+            "part": self.part,
         }
 
     def ask_for_state(self, folder: Path) -> None:
@@ -194,6 +208,24 @@ class Subject:
 
     def close(self) -> None:
         (self.holder.close if isinstance(self.holder, syncline.Layerwise) else self.holder.detach)()
+
+
+def _sharded(net: Any, how: str, rank: Rank) -> tuple[Any, Any, int]:
+    """Shard a model, on each of two hosts or among all ranks. Return it, the mesh, and the shard of this rank."""
+    ranks = rank.world_size
+    if how == "replicas":
+        mesh: Any = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("shard",))
+    for module in (net.middle, net.last, net):
+        fully_shard(module, mesh=mesh["shard"])
+    return net, mesh, mesh["shard"].get_local_rank()
+
+
+def _at_gradient(output: torch.Tensor, call: Callable[[], None]) -> None:
+    """Call a function when the gradient of a tensor is known."""
+    if output.requires_grad:
+        output.register_hook(lambda _: call())
 
 
 @contextlib.contextmanager
@@ -226,6 +258,8 @@ class Told:
     """Steps between exchanges of updates; 0 for gradients."""
     delay: int = 0
     overlap: bool = False
+    sharded: str = ""
+    """`replicas` or `shards`, for a model of FSDP with or without replicas."""
     fault: str = ""
     leaves_out: int | None = None
     """A step that no rank makes."""

@@ -57,6 +57,9 @@ class Peers:
     def all_reduce(self, tensor: Tensor) -> Work:
         raise NotImplementedError
 
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
+        raise NotImplementedError
+
     def reduce(self, tensor: Tensor, root: int) -> Work:
         raise NotImplementedError
 

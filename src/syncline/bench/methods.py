@@ -22,10 +22,12 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from syncline.bench import sharded
+from syncline.bench.sharded import SHARDED
 from syncline.ddp.attach import attach, wrap
 from syncline.ddp.handle import Handle, handle_of
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES, AllgatherTopk, Dense, Exchange, OkTopk, Topology
+from syncline.exchange import EXCHANGES, AllgatherTopk, Dense, Exchange, OkTopk, Quantized, Topology
 from syncline.exchange.wire import sent_bytes
 from syncline.layerwise.activations import find_blocks
 from syncline.layerwise.trainer import Layerwise
@@ -40,7 +42,7 @@ from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 from syncline.tuning.apply import without_warmup
-from syncline.units import count_text
+from syncline.units import count_text, size_text
 
 
 @dataclass
@@ -59,6 +61,8 @@ class Prepared:
     """Index of this variant in `METHODS`."""
     optimizer: torch.optim.Optimizer | None = None
     """Optimizer whose updates are exchanged."""
+    native_bytes: int | None = None
+    """Bytes per step of FSDP's own collectives, as far as they are compared."""
 
     @property
     def name(self) -> str:
@@ -78,7 +82,7 @@ class Prepared:
 
     def chosen(self) -> str:
         """Return the setting, and the paths of the buckets, the most frequent first."""
-        paths = Counter(self.handle.ways if isinstance(self.handle, Handle) else {}).most_common()
+        paths = Counter(self.handle.paths if isinstance(self.handle, Handle) else {}).most_common()
         return "; ".join(filter(None, [self.setting, *(path for path, _ in paths)]))
 
     def sent_bytes(self, ranks: int) -> int | None:
@@ -89,14 +93,18 @@ class Prepared:
         if self.optimizer is not None and self.handle is not None and self.method != OVERLAP:
             stats = self.handle.stats()
             return sum(round(total / stats.steps) for total in stats.total_sent_bytes.values())
-        counted = None if self.handle is None else sum(self.handle.stats().sent_bytes.values())
+        counted = None if self.handle is None else sum(self.handle.stats().sent_bytes.values()) + self._native
         return self.predicted_sent_bytes(ranks) if counted is None else counted
+
+    @property
+    def _native(self) -> int:
+        return self.native_bytes or 0
 
     def predicted_sent_bytes(self, ranks: int) -> int | None:
         if self.handle is not None:
-            return sum(self.handle.predicted_sent_bytes().values())
-        if self.method in HOOKS:
-            return None
+            return sum(self.handle.predicted_sent_bytes().values()) + self._native
+        if self.method in (*HOOKS, *SHARDED):
+            return self.native_bytes
         elements = Counter[int]()
         for parameter in self.trained if self.method != "nosync" else ():
             elements[parameter.element_size()] += parameter.numel()
@@ -113,6 +121,8 @@ class Wrapping:
     """Network from which exchanges choose their paths."""
     profile: Profile | None = None
     """Profile for predictions and planned methods, the same on all ranks. Without it, nothing is predicted."""
+    per_host: int = 1
+    """Ranks on each host, for methods that shard models inside hosts."""
     paced: bool = False
     """True for a replay, whose computation is not slowed down by communication."""
 
@@ -124,12 +134,12 @@ class Wrapping:
         return DDP(net, device_ids=self.device_ids, bucket_cap_mb=self.bucket_mb if bucket_mb is None else bucket_mb)
 
     def predicted_ms(self, prepared: Prepared) -> float | None:
-        """Predict the time per step of a method; None for PyTorch's own hooks.
+        """Predict the time per step of a method; None for PyTorch's own hooks, and for sharded models.
 
         The profile has the time of the exchange's own computation under the method's name.
         """
         profile, name, handle = self.profile, prepared.name, prepared.handle
-        if prepared.method in HOOKS or profile is None or self.network is None:
+        if prepared.method in (*HOOKS, *SHARDED) or profile is None or self.network is None:
             return None
         if prepared.method == "nosync":
             straggler_s = 0.0 if profile.slowest is None else profile.slowest.step_s - profile.step_s
@@ -139,6 +149,8 @@ class Wrapping:
         recompute_s, schedule = 0.0, Schedule.of(profile, bucket_mb=self.bucket_mb)
         if prepared.method == OVERLAP:
             schedule = Schedule.of(profile, OVERLAP, bucket_mb=self.bucket_mb)
+            if isinstance(handle, Handle) and handle.caps:
+                schedule = dataclasses.replace(schedule, buckets=filled(profile.gradients, handle.caps))
         elif prepared.method in UPDATES and handle is not None:
             updates = dataclasses.replace(UPDATES[prepared.method], exchange_name=name)
             schedule = Schedule.of_updates(profile, name, updates, handle.lanes)
@@ -146,7 +158,7 @@ class Wrapping:
             buckets = schedule.buckets
             if isinstance(handle, Layerwise):
                 buckets = filled(profile.gradients, (handle.bucket_bytes,))
-                recompute_s = profile.forward_s if handle.ways else 0.0
+                recompute_s = profile.forward_s if handle.activations else 0.0
             schedule = Schedule(name, buckets, handle.exchange, name, handle.lanes)
         return (recompute_s + predict(profile, self.network, schedule, paced=self.paced).iteration_s) * 1e3
 
@@ -203,8 +215,42 @@ def _updates(method: str, net: nn.Module, wrapping: Wrapping) -> Prepared:
 def _overlap(method: str, net: nn.Module, wrapping: Wrapping) -> Prepared:
     ddp = wrapping.ddp(net)
     optimizer = slow_sgd(ddp.parameters())
-    handle = attach(ddp, Dense(), optimizer=optimizer, overlap="forward", network=wrapping.network)
-    return Prepared(method, ddp, handle, optimizer=optimizer)
+    # Without a size that the user chose, predictions choose it.
+    profile = wrapping.profile if wrapping.bucket_mb is None and wrapping.network is not None else None
+    options: dict[str, Any] = {"network": wrapping.network, "profile": profile}
+    handle = attach(ddp, Dense(), optimizer=optimizer, overlap="forward", **options)
+    setting = f"buckets of {size_text(handle.caps[0])}" if handle.caps else ""
+    return Prepared(method, ddp, handle, setting, optimizer=optimizer)
+
+
+def _native_shards(replicas: bool) -> Preparation:
+    def prepare(method: str, net: nn.Module, wrapping: Wrapping) -> Prepared:
+        backend = "nccl" if wrapping.device.type == "cuda" else "gloo"
+        sent = sharded.native_bytes(net, wrapping.per_host, backend, replicas=replicas)
+        model, _ = sharded.shard_model(net, wrapping.device, wrapping.per_host, native=True, replicas=replicas)
+        return Prepared(method, model, native_bytes=sent)
+
+    return prepare
+
+
+def _shards(exchange: Exchange, replicas: bool) -> Preparation:
+    def prepare(method: str, net: nn.Module, wrapping: Wrapping) -> Prepared:
+        backend, gathered = "nccl" if wrapping.device.type == "cuda" else "gloo", 0
+        if not replicas:
+            gathered = sharded.native_bytes(net, wrapping.per_host, backend, replicas=False, gradients=False)
+        handle = sharded.attached(net, wrapping.device, wrapping.per_host, exchange, replicas=replicas)
+        return Prepared(method, net, handle, native_bytes=gathered)
+
+    return prepare
+
+
+def _shard_updates(method: str, net: nn.Module, wrapping: Wrapping) -> Prepared:
+    updates = UPDATES["local-15"]
+    model, between = sharded.shard_model(net, wrapping.device, wrapping.per_host, native=False, replicas=True)
+    optimizer = slow_sgd(model.parameters())
+    options: dict[str, Any] = {"every": updates.every, "delay": updates.delay, "warmup": 0}
+    handle = attach(model, updates.exchange, replicate=between, optimizer=optimizer, **options)
+    return Prepared(method, model, handle, optimizer=optimizer)
 
 
 def _layerwise(exchange: Exchange, recompute: bool) -> Preparation:
@@ -258,6 +304,12 @@ METHODS: dict[str, tuple[str, tuple[Preparation, ...]]] = {
     "layerwise": ("Syncline, layer by layer: gradients are freed during backward", (_layerwise(Dense(), False),)),
     "layerwise+oktopk": ("layer by layer, the largest 1 % of sums, blocks recomputed", (_layerwise(OkTopk(), True),)),
     "memory-only": ("dense, the optimizer runs during backward, blocks recomputed", (_layerwise(Dense(), True),)),
+    "fsdp": ("PyTorch's FSDP2, among all ranks", (_native_shards(False),)),
+    "fsdp+int4": ("FSDP2 among all ranks, Syncline sends gradients in 4 bits", (_shards(Quantized(bits=4), False),)),
+    "hsdp": ("PyTorch's HSDP: FSDP2 inside each host, all-reduce between replicas", (_native_shards(True),)),
+    "hsdp+dense": ("FSDP2 inside each host, Syncline between replicas, lossless", (_shards(Dense(), True),)),
+    "hsdp+int4": ("FSDP2 inside each host, Syncline in 4 bits between", (_shards(Quantized(bits=4), True),)),
+    "hsdp+local-15": ("FSDP2 inside each host, updates as in local-15 between", (_shard_updates,)),
     "fp16-hook": ("PyTorch's fp16 hook", (_hooked(default_hooks.fp16_compress_hook),)),
     "powersgd": (
         "PyTorch's PowerSGD hook, the fastest of ranks 1, 2 and 4, equal shapes batched or not",

@@ -92,9 +92,10 @@ def take_turns(rank: Rank, contenders: Sequence[Contender], *, warmup: int, roun
             _barrier(rank)
             sent_before = links.sent_bytes() if rank.shaped else -1
             contender.lead()
+            _reach(rank)
             start = time.monotonic()
             contender.step()
-            _finish(rank)
+            _reach(rank)
             end = time.monotonic()
             contender.settle()
             _barrier(rank)
@@ -155,6 +156,12 @@ def combine(records: Sequence[Record], steps: Mapping[str, int] | None = None) -
 def _barrier(rank: Rank) -> None:
     dist.barrier(device_ids=[0] if rank.spec.device == "cuda" else None)
     _finish(rank)
+
+
+def _reach(rank: Rank) -> None:
+    """Wait until the device has computed the steps. Collectives that overlap with the next step may still run."""
+    if rank.spec.device == "cuda":
+        torch.cuda.current_stream().synchronize()
 
 
 def _finish(rank: Rank) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from syncline._version import __version__
 from syncline.bench.methods import METHODS, PLANNERS, Prepared, Wrapping, check_methods, profile_workload
 from syncline.bench.rounds import Contender, OnProgress, combine, report_progress, reports_to, take_turns, training_step
+from syncline.bench.sharded import SHARDED, check_sharded
 from syncline.cluster import ClusterSpec, Rank, format_rate, launch, links, why_not_shaped
 from syncline.ddp.handle import Handle
 from syncline.errors import UsageError
@@ -86,6 +87,7 @@ def run_bench(
         peak_memory: Measure the memory of each method, by training another model with it afterwards.
     """
     check_methods(list(methods))
+    check_sharded(methods, spec, workload.profile is not None)
     if rounds < 1:
         raise UsageError(f"steps is {rounds}: must be 1 or more")
     if network is not None:
@@ -151,7 +153,7 @@ def _measure(
     rank.init_process_group()
     if network is None and probe_s and rank.world_size > 1:
         network = probe(budget_s=probe_s)
-    wrapping = Wrapping(rank.device, bucket_mb, network)
+    wrapping = Wrapping(rank.device, bucket_mb, network, per_host=rank.spec.per_host[0])
     unplanned = _prepare(rank, workload, [method for method in methods if method not in PLANNERS], wrapping)
     if network is not None:
         profile = _profile(rank, workload, network, methods, unplanned)
@@ -203,7 +205,8 @@ def _profile(
 ) -> Profile:
     """Profile the workload, and the exchanges of these methods."""
     net = workload.build(rank)
-    handles = {name: variant.handle for name, variant in prepared.items() if variant.handle is not None}
+    unsharded = {name: variant for name, variant in prepared.items() if variant.method not in SHARDED}
+    handles = {name: variant.handle for name, variant in unsharded.items() if variant.handle is not None}
     exchanges: dict[str, Any] = {n: functools.partial(copy.copy, handle.exchange) for n, handle in handles.items()}
     for allowed in [PLANNERS[method] for method in methods if method in PLANNERS]:
         exchanges |= {name: EXCHANGES[name] for name in options(network, allowed)}

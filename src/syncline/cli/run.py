@@ -109,8 +109,8 @@ def _write_report(runner: Runner) -> None:
     """Write the report and print its path. An error in it must not make the training fail."""
     finished, folder = runner.ended == FINISHED, runner.folder
     if not runner.followings:  # models of the script
-        if finished:
-            done = "tuned" if runner.settings.tunes else "attached; FSDP and other wrappers are left alone"
+        if finished and not runner.sharded.lines:
+            done = "tuned" if runner.settings.tunes else "attached; other wrappers are left alone"
             _log(f"the script built no DistributedDataParallel model, so nothing was {done}")
         return
     if not finished:  # torchrun may end this rank before the report is written

@@ -45,7 +45,7 @@ def parse_per_host(text: str, hosts: int) -> tuple[int, ...]:
         counts = tuple(int(part) for part in text.split(","))
     except ValueError:
         raise UsageError(f"--per-host {text!r}: write one number, or one for each host, as in 3,1,2") from None
-    return counts * hosts if len(counts) == 1 else counts
+    return counts * min(hosts, MAX_HOSTS + 1) if len(counts) == 1 else counts  # `ClusterSpec` refuses more
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ClusterSpec:
 
     def __post_init__(self) -> None:
         if not self.per_host:
-            object.__setattr__(self, "per_host", (1,) * self.hosts)
+            object.__setattr__(self, "per_host", (1,) * min(self.hosts, MAX_HOSTS + 1))
         hosts, racks, trunk, counts = self.hosts, self.racks, self.trunk_rate_bps, self.per_host
         problems = {
             f"hosts is {hosts}: an emulated cluster has 1 to {MAX_HOSTS}": not 1 <= hosts <= MAX_HOSTS,

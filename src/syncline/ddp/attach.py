@@ -9,10 +9,11 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
@@ -20,18 +21,21 @@ from syncline.ddp import reducer
 from syncline.ddp.engine import Engine
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import other_hook, switch_of, switches
+from syncline.ddp.overlap_setup import check_overlap, make_overlapping, with_best_buckets
 from syncline.ddp.overlapping import Overlapping, OverlapPolicy
 from syncline.ddp.reducer import Reduction
 from syncline.ddp.updating import Updating
 from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, bound_group, group_timeout
 from syncline.errors import UsageError
-from syncline.exchange import Dense, Exchange, default_lanes
+from syncline.exchange import Exchange, default_lanes
+from syncline.fsdp.attach import attach_sharded
+from syncline.fsdp.units import is_sharded
 from syncline.health.meeting import meeting, same_on_all_ranks
 from syncline.health.watchdog import watch_plain
-from syncline.overlap.engine import OverlapEngine
 from syncline.overlap.shards import check_elementwise
 from syncline.records.plan import Plan
+from syncline.records.profile import Profile
 from syncline.runtime import validation
 from syncline.runtime.bucket_policy import BucketPolicy, Planned, Uniform, difference_of, read_plan
 from syncline.runtime.topology import NetworkOrFile, RankTopology, find_topology, read_network
@@ -39,6 +43,7 @@ from syncline.runtime.validation import ddp_of, described_fully, named_parameter
 from syncline.updates.engine import UpdateEngine
 from syncline.updates.policy import Nesterov, UpdatePolicy, checked_policy
 
+_FOR_UPDATES = "every, warmup, delay and outer are for updates: pass optimizer= too, or leave them out"
 _FLAGS = ("static_graph", "find_unused_parameters", "skip_all_reduce_unused_params", "gradient_as_bucket_view")
 
 
@@ -46,31 +51,41 @@ def attach(
     model: nn.Module,
     exchange: Exchange | None = None,
     *,
+    replicate: ProcessGroup | DeviceMesh | None = None,
     optimizer: Optimizer | None = None,
     every: int = 1,
     warmup: int | None = None,
     delay: int = 0,
     outer: Nesterov | None = None,
     overlap: str | None = None,
+    gather: str | None = None,
     lanes: int | None = None,
     timeout_s: float | None = None,
     network: NetworkOrFile = None,
+    profile: Profile | str | os.PathLike[str] | None = None,
     scaler: GradScaler | None = None,
 ) -> Handle:
-    """Make a DistributedDataParallel model exchange its gradients, or its optimizer's updates, through an exchange.
+    """Make a DDP or FSDP2 model exchange its gradients, or its optimizer's updates, through an exchange.
 
     With `optimizer`, each rank steps it with its own gradients, and ranks exchange what the steps have changed. Use it
     for sparse exchanges with AdamW, which trains badly with sparse gradients. The training loop stays as it is.
 
-    With `overlap="forward"`, the exchange is lossless and extends into the next forward pass: gradients are summed in
-    shards during backward, the optimizer steps this rank's shards, and the new weights are gathered while forward runs.
+    With `overlap="forward"`, the exchange extends into the next forward pass: gradients are summed in shards during
+    backward, the optimizer steps this rank's shards, and the new weights are gathered while forward runs. This is
+    lossless with `Dense()` and `Hierarchical()`.
+
+    A model that is sharded with `fully_shard` on a 1-D mesh exchanges between its replicas with `replicate`.
 
     All ranks of the model's process group call this with the same arguments. It replaces an exchange that was attached
     before. If it raises, the model is unchanged, except that an exchange with `overlap` may be detached.
 
     Args:
-        model: A DistributedDataParallel model, or the result of `torch.compile` for one.
+        model: A DistributedDataParallel model, a model sharded with `fully_shard`, or the result of `torch.compile` for
+            one of them.
         exchange: The exchange. Default: `Dense()`.
+        replicate: For a sharded model, the ranks that have the same shard in other replicas: a process group, or a 1-D
+            device mesh such as `mesh["replicate"]`. All ranks of the job are replicas times shards. Without it, the
+            gradients of a sharded model are sent to the owners of shards through `Dense` or `Quantized`.
         optimizer: The optimizer of all parameters of the model, to exchange updates. Gradients are not synchronised
             then: clipping, for example, uses the norm of this rank's own gradients.
         every: Number of steps of the optimizer between two exchanges of the same weights. Parts of the weights take
@@ -81,13 +96,19 @@ def attach(
             exchange runs in the background.
         outer: An optimizer of the common weights, with the mean update as its gradient. Default: subtract the mean
             update from the weights.
-        overlap: `"forward"`, with `Dense()` and an `optimizer` that treats every element by itself, such as AdamW and
-            SGD. Each rank then has its shard of the optimizer's state. Clip with `handle.clip_grad_norm_`.
+        overlap: `"forward"`, with `Dense`, `Quantized` or `Hierarchical()` and an `optimizer` that treats every element
+            by itself, such as AdamW and SGD. Each rank then has its shard of the optimizer's state, and the exchange
+            decides how gradients are sent to the owners of shards. Clip with `handle.clip_grad_norm_`.
+        gather: With `overlap`, or for a sharded model without replicas: gather parameters in `"bf16"` or `"fp16"`. All
+            ranks then compute with rounded parameters, and the owner of a shard keeps it in fp32. Default: gather
+            parameters in their own type.
         lanes: Number of buckets that may be exchanged at the same time, each over its own connections. Default: 2 for
             exchanges over gloo that wait between their collectives, and 1 otherwise.
         timeout_s: Timeout of a collective in seconds. Default: that of the model's process group.
         network: The network, or the file that `syncline probe` wrote. Exchanges that use levels, such as
             `Hierarchical`, find racks and choose paths with it. Without it they detect hosts and assume typical links.
+        profile: The model's profile, or the file that `syncline profile` wrote. With `overlap` and a `network`, the
+            model gets buckets of the size with which a step should take the least time, until `detach`.
         scaler: The GradScaler of the loss, if there is one. Residuals must follow changes of its scale. With updates, a
             rank whose scaler skips a step must still take part in the exchange.
 
@@ -102,61 +123,68 @@ def attach(
         >>> handle = syncline.attach(DistributedDataParallel(net), syncline.Dense(wire="bf16"))
         >>> print(handle.stats().sent_bytes)
     """
-    ddp = ddp_of(model)
     exchange = validation.checked_exchange(exchange)
+    validation.check_positive(timeout_s=timeout_s)
+    if replicate is not None or is_sharded(model):
+        if overlap is not None:
+            raise UsageError("overlap='forward' is for DDP: FSDP gathers parameters behind the forward pass by itself")
+        updating = (optimizer, every, warmup, delay, outer)
+        return _attach_sharded(model, exchange, (replicate, gather), updating, lanes, timeout_s, network, scaler)
+    ddp = ddp_of(model)
+    given_lanes = lanes
     if lanes is None:
         lanes = default_lanes(exchange, backend_of(ddp.process_group))
     validation.check_lanes(lanes)
-    validation.check_positive(timeout_s=timeout_s)
     policy: BucketPolicy | UpdatePolicy | OverlapPolicy = Uniform(exchange, lanes)
     if overlap is not None:
-        _check_overlap(model, exchange, overlap, optimizer, lanes, (every, warmup, delay, outer) == (1, None, 0, None))
-        policy = OverlapPolicy(exchange, 1)
+        lanes = 1 if given_lanes is None else lanes
+        check_overlap(
+            model,
+            exchange,
+            overlap,
+            gather or "fp32",
+            optimizer,
+            lanes,
+            (every, warmup, delay, outer) == (1, None, 0, None),
+        )
+        policy = OverlapPolicy(exchange, 1, gather=gather or "fp32")
+        if profile is not None:
+            policy = with_best_buckets(ddp, policy, profile, network)
+    elif profile is not None:
+        raise UsageError("profile is for the buckets of overlap='forward': pass that too, or leave it out")
+    elif gather is not None:
+        raise UsageError("gather is for weights that are gathered: pass overlap='forward' too, or leave it out")
     elif optimizer is not None:
         policy = checked_policy(exchange, lanes, every, warmup, delay, outer)
     elif (every, warmup, delay, outer) != (1, None, 0, None):
-        raise UsageError("every, warmup, delay and outer are for updates: pass optimizer= too, or leave them out")
-    return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler, optimizer=optimizer)
-
-
-def _check_overlap(
-    model: nn.Module, exchange: Exchange, overlap: Any, optimizer: Any, lanes: int, no_updates: bool
-) -> None:
-    """Raise if an argument does not fit an exchange that overlaps with the next forward pass."""
-    for problem, is_there in {
-        f"overlap is {overlap!r}: it must be 'forward', or left out": overlap != "forward",
-        f"overlap='forward' exchanges through Dense(), not {exchange!r}: leave one of them out": exchange != Dense(),
-        "overlap='forward' steps the optimizer on shards of the weights: pass optimizer=optimizer": optimizer is None,
-        "every, warmup, delay and outer are for updates: leave them out with overlap='forward'": not no_updates,
-        "overlap='forward' has one lane: leave lanes out": lanes != 1,
-    }.items():
-        if is_there:
-            raise UsageError(problem)
-    if (why_not := why_not_overlap(model)) is not None:
-        raise UsageError(why_not)
-
-
-def why_not_overlap(model: nn.Module, optimizer: Optimizer | None = None) -> str | None:
-    """Return why a model, or its optimizer, cannot overlap with the next forward pass, or None if it can."""
-    ddp = ddp_of(model)
-    scripted = any(isinstance(module, torch.jit.ScriptModule) for module in ddp.modules())
-    for problem, is_there in {
-        "overlap='forward' cannot watch a compiled DDP model: compile the module inside DDP": (
-            model is not ddp or ddp._compiled_call_impl is not None
-        ),
-        "overlap='forward' does not support TorchScript modules: use the modules themselves": scripted,
-        "overlap='forward' needs all buckets in every step: build DDP without skip_all_reduce_unused_params": (
-            getattr(ddp, "skip_all_reduce_unused_params", False)
-        ),
-    }.items():
-        if is_there:
-            return problem
+        raise UsageError(_FOR_UPDATES)
     try:
-        if optimizer is not None:
-            check_elementwise(optimizer)
-    except UsageError as error:
-        return str(error)
-    return None
+        return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler, optimizer=optimizer)
+    except BaseException:
+        if isinstance(policy, OverlapPolicy) and policy.caps:
+            reducer.make_plain(ddp)
+        raise
+
+
+def _attach_sharded(
+    model: nn.Module,
+    exchange: Exchange,
+    between: tuple[ProcessGroup | DeviceMesh | None, str | None],
+    updating: tuple[Optimizer | None, int, int | None, int, Nesterov | None],
+    lanes: int | None,
+    timeout_s: float | None,
+    network: NetworkOrFile,
+    scaler: GradScaler | None,
+) -> Handle:
+    """Attach to a model that is sharded with `fully_shard`."""
+    validation.check_scaler(scaler)
+    optimizer, *settings = updating
+    if optimizer is None and settings != [1, None, 0, None]:
+        raise UsageError(_FOR_UPDATES)
+    options: dict[str, Any] = {"lanes": lanes, "timeout_s": timeout_s, "network": network, "scaler": scaler}
+    options["scale"] = lambda: validation.scale_of(scaler)
+    updates = None if optimizer is None else checked_policy(exchange, lanes or 1, *settings)
+    return Handle(*attach_sharded(model, exchange, *between, updates, optimizer=optimizer, **options))
 
 
 def attach_policy(
@@ -169,7 +197,7 @@ def attach_policy(
     optimizer: Optimizer | None = None,
 ) -> Handle:
     """Attach the exchanges of a policy. See `attach` for the arguments."""
-    check_scaler(scaler)
+    validation.check_scaler(scaler)
     group: dist.ProcessGroup = ddp.process_group
     timeout = group_timeout(group) if timeout_s is None else timedelta(seconds=timeout_s)
     parameters = parameters_of(ddp)
@@ -200,7 +228,7 @@ def attach_policy(
         with meeting(group, "attach", users=True):
             topology = find_topology(group, policy.exchanges, links)
             made = partial(Engine, group, parameters, timeout=timeout, topology=topology, reduction=reduction)
-            made = partial(made, scale=lambda: scale_of(scaler))
+            made = partial(made, scale=lambda: validation.scale_of(scaler))
             engine: Engine | Updating | Overlapping
             if not isinstance(policy, UpdatePolicy | OverlapPolicy):
                 engine = made(policy=policy)
@@ -209,7 +237,8 @@ def attach_policy(
                 if isinstance(policy, UpdatePolicy):
                     engine = _updating(ddp, policy, optimizer, scaler, made, topology, timeout)
                 else:
-                    engine = _overlapping(ddp, policy, optimizer, made, reduction, timeout)
+                    scale = partial(validation.scale_of, scaler)
+                    engine = make_overlapping(ddp, policy, optimizer, made, reduction, timeout, topology, scale)
     try:
         switch = switch_of(ddp)
     except BaseException:
@@ -242,24 +271,6 @@ def _updating(
     except BaseException:
         updates.close()
         raise
-
-
-def _overlapping(
-    ddp: DDP,
-    policy: OverlapPolicy,
-    optimizer: Optimizer,
-    make_engine: Callable[..., Engine],
-    reduction: Reduction,
-    timeout: timedelta,
-) -> Overlapping:
-    """Collective: create what overlaps with the next forward pass, and the engine of its first steps."""
-    engine = OverlapEngine(ddp.process_group, parameters_of(ddp), optimizer, timeout, ddp.gradient_as_bucket_view)
-    try:
-        warm = make_engine(policy=Uniform(Dense(), 1))
-    except BaseException:
-        engine.close()
-        raise
-    return Overlapping(ddp, engine, warm, optimizer, policy, reduction, None)
 
 
 def wrap(
@@ -341,18 +352,3 @@ def make_planned(ddp: DDP, plan: Plan, *, built: bool = False, **options: Any) -
         if not built:
             reducer.make_plain(ddp)
         raise
-
-
-def check_scaler(scaler: object) -> None:
-    """Raise a UsageError unless `scaler` is a GradScaler or None."""
-    known = all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "get_scale"))
-    if scaler is not None and (isinstance(scaler, type) or not known):
-        raise UsageError(f"scaler is a {type(scaler).__name__}: pass the GradScaler of the loss, or leave it out")
-
-
-def scale_of(scaler: GradScaler | None) -> Tensor | None:
-    """Return the current loss scale as a 0-dim tensor, without waiting for the device if torch permits it."""
-    if scaler is None or not scaler.is_enabled():
-        return None
-    scale: Tensor | None = getattr(scaler, "_get_scale_async", lambda: None)()  # private: `get_scale` waits
-    return torch.tensor(scaler.get_scale()) if scale is None else scale

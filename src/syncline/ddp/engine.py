@@ -79,8 +79,7 @@ class Engine:
 
     def submit(self, grad_bucket: Any) -> Any:
         """Exchange a bucket whose gradients are ready, and return a future of its average."""
-        if (error := self.runner.error) is not None:
-            raise ExchangeError(f"an earlier exchange of this model failed: {self.runner.explained}") from error
+        self.runner.raise_if_failed()
         flat: Tensor = grad_bucket.buffer()
         step = self._step_of(grad_bucket)
         if self._regrouped:
@@ -193,9 +192,7 @@ class Engine:
                 self._run_regrouped(step)
         except BaseException as error:
             raise self.runner.fail(f"bucket {grad_bucket.index()}", error) from error
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-        done.set_result(flat)
-        return done
+        return completed(flat)
 
     def _run_regrouped(self, step: Step) -> None:
         """Exchange a step in the buckets of the checkpoint, on the thread and the stream of backward."""
@@ -297,6 +294,13 @@ class Engine:
         """Close the lanes, and drop all buckets."""
         self.runner.close()
         self.buckets, self._step = {}, Step()
+
+
+def completed(flat: Tensor) -> torch.futures.Future[Tensor]:
+    """Return a future that has its result already, for a hook of DDP that has nothing to wait for."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
+    future.set_result(flat)
+    return future
 
 
 def names_in(layout: Layout) -> tuple[str, ...]:

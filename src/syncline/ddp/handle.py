@@ -15,15 +15,21 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from syncline.ddp import reducer
 from syncline.ddp.engine import Engine, copied
 from syncline.ddp.hook import Switch, switches
-from syncline.ddp.overlapping import Overlapping
+from syncline.ddp.overlapping import Overlapping, OverlapPolicy
 from syncline.ddp.updating import Updating
 from syncline.dist.lane import span_of
 from syncline.errors import ExchangeError, UsageError
 from syncline.exchange import Exchange, Tree, wire
+from syncline.fsdp.attach import Engine as ShardEngine
+from syncline.fsdp.hook import Switch as ShardSwitch
+from syncline.fsdp.hook import switch_of
+from syncline.fsdp.units import is_sharded
 from syncline.records.plan import Plan
 from syncline.runtime.checkpoint import Checkpoints
 from syncline.runtime.stats import Stats
-from syncline.runtime.validation import ddp_of, only_device, parameters_of
+from syncline.runtime.validation import ddp_of, group_or_default, only_device
+
+AnyEngine = Engine | Updating | Overlapping | ShardEngine
 
 
 class Handle:
@@ -38,8 +44,8 @@ class Handle:
         >>> handle.save("checkpoint/exchange")
     """
 
-    def __init__(self, ddp: DDP, switch: Switch, engine: Engine | Updating | Overlapping) -> None:
-        self._ddp, self._switch, self._engine = ddp, switch, engine
+    def __init__(self, model: nn.Module, switch: Switch | ShardSwitch, engine: AnyEngine) -> None:
+        self._model, self._switch, self._engine = model, switch, engine
         self._topology, self._policy = engine.topology, engine.policy
 
     @property
@@ -78,10 +84,15 @@ class Handle:
         return len(self._attached.runner.lanes)
 
     @property
-    def ways(self) -> dict[str, int]:
+    def paths(self) -> dict[str, int]:
         """The number of buckets on each path, if the exchange has several paths."""
         states = [bucket.state for bucket in self._attached.buckets.values() if bucket.state is not None]
         return dict(Counter(path for state in states if (path := state.describe())))
+
+    @property
+    def caps(self) -> tuple[int, ...]:
+        """The sizes in bytes at which buckets are closed, if a profile decided them; otherwise empty."""
+        return self._policy.caps if isinstance(self._policy, OverlapPolicy) else ()
 
     @property
     def exchanges_updates(self) -> bool:
@@ -151,7 +162,7 @@ class Handle:
             lines += [self.mismatch] if self.mismatch else []
         if self._topology is not None and self._topology.tree is not None:
             lines += [self._topology.tree.describe(), f"links: {self._topology.known}"]
-        return "\n".join([*lines, *(f"buckets: {count} × {path}" for path, count in self.ways.items())])
+        return "\n".join([*lines, *(f"buckets: {count} × {path}" for path, count in self.paths.items())])
 
     def predicted_sent_bytes(self) -> dict[str, int]:
         """Return the bytes per level that the busiest rank should send in a step, by the cost of the exchange.
@@ -199,8 +210,9 @@ class Handle:
         engine = self._attached
         if isinstance(engine, Overlapping):
             return engine.clip_grad_norm(float(max_norm), float(norm_type), error_if_nonfinite)
-        parameters = list(parameters_of(self._ddp).values())
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+        norm: Any = nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, norm_type, error_if_nonfinite)
+        whole: torch.Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # a DTensor if sharded
+        return whole
 
     def optimizer_state_dict(self) -> dict[str, Any]:
         """Return the whole state of the optimizer, which a plain DDP training can load. All ranks call this.
@@ -278,20 +290,25 @@ class Handle:
         If updates were exchanged, the weights of the ranks are averaged first, and all ranks get the optimizer state of
         the first one. With `overlap="forward"`, the optimizer gets its whole state again, and the last gradients must
         have been stepped. Residuals are dropped. Inside `synced()`, ranks keep the weights that they agreed on last.
+        A sharded model returns to FSDP's own collectives, with PyTorch's all-reduce between its replicas.
         """
         _ = self._attached  # raises if the handle is detached
+        changed = self.plan is not None or bool(self.caps)
         self._switch.turn_to(None)
-        if self.plan is not None and reducer.why_not_change(self._ddp) is None:
-            reducer.make_plain(self._ddp)
+        ddp = self._model
+        if changed and isinstance(ddp, DDP) and reducer.why_not_change(ddp) is None:
+            reducer.make_plain(ddp)
 
     @property
     def _checkpoints(self) -> Checkpoints:
-        engine, device = self._attached, only_device(parameters_of(self._ddp))
+        engine, device = self._attached, only_device(dict(self._model.named_parameters()))
         tree = self.tree if engine.keeps else None
-        return Checkpoints(self._ddp.process_group, device, self._policy.settings(), tree, engine.misfit)
+        # The shards of a replica are not in one group with those of another: all ranks save and load.
+        group = self._model.process_group if isinstance(self._model, DDP) else group_or_default(None)
+        return Checkpoints(group, device, self._policy.settings(), tree, engine.misfit)
 
     @property
-    def _attached(self) -> Engine | Updating | Overlapping:
+    def _attached(self) -> AnyEngine:
         if self._switch.engine is not self._engine:
             text = "this handle is detached, or another attach has replaced it"
             raise UsageError(f"{text}: use the newest handle, or attach again")
@@ -311,18 +328,23 @@ def handle_of(model: nn.Module) -> Handle:
     """Return the handle of a model to which `attach`, `wrap` or `tune` has attached an exchange.
 
     Args:
-        model: A DistributedDataParallel model.
+        model: A DistributedDataParallel model, or one that is sharded with `fully_shard`.
 
     Returns:
         A handle, equivalent to the one that `attach` returned.
 
     Raises:
-        UsageError: The model is not a DDP model, or nothing is attached to it.
+        UsageError: The model is neither a DDP model nor sharded, or nothing is attached to it.
 
     Example:
         >>> handle = syncline.handle_of(syncline.wrap(net, plan="plan.json"))
     """
-    handle = handle_if_attached(ddp_of(model))
+    if is_sharded(model):
+        sharded: nn.Module = getattr(model, "_orig_mod", model)
+        switch = switch_of(sharded)
+        handle = None if switch is None or switch.engine is None else Handle(sharded, switch, switch.engine)
+    else:
+        handle = handle_if_attached(ddp_of(model))
     if handle is None:
-        raise UsageError("nothing is attached to this model: it exchanges its gradients as plain DDP does")
+        raise UsageError("nothing is attached to this model: it exchanges its gradients as PyTorch does")
     return handle

@@ -18,7 +18,7 @@ from syncline.errors import UsageError
 
 
 class Attached(Protocol):
-    """What the hook of a model needs of an engine."""
+    """The interface of an engine to the hook of a model."""
 
     @property
     def exchanges_gradients(self) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import statistics
-import time
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,20 +23,23 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from syncline.ddp import reducer
-from syncline.ddp.engine import Engine
+from syncline.ddp.engine import Engine, completed, copied
 from syncline.ddp.reducer import Reduction
 from syncline.dist.comm import gather_bytes
+from syncline.dist.lane import Marks
 from syncline.errors import ExchangeError, UsageError
-from syncline.exchange import settings
+from syncline.exchange import Layout, settings
 from syncline.measure.hooks import Unseen
 from syncline.overlap import guards
 from syncline.overlap.engine import OverlapBucket, OverlapEngine
 from syncline.predict import overlap
 from syncline.runtime.bucket_policy import Uniform
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals
+from syncline.runtime.checkpoint import misfit_of
 from syncline.runtime.stats import Stats
 from syncline.runtime.topology import RankTopology
 
+_USE = "use "
 _MEASURED_STEPS = 4  # steps with DDP's final buckets, before weights move into shards
 
 
@@ -45,21 +47,25 @@ _MEASURED_STEPS = 4  # steps with DDP's final buckets, before weights move into 
 class OverlapPolicy(Uniform):
     """The settings of an exchange that overlaps with the next forward pass."""
 
+    gather: str = "fp32"  # the format in which weights are gathered
+    caps: tuple[int, ...] = ()  # the sizes of buckets in bytes, if they were changed
+
     def settings(self) -> dict[str, Any]:
-        return {"type": "Overlap", "exchange": settings(self.exchange)}
+        own = {"type": "Overlap", "exchange": settings(self.exchange)}
+        return own if self.gather == "fp32" else {**own, "gather": self.gather}
 
     def fingerprint(self) -> dict[str, Any]:
         return {"overlap": self.settings(), "lanes": self.lanes}
 
     def __str__(self) -> str:
-        return f"{self.exchange!r}, which overlaps with the next forward pass,"
+        gather = "" if self.gather == "fp32" else f" and gathers weights in {self.gather}"
+        return f"{self.exchange!r}, which overlaps with the next forward pass{gather},"
 
 
 class Overlapping:
     """The exchange of gradients and weights that is attached to a model."""
 
     exchanges_gradients = True
-    keeps = False
 
     def __init__(
         self,
@@ -74,15 +80,16 @@ class Overlapping:
         self._ddp = weakref.ref(ddp)  # the model holds its hook, which holds this object
         self._engine, self._optimizer, self._reduction = engine, optimizer, reduction
         self._warm: Engine | None = warm
-        self.policy, self.topology = policy, topology
+        self.policy, self.topology, self.keeps = policy, topology, policy.exchange.keeps
+        self._stored: Residuals = {}  # residuals of a checkpoint, until weights are in shards
         final_after = 2 if ddp.static_graph else int(reducer.rebuilds(ddp))
         if getattr(ddp, "_has_rebuilt_buckets", False):
             final_after = 0
         self._warm_steps = final_after + _MEASURED_STEPS
-        self._measured: list[list[tuple[float, float]]] = []  # per step and bucket: when it was ready, and how long
-        self._forward_s: list[float] = []  # durations of forward passes, on the host's clock
-        self._forward_began_s = self._forward_ended_s = 0.0
+        self._forward: Marks | None = None  # from the start to the end of the last forward pass, with uses of weights
+        self._measured: list[tuple[Marks | None, list[Marks]]] = []  # per step: the forward pass, and the buckets
         self._sent_warm: dict[str, int] = {}
+        self._keys: list[tuple[int, ...]] = []  # of the buckets since the last step, in the order of their submission
         self._by_key: dict[tuple[int, ...], OverlapBucket] = {}
         self._in_backward = False
         self._gathers_state = False  # whether `optimizer.state_dict()` is called on all ranks, by this object
@@ -98,10 +105,13 @@ class Overlapping:
             ddp.register_forward_pre_hook(Unseen(lambda *_: _call(itself, "_before_forward"))),
             ddp.register_forward_hook(Unseen(lambda *_: _call(itself, "_after_forward"))),
         ]
-        # For modules whose forward reads its parameters without a function of torch, such as C++ extensions.
+        # Modules wait, too: their forward may read parameters without a function of torch, like C++ extensions.
+        names = {id(parameter): name for name, parameter in engine.parameters.items()}
         for module in ddp.module.modules():
             if own := tuple(module.parameters(recurse=False)):
-                self._hooks.append(module.register_forward_pre_hook(Unseen(partial(_wait_for_all, own))))
+                used = tuple(names[id(parameter)] for parameter in own if id(parameter) in names)
+                before = Unseen(partial(_before_module, itself, own, used))
+                self._hooks.append(module.register_forward_pre_hook(before))
 
         if ddp.gradient_as_bucket_view:  # DDP reuses a gradient's tensor, so its class must be reset after `zero_grad`
             for name, parameter in engine.parameters.items():
@@ -112,8 +122,10 @@ class Overlapping:
     # --- a training step, in the order of calls -------------------------------------------------------------------
 
     def _before_forward(self) -> None:
-        self._forward_began_s = time.monotonic()
-        if self._warm is None:
+        if self._warm is not None:
+            if torch.is_grad_enabled():
+                self._forward = self._warm.runner.lanes[0].marks(None)
+        else:
             self._engine.wait()  # if the script did not step the optimizer, an exchange may still read DDP's buckets
             self._leave()
             if self._is_compiled or not torch.is_grad_enabled():
@@ -125,9 +137,8 @@ class Overlapping:
             self._engine.optimizer.leave()
 
     def _after_forward(self) -> None:
-        if self._warm is not None and torch.is_grad_enabled():
-            self._forward_ended_s = time.monotonic()
-            self._forward_s.append(self._forward_ended_s - self._forward_began_s)
+        if self._warm is not None and self._forward is not None and torch.is_grad_enabled():
+            self._forward.mark("end")
 
     def submit(self, bucket: Any) -> Any:
         """Begin to exchange a bucket. Before weights are in shards, return a future of its average."""
@@ -135,19 +146,19 @@ class Overlapping:
         if ddp is not None and ddp._join_config.enable:
             text = "join() is not supported with overlap='forward': a rank that has joined steps no optimizer"
             raise UsageError(f"{text}. Give all ranks the same number of steps")
+        key = tuple(map(id, bucket.parameters()))
         if self._warm is not None:
+            self._keys.append(key)
             return self._warm.submit(bucket)
         flat: Tensor = bucket.buffer()
-        known = self._by_key.get(tuple(map(id, bucket.parameters())))
+        known = self._by_key.get(key)
         if known is None:
             raise ExchangeError("DDP has changed its buckets since weights were moved into shards: attach again")
         if not self._in_backward:
             self._in_backward = self._reduction.when_over(self._backward_is_over)
         self._engine.reduce(known, flat)
         # DDP must not wait: the future has this rank's own gradients, which nobody may use.
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
-        done.set_result(flat)
-        return done
+        return completed(flat)
 
     def _release_if_zeroed(self, name: str) -> None:
         self._engine.release_if_zeroed(name)
@@ -161,8 +172,6 @@ class Overlapping:
             raise UsageError("optimizer.step(closure) is not supported with overlap='forward': call backward before it")
         if self._warm is None:
             self._engine.before_step()
-        else:
-            self._measure(self._warm)  # the step before this one: on CUDA, the device has reached its end by now
 
     def _after_step(self) -> None:
         self.steps += 1
@@ -171,52 +180,50 @@ class Overlapping:
             self._engine.after_step()
             return
         self._warm.conclude()
+        self._measured.append((self._forward, [job.marks for job in self._warm.runner.last_step.jobs]))
         if self._steps_since_attach >= self._warm_steps:
             self._move_into_shards()
+        self._keys = []
 
     # --- from all-reduces to shards -------------------------------------------------------------------------------
-
-    def _measure(self, warm: Engine) -> None:
-        jobs = warm.runner.last_step.jobs
-        times = [seconds for job in jobs if (seconds := job.marks.seconds()) is not None]
-        if times and len(times) == len(jobs):
-            began_s, link_s, step = times[0]["ready"], 0.0, []
-            if jobs[0].marks.on_host:
-                began_s = min(began_s, self._forward_ended_s)
-            for seconds in times:
-                step.append((seconds["ready"] - began_s, seconds["end"] - max(seconds["start"], link_s)))
-                link_s = seconds["end"]
-            self._measured.append(step)
 
     def _move_into_shards(self) -> None:
         """Collective: move weights and the optimizer's state into shards."""
         assert self._warm is not None  # noqa: S101
         warm, self._warm = self._warm, None
-        buckets = sorted(warm.buckets.items(), key=lambda item: item[1].index)
-        own = json.dumps(sorted(self._best_whole(len(buckets)))).encode()
+        # The last backward pass shows the order. The index of a bucket may be from before DDP has rebuilt the others.
+        buckets = [(key, warm.buckets[key]) for key in self._keys[-len(warm.buckets) :]]
+        whole, order = self._choice([bucket.layout for _, bucket in buckets])
+        own = json.dumps([sorted(whole), order]).encode()
         with self._engine.together("the choice of whole buckets"):
-            whole: list[int] = json.loads(gather_bytes(self._engine.group, own)[0])  # the choice of the first rank
+            whole, order = json.loads(gather_bytes(self._engine.group, own)[0])  # the choice of the first rank
         self._sent_warm = warm.runner.sent_bytes
         self._engine.runner.steps = warm.runner.steps
         self._engine.runner.tracing = warm.runner.tracing
         warm.close()
-        self._engine.start([bucket.layout for _, bucket in buckets], whole)
+        self._engine.start([bucket.layout for _, bucket in buckets], whole, order, self._stored)
+        self._measured, self._stored, self._forward = [], {}, None
         keys = [key for key, _ in buckets]
         self._by_key = dict(zip(keys, self._engine.buckets, strict=True))
 
-    def _best_whole(self, count: int) -> frozenset[int]:
-        """Return which buckets to all-reduce as a whole, by what was measured with final buckets."""
-        steps = [step for step in self._measured[-_MEASURED_STEPS + 1 :] if len(step) == count]
+    def _choice(self, layouts: Sequence[Layout]) -> tuple[list[int], list[int]]:
+        """Return which buckets to all-reduce as a whole, and the order in which to gather the weights of the others, by
+        what was measured with final buckets."""
+        if self._engine.device.type == "cuda":
+            torch.cuda.synchronize(self._engine.device)  # once: the host may be more than a step ahead of the device
+        measured = [_step_times(forward, marks) for forward, marks in self._measured[-_MEASURED_STEPS + 1 :]]
+        steps = [times for times in measured if times is not None and len(times.buckets) == len(layouts)]
         if not steps:
-            return frozenset()
+            return [], list(reversed(range(len(layouts))))
         buckets = []
-        for times in zip(*steps, strict=True):
+        for layout, times in zip(layouts, zip(*(step.buckets for step in steps), strict=True), strict=True):
             ready_s, took_s = (statistics.median(values) for values in zip(*times, strict=True))
-            buckets.append(overlap.BucketTimes(ready_s, took_s, took_s / 2, took_s / 2))
-        backward_s = buckets[-1].ready_s
-        forward_s = statistics.median(self._forward_s[-_MEASURED_STEPS:] or [backward_s / 2])
-        on_device = next(iter(self._engine.parameters.values())).is_cuda
-        return overlap.best_whole(buckets, backward_s / 2 if on_device else forward_s, backward_s)
+            uses = [step.used_s[slot.name] for step in steps for slot in layout.slots if slot.name in step.used_s]
+            buckets.append(overlap.BucketTimes.measured(ready_s, took_s, min(uses, default=None), self.policy.gather))
+        forward_s, backward_s = statistics.median(step.forward_s for step in steps), buckets[-1].ready_s
+        order = overlap.gather_order(buckets, forward_s, backward_s)
+        whole = overlap.best_whole(buckets, forward_s, backward_s) if self.policy.exchange.lossless else ()
+        return list(whole), order
 
     # --- the optimizer's state ------------------------------------------------------------------------------------
 
@@ -266,13 +273,11 @@ class Overlapping:
 
     @property
     def bucket_names(self) -> list[list[str]]:
-        return []  # lossless results do not depend on buckets
+        return []  # a resumed run need not have the same ones
 
     def conclude(self) -> None:
         if self._warm is not None:
             self._warm.conclude()
-        elif all(bucket.reducing is None and bucket.gathering is None for bucket in self._engine.buckets):
-            self._engine.end_step()
 
     def drift(self) -> str | None:
         return None
@@ -285,14 +290,18 @@ class Overlapping:
         return self._engine.predicted_sent_bytes() if self._warm is None else self._warm.predicted_sent_bytes()
 
     def residuals(self) -> Residuals:
-        return {}
+        return self._stored if self._warm is not None else self._engine.residuals()
 
     def misfit(self, tensors: Residuals, buckets: Sequence[Sequence[str]] = ()) -> str | None:
-        return None
+        return misfit_of({name: parameter.shape for name, parameter in self._engine.parameters.items()}, tensors)
 
     def load(self, tensors: Residuals, buckets: Sequence[Sequence[str]], steps: int) -> None:
-        """Continue to count from a checkpoint. Weights and the optimizer's state are the script's to load."""
+        """Continue from a checkpoint. Weights and the optimizer's state are the script's to load."""
         self.steps = self.runner.steps = steps
+        if self._warm is not None:
+            self._stored = copied(tensors)
+        else:
+            self._engine.load(tensors)
 
     def synced(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -316,7 +325,45 @@ class Overlapping:
         self._engine.close()
 
 
-def _wait_for_all(parameters: Sequence[nn.Parameter], *_: object) -> None:
+@dataclass(frozen=True)
+class _StepTimes:
+    """What was measured in one step."""
+
+    forward_s: float
+    used_s: Mapping[str, float]  # by parameter, from the start of forward until its first use
+    buckets: list[tuple[float, float]]  # per bucket: ready after the end of forward, and the time of its exchange
+
+
+def _step_times(forward: Marks | None, buckets: Sequence[Marks]) -> _StepTimes | None:
+    """Return the times of a step, or None if one of them is not known."""
+    clock = buckets[0] if buckets else None
+    passed = None if forward is None else forward.seconds(clock)
+    times = [marks.seconds(clock) for marks in buckets]
+    if passed is None or not times:
+        return None
+    link_s, found = 0.0, []
+    for seconds in times:
+        if seconds is None:
+            return None
+        found.append((seconds["ready"] - passed["end"], seconds["end"] - max(seconds["start"], link_s)))
+        link_s = seconds["end"]
+    used_s: dict[str, float] = {}
+    for what, at_s in sorted(passed.items(), key=lambda item: item[1]):
+        if what.startswith(_USE):
+            for name in what.removeprefix(_USE).split("\n"):
+                used_s.setdefault(name, at_s - passed["ready"])
+    return _StepTimes(passed["end"] - passed["ready"], used_s, found)
+
+
+def _before_module(
+    itself: weakref.ref[Overlapping], parameters: Sequence[nn.Parameter], names: tuple[str, ...], *_: object
+) -> None:
+    """Wait for the weights of a module, or record in a measured step when they are used."""
+    overlapping = itself()
+    if overlapping is not None and overlapping._warm is not None:
+        if overlapping._forward is not None and names:
+            overlapping._forward.mark(_USE + "\n".join(names))
+        return
     for parameter in parameters:
         guards.wait_for(parameter)
 

@@ -19,6 +19,7 @@ from torch.nn.parallel import distributed as ddp_module
 from syncline.ddp.hook import forget, other_hook
 from syncline.errors import UsageError
 from syncline.predict.schedule import MIB
+from syncline.runtime.backward_end import when_backward_ends
 
 _original: weakref.WeakKeyDictionary[DDP, Any] = weakref.WeakKeyDictionary()
 """The original bucket configuration of each model that has the buckets of a plan."""
@@ -127,7 +128,7 @@ def _rebuild(ddp: DDP, config: Any) -> None:
 
 
 class Reduction:
-    """What the reducer of a DDP model, which may be replaced while the model lives, has applied in a step.
+    """The results that the reducer of a DDP model has applied in a step. The reducer may be replaced at any time.
 
     DDP leaves the gradients of parameters alone that no rank has used, and may skip whole buckets of them. So buckets
     show neither the end of a step nor which results were applied. The reducer knows both after it has finished.
@@ -149,13 +150,7 @@ class Reduction:
 
     def when_over(self, call: Callable[[], None]) -> bool:
         """Schedule `call` for when DDP has finished this backward pass. Return False outside one, as in `join()`."""
-        engine: Any = torch.autograd.Variable._execution_engine
-        try:
-            # DDP queues its own callback after its last bucket. A callback that another callback queues runs after it.
-            engine.queue_callback(lambda: engine.queue_callback(call))
-        except RuntimeError:
-            return False
-        return True
+        return when_backward_ends(call)  # DDP queues its own callback after its last bucket
 
     @property
     def finished(self) -> bool:

@@ -29,6 +29,8 @@ from syncline.exchange import WORLD, Comm, Counter, Level, Topology, Work, wire
 
 gather_into: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """`all_gather_into_tensor`, which torch 2.13 renamed."""
+reduce_scatter_from: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""`reduce_scatter_tensor`, which torch 2.13 renamed."""
 
 _c10d: Any = dist.distributed_c10d
 _group_name = getattr(_c10d, "_process_group_name", None)
@@ -70,14 +72,24 @@ class GroupComm:
         return self._issue("all_reduce", tensor, dist.all_reduce, tensor)
 
     def all_to_all(self, output: Tensor, input: Tensor) -> Work:
-        level, backend, paced_bytes = self.topology.whole.name, self.topology.backend, self.topology.paced_bytes
-        protocol = wire.protocol("all_to_all", input.nbytes, self.size, level, backend, paced_bytes)
         # gloo sends tensors on a GPU only natively.
-        paced = protocol == wire.PACED and input.is_cuda == (backend == "nccl")
+        paced = self._paced(input.nbytes) and input.is_cuda == (self.topology.backend == "nccl")
         return self._issue("all_to_all", input, self.paced if paced else dist.all_to_all_single, output, input)
 
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
+        if self.size == 2 and not output.is_cuda and self._paced(output.nbytes):
+            # An all-to-all in which both ranks get the same. gloo's all-gather has the same problem (`wire.protocol`).
+            rows = input.reshape(1, -1).expand(2, -1)
+            return self._issue("all_gather", output, self.paced, output.view(2, -1), rows)
         return self._issue("all_gather", output, gather_into, output.view(-1), input.reshape(-1))
+
+    def _paced(self, nbytes: int) -> bool:
+        """Return whether an all-to-all of this size runs in rounds."""
+        level, backend, paced_bytes = self.topology.whole.name, self.topology.backend, self.topology.paced_bytes
+        return wire.protocol("all_to_all", nbytes, self.size, level, backend, paced_bytes) == wire.PACED
+
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
+        return self._issue(wire.REDUCE_SCATTER, input, reduce_scatter_from, output.view(-1), input.reshape(-1))
 
     def reduce(self, tensor: Tensor, root: int) -> Work:
         return self._issue("reduce", tensor, dist.reduce, tensor, dist.get_global_rank(self.group, root))

@@ -37,8 +37,9 @@ class Marks:
         """Record the current time as `what`. Only the first call for each `what` counts."""
         self._times.setdefault(what, time.monotonic())
 
-    def seconds(self) -> dict[str, float] | None:
-        """Return the times in seconds on the host's monotonic clock, or None if the bucket has not ended."""
+    def seconds(self, clock: Marks | None = None) -> dict[str, float] | None:
+        """Return the times in seconds on the host's monotonic clock, or None if the bucket has not ended. On CUDA,
+        times of different steps can be compared only if both are read with the same marks as their `clock`."""
         return dict(self._times) if "end" in self._times else None
 
 
@@ -60,10 +61,11 @@ class CudaMarks(Marks):
             self._events[what] = torch.cuda.Event(enable_timing=True)
             self._events[what].record()
 
-    def seconds(self) -> dict[str, float] | None:
+    def seconds(self, clock: Marks | None = None) -> dict[str, float] | None:
         if "end" not in self._events or not self._events["end"].query():
             return None
-        base, base_s = self._first._events["ready"], self._first._enqueued_s
+        first = clock._first if isinstance(clock, CudaMarks) else self._first
+        base, base_s = first._events["ready"], first._enqueued_s
         return {what: base_s + base.elapsed_time(event) / 1000 for what, event in self._events.items()}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from syncline.errors import MismatchError
 from syncline.exchange import WORLD, Comm, Counter, Topology, Work
-from syncline.exchange.wire import sent_bytes
+from syncline.exchange.wire import REDUCE_SCATTER, sent_bytes
 
 T = TypeVar("T")
 
@@ -108,6 +108,9 @@ class LocalComm:
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         return self._issue("all_gather", output, input)
 
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
+        return self._issue(REDUCE_SCATTER, output, input)
+
     def reduce(self, tensor: Tensor, root: int) -> Work:
         return self._issue("reduce", tensor, tensor, root)
 
@@ -118,7 +121,8 @@ class LocalComm:
         call, name = (kind, input.numel(), str(input.dtype), root), self.topology.whole.name
         index, self._issued = self._issued, self._issued + 1
         self._siblings[WORLD].log.append((name, *call))
-        self.counter.add(name, sent_bytes(kind, output.numel(), output.element_size(), self.size))
+        whole = input if kind == REDUCE_SCATTER else output
+        self.counter.add(name, sent_bytes(kind, whole.numel(), whole.element_size(), self.size))
         self._group.issue(index, self.rank, call, input)
         return _LocalWork(lambda: self._finish(kind, output, self._group.wait(index), root))
 
@@ -129,8 +133,9 @@ class LocalComm:
         elif kind == "reduce" and self.rank != root:
             if output.is_floating_point():
                 output.fill_(float("nan"))  # undefined by the contract: NaN shows an exchange that uses it
-        elif kind in ("all_reduce", "reduce"):
-            output.copy_(sum(inputs[1:], inputs[0]))
+        elif kind in ("all_reduce", "reduce", REDUCE_SCATTER):
+            total = sum(inputs[1:], inputs[0])
+            output.copy_(total.view(self.size, -1)[self.rank] if kind == REDUCE_SCATTER else total)
         else:
             for row, sent in zip(output.view(self.size, -1), inputs, strict=True):
                 row.copy_(sent.reshape(-1) if kind == "all_gather" else sent.reshape(self.size, -1)[self.rank])

@@ -8,10 +8,10 @@ from typing import Any
 
 from syncline.errors import UsageError
 from syncline.exchange.allgather_topk import AllgatherTopk
-from syncline.exchange.base import Climbing, Comm, Counter, Exchange, Rounding, State, Work, default_lanes
+from syncline.exchange.base import Comm, Counter, Exchange, Rounding, State, UsesLevels, Work, default_lanes
 from syncline.exchange.chunked_topk import ChunkedTopk
 from syncline.exchange.dense import Dense
-from syncline.exchange.hierarchical import Hierarchical, Way
+from syncline.exchange.hierarchical import BucketPath, Hierarchical
 from syncline.exchange.layout import Layout, Slot, is_dense, stride_in_bucket
 from syncline.exchange.oktopk import OkTopk
 from syncline.exchange.quantized import Quantized
@@ -135,7 +135,7 @@ def _changed(exchange: Exchange, other: Exchange) -> list[str]:
     return [field for field in fields if getattr(exchange, field) != getattr(other, field)]
 
 
-__all__ = ["BASELINES", "EXCHANGES", "WORLD", "AllgatherTopk", "ChunkedTopk", "Climbing", "Comm", "Cost", "Counter"]
+__all__ = ["BASELINES", "EXCHANGES", "WORLD", "AllgatherTopk", "BucketPath", "ChunkedTopk", "Comm", "Cost", "Counter"]
 __all__ += [
     "FOR_UPDATES",
     "Dense",
@@ -149,5 +149,16 @@ __all__ += [
     "Rounding",
     "Slot",
 ]
-__all__ += ["Sparse", "State", "Topology", "Tree", "Way", "Work", "default_lanes", "for_updates", "is_dense", "made_of"]
+__all__ += [
+    "Sparse",
+    "State",
+    "Topology",
+    "Tree",
+    "UsesLevels",
+    "Work",
+    "default_lanes",
+    "for_updates",
+    "is_dense",
+    "made_of",
+]
 __all__ += ["name_of", "settings", "stride_in_bucket"]

@@ -56,6 +56,10 @@ class Comm(Protocol):
     def all_gather(self, output: Tensor, input: Tensor) -> Work:
         """Collect every rank's `input` in `output`, in rank order."""
 
+    def reduce_scatter(self, output: Tensor, input: Tensor) -> Work:
+        """Sum `input` over the ranks; `output` receives this rank's of `size` equal parts. Use it only on NCCL: gloo
+        would send as many bytes as in an all-reduce."""
+
     def reduce(self, tensor: Tensor, root: int) -> Work:
         """Sum over the ranks into the root's `tensor`. The contents on other ranks are undefined afterwards."""
 
@@ -83,7 +87,7 @@ class Rounding:
 class State:
     """The buffers and the residual of an exchange for one bucket.
 
-    This base class has no residual. A state with a residual overrides `kept`, `rests_bytes`, `tensors`, `load`, `begin`
+    This base class has no residual. A state with a residual overrides `kept`, `state_bytes`, `tensors`, `load`, `begin`
     and `settle`.
     """
 
@@ -96,7 +100,7 @@ class State:
         return None
 
     @property
-    def rests_bytes(self) -> int:
+    def state_bytes(self) -> int:
         """Bytes that the state occupies between steps, buffers excluded."""
         return 0
 
@@ -188,10 +192,10 @@ class Exchange(Protocol):
 
 
 @runtime_checkable
-class Climbing(Protocol):
+class UsesLevels(Protocol):
     """An exchange that uses the levels of a tree of ranks in addition to the group of all ranks."""
 
-    def tree(self, found: Tree, ranks: int) -> Tree:
+    def tree(self, detected: Tree, ranks: int) -> Tree:
         """Return the tree to create groups for, given the detected tree of hosts and racks."""
 
 

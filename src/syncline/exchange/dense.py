@@ -32,6 +32,7 @@ from syncline.exchange.layout import Layout
 from syncline.exchange.topology import Cost, Phase, Topology
 
 _WIRE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+SIXTEEN_BITS = {name: dtype for name, dtype in _WIRE.items() if dtype != torch.float32}
 _ROUNDINGS = ("fastest", "two")
 _FP16_TOP_EXPONENT = 15  # parts are scaled to stay under 2^15: half of fp16's largest
 _EXPONENT_LIMIT = 120.0  # 2^±120 and its reciprocal are fp32 numbers
@@ -108,7 +109,7 @@ class Dense:
         """Return a reduce-scatter and the all-gather that completes it, for an exchange that runs something in between.
         The reduce-scatter is an all-to-all and a local sum: gloo would emulate its own with an all-reduce, which sends
         twice the bytes."""
-        return Halves(layout, ranks) if self.lossless else _Packed(layout, ranks, _WIRE[self.wire])
+        return Halves(layout, ranks) if self.lossless else PackedHalves(layout, ranks, _WIRE[self.wire])
 
     def halves_cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> tuple[Phase, Phase]:
         """Return the two phases of `halves`."""
@@ -154,10 +155,15 @@ class Halves(State):
 
     def scatter(self, flat: Tensor, comm: Comm) -> Work:
         """Send each rank its part of `flat`."""
-        if self._padded is not None:
-            self._padded[: self._numel].copy_(flat)
-            self._padded[self._numel :].zero_()
-        return comm.all_to_all(self._received.view(-1), flat if self._padded is None else self._padded)
+        return comm.all_to_all(self._received.view(-1), self._with_equal_parts(flat))
+
+    def _with_equal_parts(self, flat: Tensor) -> Tensor:
+        """Return the bucket, padded with zeros if it does not divide evenly by the ranks."""
+        if self._padded is None:
+            return flat
+        self._padded[: self._numel].copy_(flat)
+        self._padded[self._numel :].zero_()
+        return self._padded
 
     def shard(self) -> Tensor:
         """Return this rank's part of the sum, after `scatter` has ended. An incomplete part is padded with zeros."""
@@ -173,7 +179,7 @@ class Halves(State):
             flat.copy_(self._padded[: self._numel])
 
 
-class _Packed(Halves):
+class PackedHalves(Halves):
     """Gradients in 16 bits, one packed part per rank, summed in fp32. Only sums of one part are temporary."""
 
     def __init__(self, layout: Layout, ranks: int, wire: torch.dtype) -> None:  # without the buffers of `Halves`
@@ -214,12 +220,25 @@ class _Packed(Halves):
         return total
 
     def gather(self, shard: Tensor, flat: Tensor, comm: Comm) -> Work:
-        mine = self._packed[comm.rank]
+        return comm.all_gather(self._received, self._encoded(shard, comm.rank))
+
+    def _encoded(self, shard: Tensor, rank: int) -> Tensor:
+        """Return this rank's shard, as it is sent."""
+        mine = self._packed[rank]
         if self._scaled:
             _encode_scaled(shard, mine)
         else:
             mine.copy_(shard)
-        return comm.all_gather(self._received, mine)
+        return mine
+
+    def rounded(self, shard: Tensor, rank: int) -> Tensor:
+        """Return this rank's shard as all ranks receive it."""
+        mine, rounded = self._encoded(shard, rank), torch.empty_like(shard)
+        if self._scaled:
+            _unscale(mine[1:], _factor(mine), rounded)
+        else:
+            rounded.copy_(mine)
+        return rounded
 
     def finish(self, flat: Tensor) -> None:
         if self._scaled:

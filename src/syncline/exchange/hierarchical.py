@@ -51,7 +51,7 @@ _MOST_CHUNKS = 1024
 
 
 @dataclass(frozen=True)
-class Way:
+class BucketPath:
     """The path of a bucket."""
 
     shapes: tuple[str, ...] = ()  # of each level below the outermost: `leader`, `sharded`; empty for a flat exchange
@@ -128,9 +128,9 @@ class Hierarchical:
     def keeps(self) -> bool:
         return self.across.keeps
 
-    def tree(self, found: Tree, ranks: int) -> Tree:
+    def tree(self, detected: Tree, ranks: int) -> Tree:
         """Return the tree of `levels` if they are set, or the detected one."""
-        tree = found if self.levels is None else Tree.given(self.levels, ranks)
+        tree = detected if self.levels is None else Tree.given(self.levels, ranks)
         uneven = next((level for level in tree.levels[:-1] if not level.equal), None)
         if uneven is not None and not self.within.lossless:
             sizes = f"those of {uneven.name} have {' and '.join(map(str, uneven.sizes))} ranks: use within=Dense()"
@@ -138,7 +138,7 @@ class Hierarchical:
         return tree
 
     def prepare(self, layout: Layout, comm: Comm) -> State:
-        path = self.way(layout.numel, layout.dtype, comm.topology)
+        path = self.path(layout.numel, layout.dtype, comm.topology)
         if not path.shapes:
             whole = layout.piece(0, layout.numel)
             across = self._flat(comm.topology).prepare(whole, comm)
@@ -198,7 +198,7 @@ class Hierarchical:
                 yield from itertools.repeat(None, 2 * (len(shapes) - floor - 1) + 1)
             yield group.broadcast(flat, 0)
 
-    def _prepare_chunk(self, start: int, stop: int, layout: Layout, path: Way, comm: Comm) -> Chunk:
+    def _prepare_chunk(self, start: int, stop: int, layout: Layout, path: BucketPath, comm: Comm) -> Chunk:
         """Return the buffers and state of this rank for one chunk, at all levels that the rank takes part in."""
         levels, halves = _levels(comm.topology), list[Halves | None]()
         across, sparse = self.across, False
@@ -222,26 +222,26 @@ class Hierarchical:
         return Chunk(start, stop, tuple(halves), layout, across.prepare(layout, top), sparse)
 
     def cost(self, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
-        return self._cost(self.way(numel, dtype, topology), numel, dtype, topology)
+        return self._cost(self.path(numel, dtype, topology), numel, dtype, topology)
 
     @functools.lru_cache(maxsize=512)  # noqa: B019 - about as many as a model has buckets; exchanges are values
-    def way(self, numel: int, dtype: torch.dtype, topology: Topology) -> Way:
+    def path(self, numel: int, dtype: torch.dtype, topology: Topology) -> BucketPath:
         """Return the path of a bucket: the one with the lowest predicted time or, without a prediction, the simplest
         one that is not flat."""
         levels, seconds = _levels(topology), topology.seconds
         if len(levels) < 2:
-            return Way()
+            return BucketPath()
         usual = ["leader", "sharded"] if self.shape == "auto" else [self.shape]
         usual = usual if self.within.lossless else ["sharded"]
         choices = [usual if level.equal and not self.keeps else ["leader"] for level in levels[:-1]]
         most = max(1, numel * dtype.itemsize // _SMALLEST_CHUNK_BYTES)
         counts = [self.chunks] if self.chunks else [count for count in _CHUNKS if count <= most]
-        paths = [Way(shapes, count) for count in counts for shapes in itertools.product(*choices)]
+        paths = [BucketPath(shapes, count) for count in counts for shapes in itertools.product(*choices)]
         if seconds is None:
             return paths[0]
         if self.shape == "auto" and self.lossless:
             # A flat lossy exchange would also round or drop values between ranks of one host, which was not asked for.
-            paths.insert(0, Way())
+            paths.insert(0, BucketPath())
         return min(paths, key=lambda path: seconds(self._cost(path, numel, dtype, topology)))
 
     def _flat(self, topology: Topology) -> Exchange:
@@ -249,14 +249,14 @@ class Hierarchical:
         one_host = len(topology.levels) > 1 and _levels(topology) == [topology.levels[0]]
         return self.within if one_host else self.across
 
-    def _cost(self, path: Way, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
+    def _cost(self, path: BucketPath, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
         if not path.shapes:
             return self._flat(topology).cost(numel, dtype, topology)
         bounds = _bounds(numel, path, topology)
         parts = [self._phases(path, stop - start, dtype, topology) for start, stop in bounds]
         return Cost(tuple(itertools.chain(*parts)), len(parts))
 
-    def _phases(self, path: Way, numel: int, dtype: torch.dtype, topology: Topology) -> list[Phase]:
+    def _phases(self, path: BucketPath, numel: int, dtype: torch.dtype, topology: Topology) -> list[Phase]:
         """Return the phases of one chunk."""
         up, down, levels = list[Phase](), list[Phase](), _levels(topology)
         for floor, shape in enumerate(path.shapes):
@@ -302,7 +302,7 @@ class HierarchicalState(State):
     `applied_here` returns, on every rank, the elements whose result is not zero: which ranks of a host an entry came
     from is not known. A bucket that runs flat returns what its exchange does."""
 
-    def __init__(self, path: Way, chunks: Sequence[Chunk], layout: Layout) -> None:
+    def __init__(self, path: BucketPath, chunks: Sequence[Chunk], layout: Layout) -> None:
         self.path, self.chunks = path, chunks
         self._numel, self._device = layout.numel, layout.device
         self._flags: Tensor | None = None
@@ -342,8 +342,8 @@ class HierarchicalState(State):
         return any(state.settles for _, state in self.crossing)
 
     @property
-    def rests_bytes(self) -> int:
-        return sum(state.rests_bytes for _, state in self.crossing)
+    def state_bytes(self) -> int:
+        return sum(state.state_bytes for _, state in self.crossing)
 
     def kept(self) -> Tensor | None:
         pieces = [kept for _, state in self.crossing if (kept := state.kept()) is not None]
@@ -380,7 +380,7 @@ def _levels(topology: Topology) -> list[Level]:
     return [level for level in topology.levels if level.ranks > 1]
 
 
-def _bounds(numel: int, path: Way, topology: Topology) -> list[tuple[int, int]]:
+def _bounds(numel: int, path: BucketPath, topology: Topology) -> list[tuple[int, int]]:
     """Return the bounds of each chunk. All but the last divide evenly among the ranks that share them."""
     levels = zip(path.shapes, _levels(topology), strict=False)
     shared = math.prod(level.ranks for shape, level in levels if shape == "sharded")

@@ -64,9 +64,9 @@ class PackedState(Residual):
     ) -> None:
         super().__init__(layout, momentum, decay)
         self.mine = layout.buffer("mine", rows, part_bytes, dtype=torch.uint8)
-        """What this rank sends: one row for each rank, or one row for all of them."""
+        """The rows that this rank sends: one for each rank, or one for all of them."""
         self.theirs = layout.buffer("theirs", ranks, part_bytes, dtype=torch.uint8)
-        """What this rank receives: one row from each rank."""
+        """The rows that this rank receives, one from each rank."""
         self.picked = layout.buffer("picked", part_bytes, dtype=torch.uint8)
         """The packed sum of this rank's part, which all ranks gather."""
         self.result_is_finite: Tensor | None = None

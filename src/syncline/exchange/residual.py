@@ -141,7 +141,7 @@ class Residual(State):
         self._changed = False
 
     @property
-    def rests_bytes(self) -> int:
+    def state_bytes(self) -> int:
         kinds = (1 if self.partial or "residual" in self._pairs else 0) + (1 if self._momentum else 0)
         return kinds * self._numel * torch.float32.itemsize
 

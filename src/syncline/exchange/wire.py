@@ -18,19 +18,23 @@ are at least as fast as gloo's own all-to-all from 300 kB on, and half as fast a
 PACED_NCCL_MESSAGE_BYTES = 512 * 1024
 """Smallest message of an all-to-all that NCCL sends in rounds. Between four ranks with 1 Gbit/s links, a step with few
 bits then takes 186 ms instead of 239 ms. Over 10 Gbit/s links, smaller messages would take longer (ADR 0022)."""
+REDUCE_SCATTER = "reduce_scatter"
+"""NCCL's own reduce-scatter: a ring, like its all-gather. gloo has none that sends fewer bytes than an all-reduce."""
 NEVER_BYTES = 1 << 40  # no buffer is as large
 
 
 def protocol(kind: str, nbytes: int, ranks: int, level: str, backend: str, paced_bytes: int | None) -> str:
     """Return how a collective of `nbytes` runs: as `PACED`, or as the kind itself.
 
-    Two ranks cannot collide, and ranks of one host share no link.
+    Ranks of one host share no link. Two ranks cannot collide, but over gloo, large messages in both directions still
+    take turns: a rank sends only after the other has asked for it, and this question waits behind the other's message.
 
     Args:
         level: Name of the level of its groups.
         paced_bytes: Smallest buffer that is sent in rounds; None if it was not measured.
     """
-    if kind != "all_to_all" or ranks < 3 or level == "local" or backend not in ("gloo", "nccl"):
+    least_ranks = 2 if backend == "gloo" else 3
+    if kind != "all_to_all" or ranks < least_ranks or level == "local" or backend not in ("gloo", "nccl"):
         return kind
     if paced_bytes is None:
         paced_bytes = PACED_FROM_BYTES if backend == "gloo" else ranks * PACED_NCCL_MESSAGE_BYTES
@@ -107,7 +111,7 @@ def _between_units(kind: str, units: Sequence[int], backend: str) -> Iterator[tu
 def _messages(kind: str, ranks: int, backend: str) -> list[tuple[int, list[tuple[int, int]]]]:
     """Return the edges between ranks, with the number of times that each is used."""
     ring = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
-    if kind in ("all_reduce", "all_gather"):
+    if kind in ("all_reduce", "all_gather", REDUCE_SCATTER):
         return [(_messages_sent(kind, ranks, backend), ring)]
     if backend == "nccl":
         return [(1, ring[:-1])]

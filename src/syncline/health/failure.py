@@ -52,7 +52,7 @@ class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FailureReport(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one rank knew about a failure."""
+    """The knowledge of one rank about a failure."""
 
     schema: int = 2
     rank: int

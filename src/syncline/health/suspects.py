@@ -22,8 +22,8 @@ from syncline.units import ranks_text
 
 ALARM_S = 5.0  # time without a heartbeat, or without an answer from the store, that is worth a line in the log
 _ALARM_BEATS, _SILENT_BEATS, _READING_BEATS = 3.0, 2.2, 2.0
-"""In beats: the least time for that line, the time after which a rank that failed calls another one silent, and the
-longest time between two reads that counts as time without a heartbeat."""
+"""Times in beats: the least time for that line, the time after which a rank that failed calls another one silent, and
+the longest time between two reads that counts as time without a heartbeat."""
 _INSIDE_S = 1.0
 """Time that a rank may compute inside an exchange before it starts a collective, without being suspected."""
 
@@ -81,7 +81,7 @@ StoreState = Literal["answers", "mute", "gone", "unusable"]
 
 
 class Awaited(NamedTuple):
-    """What a rank that failed was waiting for. Live ranks that did not come to it are suspected."""
+    """The call or exchange in which a rank failed while it waited. Live ranks that did not reach it are suspected."""
 
     what: str
     """`call` for one that all ranks make, `exchange`, or `collective` for one outside Syncline."""

@@ -33,6 +33,7 @@ backend should have ended it by then."""
 _WARN = 0.7
 """Fraction of a collective's timeout on a device after which a warning names suspects, before NCCL ends the process."""
 _END_S = 2.0  # time that lanes have to end with the program
+_COUNT_BITS = 20  # a step has fewer buckets and collectives than 2 to this power
 
 
 @dataclass
@@ -92,6 +93,17 @@ class Watchdog:
                 state.moved_s = now_s
             state.unfinished.append((job, step, now_s))
         self._events.append((now_s, "ready", job.lane, step, job.bucket, "", 0))
+
+    def count_collective(self) -> None:
+        """Count a collective of the model that is not an exchange, such as FSDP's. A rank that has not reached it has
+        counted fewer."""
+        with self._lock:
+            self._submitted += 1
+
+    def step_ended(self, steps: int) -> None:
+        """Make the counts of all ranks equal, because some may have run collectives that others have not."""
+        with self._lock:
+            self._submitted = max(self._submitted, steps << _COUNT_BITS)
 
     def record(
         self, what: str, lane: int, level: str = "", sent_bytes: int = 0, *, bucket: tuple[int, int] | None = None

@@ -95,7 +95,7 @@ def _encode(
     FEEDBACK: tl.constexpr, SCALED: tl.constexpr, TYPE: tl.constexpr,
     BITS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """For some blocks of one part: add the bucket to the residual, and quantise the sum, except in this rank's part."""
+    """Add some blocks of the bucket to the residual, and quantise the sums, except those in this rank's part."""
     part = tl.program_id(1)
     block, where = _places(part, blocks, GROUPS, WIDTH, ROWS)
     inside = (block < blocks)[:, None, None] & (where < numel)
@@ -123,7 +123,7 @@ def _total(
     limit, FEEDBACK: tl.constexpr, TYPE: tl.constexpr,
     BITS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """For some blocks of this rank's part: add the parts of all ranks, in rank order, and quantise the sum."""
+    """Add some blocks of this rank's part over all ranks, in rank order, and quantise the sums."""
     tl.store(broken, 0)  # for `_decode`
     block, where = _places(rank, blocks, GROUPS, WIDTH, ROWS)
     inside = (block < blocks)[:, None, None] & (where < numel)
@@ -149,7 +149,7 @@ def _decode(
     scales, codes, flat, broken, numel, blocks, row, limit,
     TYPE: tl.constexpr, BITS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """For some blocks of one part: write the gathered sums to the bucket, and set `broken` if one is not finite."""
+    """Write the gathered sums of some blocks to the bucket, and set `broken` if one is not finite."""
     part = tl.program_id(1)
     block, where = _places(part, blocks, GROUPS, WIDTH, ROWS)
     inside = (block < blocks)[:, None, None] & (where < numel)

@@ -45,7 +45,7 @@ def _pack(
     SCALED: tl.constexpr, TYPE: tl.constexpr, FLAGS: tl.constexpr, VALUES: tl.constexpr,
     CHUNK: tl.constexpr, BITS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """For one chunk: add the bucket to the residual, and write the codes and values of the largest entries."""
+    """Add one chunk of the bucket to the residual, and write the codes and values of its largest entries."""
     chunk = tl.program_id(0).to(tl.int64)
     now = tl.load(turn).to(tl.int64)
     place = tl.arange(0, CHUNK)
@@ -125,7 +125,7 @@ def _pack(
 
 @triton.jit
 def _fold(codes, row, entries, room, nbytes, shift, BITS: tl.constexpr, BYTES: tl.constexpr):
-    """For one chunk: pack the bits of its codes that belong to one plane."""
+    """Pack the bits of one chunk's codes that belong to one plane."""
     chunk = tl.program_id(0).to(tl.int64)
     byte = tl.arange(0, BYTES)
     packed = tl.zeros([BYTES], tl.int32)
@@ -141,7 +141,7 @@ def _unfold(
     rows, codes, entries, room, nbytes, shift, row_bytes, count,
     FIRST: tl.constexpr, BITS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """For one chunk of one rank: add the bits of a plane to the codes."""
+    """Add the bits of a plane to the codes of one chunk of one rank."""
     chunk, source = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     index = tl.arange(0, ROOM)
     present = index < entries
@@ -161,7 +161,7 @@ def _total(
     COUNTED: tl.constexpr, VALUES: tl.constexpr, RESULT: tl.constexpr,
     CHUNK: tl.constexpr, BITS: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """For one chunk: add the entries of all ranks, in rank order, and write the result to the bucket."""
+    """Add the entries of all ranks in one chunk, in rank order, and write the result to the bucket."""
     chunk = tl.program_id(0).to(tl.int64)
     start = chunk * CHUNK
     element = tl.arange(0, CHUNK)

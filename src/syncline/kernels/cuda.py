@@ -80,7 +80,7 @@ def _accumulate(
     SCALED: tl.constexpr, TYPE: tl.constexpr,
     CELL: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """For one cell: add the bucket to the residual, clear the bucket, and store the places of the candidates."""
+    """Add one cell of the bucket to the residual, clear it, and store the places of its candidates."""
     cell, region = tl.program_id(0), tl.program_id(1)
     now = tl.load(turn).to(tl.int64)
     before, after = kept + now * numel, kept + (1 - now) * numel
@@ -136,7 +136,7 @@ def _boundary(
     histogram, threshold, short, boundary, room, top, entries,
     AGAIN: tl.constexpr, TRACKED: tl.constexpr, SLACK: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """For one region: find the boundary key, which is the largest key with at least `entries` elements at or above it,
+    """Find the boundary key of one region, which is the largest key with at least `entries` elements at or above it,
     and the number of elements with exactly this key to select. If too few were counted, set `short`: the region is then
     counted again, and this kernel runs again with AGAIN."""
     region = tl.program_id(0)
@@ -167,7 +167,7 @@ def _count(
     source, turn, short, candidates, places, boundary, above, ties, numel, regions, cells,
     KEPT: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
-    """For one cell: count the elements above the boundary key, and those at it."""
+    """Count the elements of one cell above the boundary key, and those at it."""
     cell, region = tl.program_id(0), tl.program_id(1)
     number = region * cells + cell
     limit = tl.load(boundary + region)
@@ -195,7 +195,7 @@ def _count(
 
 @triton.jit
 def _deal(above, ties, room, top, starts, words, row, cells, HALF: tl.constexpr, BLOCK: tl.constexpr):
-    """For one region: compute how many entries each cell selects and where they start, and write the slot's header."""
+    """Compute how many entries each cell of a region selects and where they start, and write the slot's header."""
     region = tl.program_id(0)
     left = tl.load(room + region)
     first = 0
@@ -299,7 +299,7 @@ def _compact(
 
 @triton.jit
 def _offsets(words, starts, broken, row, cells, BLOCK: tl.constexpr):
-    """For one received slot: compute where each cell's entries start. Also reset `broken`."""
+    """Compute where each cell's entries start in a received slot. Also reset `broken`."""
     slot = tl.program_id(0)
     tl.store(broken, 0)
     words += slot.to(tl.int64) * row
@@ -336,7 +336,7 @@ def _total(
     COUNTED: tl.constexpr, VALUES: tl.constexpr, CELL: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr,
     ROOM: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """For one cell of a region: sum over the ranks, in rank order, count the sums by key, and store their places. If
+    """Sum one cell of a region over the ranks, in rank order, count the sums by key, and store their places. If
     COUNTED, also count the ranks that sent each entry, and multiply its sum by the number of ranks per count."""
     cell = tl.program_id(0)
     mine = total + cell.to(tl.int64) * CELL
@@ -419,7 +419,7 @@ def _release(
     words, starts, flat, kept, velocity, flags, turn, numel, regions, cells, row, entries, places_at, values_at,
     VALUES: tl.constexpr, VELOCITY: tl.constexpr, FLAGS: tl.constexpr, CELL: tl.constexpr, FEW: tl.constexpr,
 ):  # fmt: skip
-    """For one cell: subtract the entries that this rank sent and that were applied from the residual."""
+    """Subtract the entries of one cell that this rank sent and that were applied from the residual."""
     cell, region = tl.program_id(0), tl.program_id(1)
     new = (1 - tl.load(turn).to(tl.int64)) * numel
     slot = words + region.to(tl.int64) * row

@@ -149,10 +149,7 @@ class GradientPipeline:
 
     def _land(self, bucket: LayerBucket, future: Any) -> None:
         """Wait for a bucket and free its gradients. On CUDA only the stream of the backward pass waits."""
-        try:
-            future.wait()
-        except BaseException as error:
-            raise (self.runner.error or error) from error  # the future has a copy of the runner's error
+        self.runner.wait(future)
         if self.device.type != "cuda":
             self._apply(bucket, self._pass)
         if not self.optimizer.at_end:
@@ -280,9 +277,9 @@ class GradientPipeline:
         return self.runner.error or self._incomplete
 
     def _check_error(self) -> None:
-        if self.error is not None:
-            why = self.runner.explained or self.error
-            raise ExchangeError(f"an earlier exchange of this model failed: {why}") from self.error
+        self.runner.raise_if_failed()
+        if self._incomplete is not None:
+            raise ExchangeError(f"an earlier step is incomplete: {self._incomplete}") from self._incomplete
 
     def check_complete(self) -> None:
         """Raise if an exchange failed, or if the last backward pass was interrupted after some layers had stepped."""

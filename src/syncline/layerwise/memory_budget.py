@@ -62,7 +62,7 @@ def training_of(module: nn.Module, pipeline: GradientPipeline) -> Training:
         parameter_bytes=sum(p.nbytes for p in module.parameters()),
         buffer_bytes=sum(b.nbytes for b in module.buffers()),
         optimizer_bytes=int(state_bytes(pipeline.optimizer.optimizer) * elements),
-        residual_bytes=sum(bucket.state.rests_bytes for bucket in pipeline.buckets if bucket.state is not None),
+        residual_bytes=sum(bucket.state.state_bytes for bucket in pipeline.buckets if bucket.state is not None),
         workspace_bytes=sum(workspace.bytes for workspace in pipeline.workspaces),
         waiting_bytes=min(most, sum(sizes)),
     )

@@ -216,8 +216,8 @@ class Layerwise:
         return None if self._pipeline.topology is None else self._pipeline.topology.tree
 
     @property
-    def ways(self) -> dict[str, str]:
-        """What happens to the activations of each block that does not keep them, by its name."""
+    def activations(self) -> dict[str, str]:
+        """The treatment of the activations of each block that does not keep them, by its name."""
         return {name: way for name, way in self._managed.ways.items() if way != KEEP}
 
     def predicted_sent_bytes(self) -> dict[str, int]:
@@ -236,8 +236,8 @@ class Layerwise:
             peak, budget = format_bytes(self.choice.peak_bytes), format_bytes(self._budget_bytes)
             between = f"{format_bytes(self.choice.states_bytes)} of it between steps"
             lines.append(f"memory: {peak} of {budget} predicted, {between}; blocks: {self.choice.describe()}")
-        elif self.ways:
-            lines.append(f"blocks: {', '.join(f'{name} {way}' for name, way in list(self.ways.items())[:4])}, …")
+        elif self.activations:
+            lines.append(f"blocks: {', '.join(f'{name} {way}' for name, way in list(self.activations.items())[:4])}, …")
         return "\n".join([*lines, *([] if self.tree is None else [self.tree.describe()])])
 
     def save(self, folder: str | os.PathLike[str]) -> None:

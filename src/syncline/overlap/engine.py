@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -29,14 +29,16 @@ from torch.optim import Optimizer
 
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import gather_bytes
-from syncline.errors import ExchangeError, SynclineError, UsageError, warn
-from syncline.exchange import Layout
-from syncline.exchange.halves import AllGather, AllReduce, ReduceScatter, ShardState
+from syncline.errors import SynclineError, UsageError, warn
+from syncline.exchange import Dense, Exchange, Layout, Quantized
+from syncline.exchange.halves import AllReduce
+from syncline.exchange.lossy_halves import MasterState, halves_of, owners_of
 from syncline.exchange.workspace import Workspace
 from syncline.health.meeting import meeting
 from syncline.overlap import guards
 from syncline.overlap.shards import ShardedBucket, ShardedOptimizer
-from syncline.runtime.bucket_runner import Bucket, BucketRunner, Step
+from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals, Step
+from syncline.runtime.topology import RankTopology
 
 _increment_version = getattr(torch.autograd.graph, "increment_version", None)  # torch 2.4 does not have it
 _ORDER_KNOWN_AFTER = 2  # forward passes with shards
@@ -51,6 +53,7 @@ class OverlapBucket:
     gathered: Bucket  # its weights, unless the bucket is whole
     names: tuple[str, ...]
     gradient: Tensor | None = None  # this rank's shard of the last gradients
+    settled: bool = True  # whether the residual contains the errors of the last gradients
     reducing: Any = None  # a future, while gradients are being summed
     gathering: Any = None  # a future, while weights are being gathered
 
@@ -65,11 +68,20 @@ class OverlapEngine:
         optimizer: Optimizer,
         timeout: timedelta,
         reuses_gradients: bool,
+        exchange: Exchange | None = None,
+        gather: str = "fp32",
+        scale: Callable[[], Tensor | None] = lambda: None,
+        topology: RankTopology | None = None,
     ) -> None:
-        """`reuses_gradients` says whether a parameter's gradient is always the same tensor, a view of DDP's bucket."""
+        """`reuses_gradients` says whether a parameter's gradient is always the same tensor, a view of DDP's bucket.
+
+        Gradients are sent as `exchange` sends them to the owners of parts, and weights in the format `gather`. `scale`
+        returns the current loss scale.
+        """
         self.group, self.parameters, self._optimizer = group, parameters, optimizer
+        self._exchange, self._gather, self._scale = exchange or Dense(), gather, scale
         self._reuses_gradients = reuses_gradients
-        self._device = next(iter(parameters.values())).device
+        self.device = next(iter(parameters.values())).device
         self.buckets: list[OverlapBucket] = []  # in the order in which gradients are ready
         self.optimizer: ShardedOptimizer | None = None  # once weights are in shards
         self._order: list[OverlapBucket] = []  # in which weights are gathered
@@ -79,25 +91,40 @@ class OverlapEngine:
         self._stream: Any = None  # of the last step, on CUDA
         self._steps = 0  # of the optimizer, with shards
         self._step = Step()
-        self.runner = BucketRunner(group, self._device, 1, timeout, None)
+        self._summed: list[OverlapBucket] = []  # buckets whose gradients the step has begun to sum
+        self.runner = BucketRunner(group, self.device, 1, timeout, topology)
 
-    def start(self, layouts: Sequence[Layout], whole: Collection[int]) -> None:
-        """Collective: move the weights of these buckets into shards. Those with an index in `whole` stay whole."""
+    def start(
+        self, layouts: Sequence[Layout], whole: Collection[int], order: Sequence[int], residuals: Residuals
+    ) -> None:
+        """Collective: move the weights of these buckets into shards. Those with an index in `whole` stay whole.
+
+        Weights are gathered in this `order`, until it is known in which order the forward pass uses them.
+        """
         ranks, rank = self.group.size(), self.group.rank()
-        workspace = Workspace(self._device)
+        workspace, topology = Workspace(self.device), self.runner.groups[0].comm.topology
+        owned, entire = owners_of(self._exchange, topology), self._exchange
+        if isinstance(entire, Dense | Quantized):
+            entire = AllReduce()
         with meeting(self.group, "the start of overlap"), torch.no_grad():
-            for index, layout in enumerate(layouts):
+            # The largest first, so that the others share its buffers.
+            for index, layout in sorted(enumerate(layouts), key=lambda item: -item[1].numel):
                 shared = Layout(layout.slots, layout.dtype, layout.device, workspace)
-                sharded = ShardedBucket(layout, ranks, rank, whole=index in whole)
-                reduced = Bucket(index, 0, AllReduce() if sharded.whole else ReduceScatter(), shared)
-                gathered = Bucket(index, 0, AllGather(), shared)
-                self.runner.prepare(reduced, {})
-                if not sharded.whole:
-                    self.runner.prepare(gathered, {})
-                sharded.move_in(self.parameters)
                 names = tuple(slot.name for slot in layout.slots)
+                scatter, gather, part = halves_of(self._exchange, self._gather, layout.numel, layout.dtype, topology)
+                reduced = Bucket(index, 0, entire if index in whole else scatter, shared)
+                gathered = Bucket(index, 0, gather, shared)
+                self.runner.prepare(reduced, {name: residuals[name] for name in names if name in residuals})
+                if index not in whole:
+                    self.runner.prepare(gathered, {})
+                master = gathered.state.master if isinstance(gathered.state, MasterState) else None
+                sharded = ShardedBucket(layout, ranks, rank, part, index in whole, master, owned)
+                sharded.move_in(self.parameters)
+                if master is not None:
+                    master.copy_(sharded.own)
                 self.buckets.append(OverlapBucket(sharded, reduced, gathered, names))
-        self._order = [bucket for bucket in reversed(self.buckets) if not bucket.sharded.whole]
+        self.buckets.sort(key=lambda bucket: bucket.reduced.index)
+        self._order = [self.buckets[index] for index in order if index not in whole]
         parts = [bucket.sharded for bucket in self.buckets]
         self.optimizer = ShardedOptimizer(self._optimizer, self.parameters, parts, self.group)
 
@@ -105,24 +132,36 @@ class OverlapEngine:
 
     def reduce(self, bucket: OverlapBucket, flat: Tensor) -> None:
         """Begin to sum the gradients of a bucket. `flat` must not change until `wait` has returned."""
-        if (error := self.runner.error) is not None:
-            raise ExchangeError(f"an earlier exchange of this model failed: {self.runner.explained}") from error
+        self.runner.raise_if_failed()
         for name in bucket.names:
             if type(self.parameters[name].grad) is guards.UnfinishedGradient:
                 text = f"the gradient of {name} was not set to zero since the last synchronised backward pass"
                 raise UsageError(f"{text}: call optimizer.zero_grad(), and accumulate gradients under no_sync()")
-        if bucket is self.buckets[0]:
+        if bucket in self._summed:  # the script has not stepped the last gradients
+            self._settle(applied=False)
             self.end_step()
-        run = partial(self.runner.exchange, bucket.reduced, flat)
+        self._summed.append(bucket)
+        run = partial(self.runner.exchange, bucket.reduced, flat, self._scale())
         bucket.reducing = self.runner.submit(self._step, bucket.reduced, flat, run)
-        state = bucket.reduced.ready
-        bucket.gradient = state.gradient if isinstance(state, ShardState) else flat
+        bucket.gradient = getattr(bucket.reduced.ready, "gradient", flat)
+        bucket.settled = not bucket.reduced.ready.settles
+
+    def _settle(self, *, applied: bool) -> None:
+        """Commit the residuals of the last step, or restore those from before it."""
+        buckets = [bucket for bucket in self.buckets if not bucket.settled]
+        if buckets:
+            with self.runner.lanes[0].after(self.runner.lanes):
+                for bucket in buckets:
+                    finite = getattr(bucket.reduced.ready, "finite_here", None)
+                    kept = finite if applied and finite is not None else torch.full((), applied, device=self.device)
+                    self.runner.settle([bucket.reduced], kept)
+                    bucket.settled = True
 
     def end_step(self) -> None:
-        """Count the last step, if there was one."""
-        if self._step.jobs:
+        """Count a step: weights that were gathered behind its forward, and gradients of its backward."""
+        if self._summed:
             self.runner.end(self._step)
-            self._step = Step()
+            self._step, self._summed = Step(), []
 
     def backward_is_over(self) -> None:
         """Forbid the use of the gradients of this rank alone."""
@@ -160,10 +199,7 @@ class OverlapEngine:
             raise self.runner.fail(what, error) from error
 
     def _wait_for(self, future: Any) -> None:
-        try:
-            future.wait()
-        except BaseException as error:
-            raise (self.runner.error or error) from error  # the future has a copy of the runner's error
+        self.runner.wait(future)
 
     def zero(self, name: str) -> bool:
         """Set this rank's shard of a parameter's gradient to zero. Return False if the optimizer has stepped it."""
@@ -204,8 +240,8 @@ class OverlapEngine:
         wide = torch.float32
         for bucket in self.buckets:
             wide = torch.promote_types(wide, bucket.sharded.layout.dtype)
-        norms = [torch.linalg.vector_norm(gradient, norm_type, dtype=wide) for gradient in counted]
-        zero = torch.zeros((), dtype=wide, device=self._device)
+        norms = torch._foreach_norm(counted, norm_type, dtype=wide) if counted else ()  # few kernels on a GPU
+        zero = torch.zeros((), dtype=wide, device=self.device)
         if norm_type == float("inf"):
             total = torch.stack([*norms, zero]).amax()
             with self.together("the norm of gradients"):
@@ -218,8 +254,11 @@ class OverlapEngine:
         if error_if_nonfinite and not bool(torch.isfinite(total)):
             raise RuntimeError(f"the norm of the gradients is {float(total)}, so they cannot be clipped")
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ computes it
+        by_type: dict[torch.dtype, list[Tensor]] = {}
         for _, _, _, gradient in pieces:
-            gradient.mul_(scale.to(gradient.dtype))
+            by_type.setdefault(gradient.dtype, []).append(gradient)
+        for dtype, gradients in by_type.items():
+            torch._foreach_mul_(gradients, scale.to(dtype))
         return total
 
     def before_step(self) -> None:
@@ -234,6 +273,8 @@ class OverlapEngine:
         with torch.no_grad():
             for bucket in self.buckets:
                 bucket.sharded.move_in(self.parameters)  # the script may have given a parameter other memory
+                if isinstance(bucket.gathered.state, MasterState):
+                    bucket.gathered.state.take_changes(bucket.sharded.own, bucket.sharded.rank)
         self.optimizer.enter()
         for _, _, shard, gradient in self._pieces():
             shard.grad = gradient
@@ -242,9 +283,11 @@ class OverlapEngine:
         """Begin to gather the weights that the optimizer has changed."""
         assert self.optimizer is not None  # noqa: S101
         self.optimizer.leave()
+        self._settle(applied=True)
+        self.end_step()
         self._steps += 1
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.current_stream(self._device)
+        if self.device.type == "cuda":
+            self._stream = torch.cuda.current_stream(self.device)
         if self._steps == _ORDER_KNOWN_AFTER:
             self._agree_on_order()
         self._used = []
@@ -277,11 +320,11 @@ class OverlapEngine:
 
     def wait_for_bucket(self, bucket: OverlapBucket) -> None:
         """Wait for the weights of a bucket, and let its parameters be used."""
-        with self._lock, current_device(self._device):
+        with self._lock, current_device(self.device):
             if bucket.gathering is None:
                 return
             self._wait_for(bucket.gathering)
-            if self._stream is not None and self._stream != torch.cuda.current_stream(self._device):
+            if self._stream is not None and self._stream != torch.cuda.current_stream(self.device):
                 with torch.cuda.stream(self._stream):  # the training's stream must not read too early, either
                     self._wait_for(bucket.gathering)
             bucket.gathering = None
@@ -293,6 +336,19 @@ class OverlapEngine:
         """Wait for all weights that are being gathered."""
         for bucket in self._order:
             self.wait_for_bucket(bucket)
+
+    def residuals(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return all residuals by parameter name and kind."""
+        residuals: dict[str, Mapping[str, Tensor]] = {}
+        for bucket in self.buckets:
+            residuals |= bucket.reduced.ready.tensors(bucket.reduced.layout)
+        return residuals
+
+    def load(self, residuals: Residuals) -> None:
+        """Replace all residuals."""
+        for bucket in self.buckets:
+            mine = {name: residuals[name] for name in bucket.names if name in residuals}
+            bucket.reduced.ready.load(bucket.reduced.layout, mine)
 
     def predicted_sent_bytes(self) -> dict[str, int]:
         """Return the bytes that a step should send, per level."""
@@ -314,8 +370,8 @@ class OverlapEngine:
             if self.optimizer is not None:
                 with self.together("the optimizer's state"):
                     self.optimizer.make_whole()
-            for bucket in self.buckets:
-                bucket.sharded.move_out(self.parameters)
+                    for bucket in self.buckets:
+                        bucket.sharded.move_out(self.parameters, self.group)
         self.buckets, self._order, self.optimizer = [], [], None
 
     def close(self) -> None:

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from syncline.dist.comm import gather_bytes, gather_into
 from syncline.errors import UsageError
 from syncline.exchange import Layout
-from syncline.exchange.dense import part_of
 from syncline.records.pieces import Piece
 
 ELEMENTWISE = frozenset(
@@ -42,12 +41,18 @@ def check_elementwise(optimizer: Optimizer) -> None:
 
 @dataclass
 class ShardedBucket:
-    """The weights of one bucket. If it is `whole`, every rank steps all of them, because gradients are all-reduced."""
+    """The weights of one bucket. If it is `whole`, every rank steps all of them, because gradients are all-reduced.
+
+    With a `master`, the optimizer steps this rank's shard of the weights there, and the flat weights are rounded.
+    """
 
     layout: Layout
     ranks: int
     rank: int
+    shard_numel: int
     whole: bool = False
+    master: Tensor | None = None
+    owned: Sequence[int] = ()  # by rank, which shard it owns; by default, the one with its number
     weights: Tensor = field(init=False)
     pieces: list[Piece] = field(init=False)
     shards: list[Tensor] = field(init=False)  # this rank's pieces, as flat views of the weights
@@ -56,33 +61,42 @@ class ShardedBucket:
         part = self.part
         numel = self.layout.numel if self.whole else self.ranks * part
         self.weights = torch.zeros(numel, dtype=self.layout.dtype, device=self.layout.device)
+        self._views = [(slot.name, slot.view(self.weights)) for slot in self.layout.slots]
         self.pieces, self.shards = [], []
+        shard = self.weights[self.start : self.start + part] if self.master is None else self.master
         for slot in self.layout.slots:
             first, end = max(self.start, slot.offset), min(self.start + part, slot.offset + slot.numel)
             if first < end:
                 self.pieces.append(Piece(slot.name, first - slot.offset, end - slot.offset))
-                self.shards.append(self.weights[first:end])
+                self.shards.append(shard[first - self.start : end - self.start])
 
     @property
     def part(self) -> int:
         """Number of elements in each rank's shard."""
-        return self.layout.numel if self.whole else part_of(self.layout.numel, self.ranks)
+        return self.layout.numel if self.whole else self.shard_numel
 
     @property
     def start(self) -> int:
         """Where this rank's shard begins."""
-        return 0 if self.whole else self.rank * self.part
+        return 0 if self.whole else (self.owned[self.rank] if self.owned else self.rank) * self.part
 
     def move_in(self, parameters: Names) -> None:
         """Make the parameters views of the flat weights, with the same values. Do nothing for those that are."""
-        for slot in self.layout.slots:
-            view, parameter = slot.view(self.weights), parameters[slot.name]
+        for name, view in self._views:
+            parameter = parameters[name]
             if parameter.data_ptr() != view.data_ptr() or parameter.stride() != view.stride():
                 view.copy_(parameter.detach())
                 parameter.data = view
 
-    def move_out(self, parameters: Names) -> None:
-        """Give the parameters memory of their own."""
+    @property
+    def own(self) -> Tensor:
+        """This rank's shard of the flat weights."""
+        return self.weights[self.start : self.start + self.part]
+
+    def move_out(self, parameters: Names, group: dist.ProcessGroup) -> None:
+        """Give the parameters memory of their own. Collective if there is a master: they get its values."""
+        if self.master is not None:
+            gather_into(self.weights, self.master, group=group)
         for slot in self.layout.slots:
             parameters[slot.name].data = parameters[slot.name].data.clone(memory_format=torch.preserve_format)
 
@@ -192,9 +206,10 @@ class ShardedOptimizer:
                 part.copy_(value)
         if bucket.whole or bucket.ranks == 1:
             return mine
-        flat = torch.empty_like(bucket.weights, dtype=dtype)
-        gather_into(flat, mine, group=self._group)
-        return flat
+        by_rank = torch.empty_like(bucket.weights, dtype=dtype)
+        gather_into(by_rank, mine, group=self._group)
+        shards = by_rank.view(bucket.ranks, -1)
+        return torch.cat([shards[list(bucket.owned).index(shard)] for shard in range(bucket.ranks)])
 
     def make_whole(self) -> None:
         """Collective: give the optimizer the state of whole parameters again."""

@@ -71,11 +71,11 @@ def plan_for(chosen: Prediction, plain_s: float, reason: str, alternatives: tupl
     contents = zip(schedule.bucket_exchanges, schedule.contents(profile), schedule.buckets, strict=True)
     for index, ((_, exchange), (numel, dtype), gradients) in enumerate(contents):
         if isinstance(exchange, Hierarchical):
-            way = exchange.way(numel, dtype, topology)
-            if not way.shapes:
+            path = exchange.path(numel, dtype, topology)
+            if not path.shapes:
                 exchange = exchange.across
-            elif len(set(way.shapes)) == 1:  # stored in the plan, because applying it must not depend on link rates
-                exchange = dataclasses.replace(exchange, shape=way.shapes[0], chunks=way.chunks)
+            elif len(set(path.shapes)) == 1:  # stored in the plan, because applying it must not depend on link rates
+                exchange = dataclasses.replace(exchange, shape=path.shapes[0], chunks=path.chunks)
         names = tuple(profile.gradients[gradient].name for gradient in gradients)
         described = settings(_warmed_up(exchange))
         buckets.append(PlannedBucket(parameters=names, lane=index % schedule.lanes, exchange=described))

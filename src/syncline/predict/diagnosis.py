@@ -8,15 +8,18 @@ from dataclasses import dataclass
 
 import msgspec
 
-from syncline.exchange import BASELINES, EXCHANGES, FOR_UPDATES, Climbing
+from syncline.exchange import BASELINES, EXCHANGES, FOR_UPDATES, UsesLevels
+from syncline.predict.bucket_size import best_overlap
 from syncline.predict.exchange_time import topology_of
 from syncline.predict.prediction import Losses, Prediction, predict
-from syncline.predict.schedule import OVERLAP, Schedule
+from syncline.predict.schedule import OVERLAP, Schedule, ddp_caps
+from syncline.records.bucket_caps import filled
 from syncline.records.network import Network
 from syncline.records.profile import Profile
 from syncline.units import count_text, duration_text, milliseconds_text, rate_text, size_text
 
 _WORTH = 0.02  # remedies that save a smaller share of a step are not listed
+_OVERLAPS = 0.98  # overlap must be faster than plain DDP with the same buckets, by this factor
 _FINE = 0.05  # if a step loses a smaller share than this, nothing limits the scaling
 _BUCKETS_MB = (0.25, 1.0, 4.0, 10.0, 25.0, 50.0, 100.0, 400.0)
 _LANES = (2, 4)
@@ -136,15 +139,19 @@ def more_lanes(profile: Profile, network: Network, schedule: Schedule) -> Iterat
 
 def overlap_with_forward(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
     if schedule.lossless and not schedule.overlaps and schedule.exchange_name == "dense":
-        option = Schedule.of(profile, OVERLAP, bucket_mb=schedule.bucket_mb)
-        yield Remedy(OVERLAP, "weights gathered behind the next forward (overlap)", predict(profile, network, option))
+        best, caps = best_overlap(profile, network, caps=ddp_caps(schedule.bucket_mb))
+        plain = predict(profile, network, Schedule("ddp", filled(profile.gradients, caps)))
+        if best.iteration_s > _OVERLAPS * plain.iteration_s:  # the buckets help, and not the overlap
+            best = predict(profile, network, Schedule.of(profile, OVERLAP, bucket_mb=schedule.bucket_mb))
+        size = "" if best.schedule.bucket_mb is None else f", bucket_cap_mb={best.schedule.bucket_mb:.3g}"
+        yield Remedy(OVERLAP, f"weights gathered behind the next forward (overlap{size})", best)
 
 
 def other_exchanges(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
     levels = [level for level in topology_of(network).levels if level.ranks > 1]
     for name, make in EXCHANGES.items() if schedule.lossless else ():
         exchange = make()
-        useful = len(levels) > 1 if isinstance(exchange, Climbing) else not exchange.lossless
+        useful = len(levels) > 1 if isinstance(exchange, UsesLevels) else not exchange.lossless
         if useful and name not in (*BASELINES, *FOR_UPDATES, schedule.exchange_name):
             option = Schedule.of(profile, name, lanes=schedule.lanes, bucket_mb=schedule.bucket_mb)
             what = _DESCRIPTIONS.get(name, f"{name} on the wire")

@@ -29,7 +29,7 @@ def layerwise_lanes(backend: str) -> int:
 
 @dataclass(frozen=True)
 class Choice:
-    """What happens to each block's activations, and the memory and time that follow."""
+    """The treatment of each block's activations, and the memory and time that follow."""
 
     batch: int
     ways: tuple[str, ...]

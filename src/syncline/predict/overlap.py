@@ -1,36 +1,108 @@
 """The time of a step whose weights are gathered behind the next forward pass, and which buckets to all-reduce whole.
 
 During backward, a lane sums the buckets in the order in which they are ready: in shards, or whole. Then the optimizer
-steps, and the weights of buckets in shards are gathered in the reverse order, in which forward needs them. Forward is
-assumed to use weights in the mirror image of backward: a bucket whose last gradient is ready after a share x of
-backward is first needed after a share 1 − x of forward.
+steps, and the weights of buckets in shards are gathered in the order in which forward needs them. Where that was not
+measured, forward is assumed to use weights in the mirror image of backward: a bucket whose last gradient is ready after
+a share x of backward is first needed after a share 1 − x of forward.
+
+A lane runs one collective after the other. While a link waits inside a collective, for the start-up or because messages
+collide, it regains credit for a burst, up to the size of its burst. So short waits cost nothing on such a link.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from syncline.exchange import Dense, Phase, Topology
-from syncline.exchange.halves import AllGather, ReduceScatter
+from syncline.exchange import Cost, Dense, Exchange, Phase, Topology
+from syncline.exchange.lossy_halves import halves_of
 from syncline.predict.exchange_time import flow
 from syncline.predict.timeline import Span, Timeline
 from syncline.records.network import Network
 
 _WORTH = 0.998
 """A whole bucket needs P times the memory for the optimizer's state, so it must save some of the step."""
+_MOST_TRIALS = 40
+"""Spreads, and changes of single buckets, that are tried. More take long with hundreds of buckets, and gain little."""
+REDUCED, SCATTERED, GATHERED = "all_reduce", "reduce_scatter", "all_gather"
+"""Names of the spans of a timeline."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective, in seconds."""
+
+    least_s: float  # on infinitely fast links
+    busy_s: float = 0.0  # its bytes, at the rate of the busiest link
+    wasted_s: float = 0.0  # time in which that link waits: the start-up, and collisions
+    burst_s: float = 0.0  # the largest credit of that link
+
+
+Transfers = tuple[Transfer, ...]
 
 
 @dataclass(frozen=True)
 class BucketTimes:
-    """One bucket, in seconds."""
+    """One bucket."""
 
     ready_s: float  # from the start of backward until its last gradient is ready
-    whole_s: float  # its all-reduce
-    scatter_s: float  # its reduce-scatter
-    gather_s: float  # the all-gather of its weights
+    whole: Transfers  # its all-reduce
+    scatter: Transfers  # its reduce-scatter
+    gather: Transfers  # the all-gather of its weights
+    needed_s: float | None = None  # from the start of forward until its weights are used; None if it was not measured
+
+    @classmethod
+    def measured(
+        cls, ready_s: float, whole_s: float, needed_s: float | None = None, gather: str = "fp32"
+    ) -> BucketTimes:
+        """Return the times of a bucket of which only the all-reduce is known. Halves take half as long, and weights in
+        16 bits a quarter."""
+        half, gathering = Transfer(whole_s / 2), Transfer(whole_s / (2 if gather == "fp32" else 4))
+        return cls(ready_s, (Transfer(whole_s),), (half,), (gathering,), needed_s)
+
+    def after_work(self, seconds: float) -> BucketTimes:
+        """Return the bucket with an exchange that computes for some seconds. Half of that is part of either half."""
+        if not seconds:
+            return self
+        work = Transfer(seconds / 2)
+        whole, scatter, gather = (Transfer(seconds), *self.whole), (work, *self.scatter), (work, *self.gather)
+        return replace(self, whole=whole, scatter=scatter, gather=gather)
+
+
+@dataclass
+class _Link:
+    """The busiest link."""
+
+    free_s: float = 0.0
+    credit_s: float = float("inf")
+
+    def carry(self, ready_s: float, transfers: Transfers) -> tuple[float, float]:
+        """Return the start and the end of collectives that are ready at some time."""
+        start_s = now_s = max(self.free_s, ready_s)
+        self.credit_s += start_s - self.free_s
+        for transfer in transfers:
+            before_s = min(transfer.burst_s, self.credit_s)
+            credit_s = min(transfer.burst_s, before_s + transfer.wasted_s)
+            on_link_s = transfer.wasted_s + transfer.busy_s - credit_s
+            took_s = max(transfer.least_s, on_link_s)
+            self.credit_s = max(0.0, before_s + took_s - transfer.busy_s) if on_link_s < took_s else 0.0
+            now_s += took_s
+        self.free_s = now_s
+        return start_s, now_s
+
+
+def needed_s(bucket: BucketTimes, forward_s: float, backward_s: float) -> float:
+    """Return when forward uses the weights of a bucket."""
+    if bucket.needed_s is not None:
+        return min(bucket.needed_s, forward_s)
+    return forward_s * (1 - min(1.0, bucket.ready_s / backward_s if backward_s else 1.0))
+
+
+def gather_order(buckets: Sequence[BucketTimes], forward_s: float, backward_s: float) -> list[int]:
+    """Return the buckets in the order in which forward needs their weights."""
+    return sorted(range(len(buckets)), key=lambda index: (needed_s(buckets[index], forward_s, backward_s), -index))
 
 
 def overlapped(
@@ -46,22 +118,34 @@ def overlapped(
     Returns:
         The time from the start of backward to the end of the next forward, and the exchanges in it.
     """
-    link_s, spans, end_s = 0.0, [], {}
+    link, spans, end_s = _Link(), [], {}
     for index, bucket in enumerate(buckets):
-        what, took_s = ("all_reduce", bucket.whole_s) if index in whole else ("all_to_all", bucket.scatter_s)
-        start_s = max(link_s, bucket.ready_s)
-        link_s = end_s[str(index)] = start_s + took_s
-        spans.append(Span(str(index), 0, what, start_s, link_s))
-    clock_s = link_s = max(link_s, backward_s) + update_s
-    computed_s = 0.0
-    for index in reversed([index for index in range(len(buckets)) if index not in whole]):
-        bucket, start_s = buckets[index], link_s
-        link_s = end_s[str(index)] = start_s + bucket.gather_s
-        spans.append(Span(str(index), 0, "all_gather", start_s, link_s))
-        needed_s = forward_s * (1 - min(1.0, bucket.ready_s / backward_s if backward_s else 1.0))
-        clock_s = max(clock_s + max(0.0, needed_s - computed_s), link_s)
-        computed_s = max(computed_s, needed_s)
-    return clock_s + forward_s - computed_s, Timeline(tuple(spans), end_s)
+        what, transfers = (REDUCED, bucket.whole) if index in whole else (SCATTERED, bucket.scatter)
+        start_s, end_s[str(index)] = link.carry(bucket.ready_s, transfers)
+        spans.append(Span(str(index), 0, what, start_s, end_s[str(index)]))
+    clock_s = max(link.free_s, backward_s) + update_s
+    stepped_s, computed_s, computing = clock_s, 0.0, list[tuple[float, float]]()
+    for index in gather_order(buckets, forward_s, backward_s):
+        if index not in whole:
+            start_s, end_s[str(index)] = link.carry(stepped_s, buckets[index].gather)
+            spans.append(Span(str(index), 0, GATHERED, start_s, end_s[str(index)]))
+            until_s = max(computed_s, needed_s(buckets[index], forward_s, backward_s))
+            computing.append((clock_s, clock_s + until_s - computed_s))
+            clock_s = max(clock_s + until_s - computed_s, end_s[str(index)])
+            computed_s = until_s
+    computing.append((clock_s, clock_s + forward_s - computed_s))
+    return computing[-1][1], Timeline(tuple(spans), end_s, _joined(computing))
+
+
+def _joined(intervals: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Join consecutive intervals without a gap."""
+    joined: list[tuple[float, float]] = []
+    for start_s, end_s in intervals:
+        if joined and start_s <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], end_s)
+        elif end_s > start_s:
+            joined.append((start_s, end_s))
+    return tuple(joined)
 
 
 def best_whole(
@@ -74,33 +158,57 @@ def best_whole(
     bucket.
     """
 
+    # When weights are needed is computed once, and not for each trial.
+    buckets = [replace(bucket, needed_s=needed_s(bucket, forward_s, backward_s)) for bucket in buckets]
+
     def time_s(whole: frozenset[int]) -> float:
         return overlapped(buckets, forward_s, backward_s, whole, update_s)[0]
 
     count = len(buckets)
-    spreads = [frozenset(n * count // k for n in range(k)) for k in range(1, count + 1)]
+    stride = -(-count // _MOST_TRIALS)
+    spreads = [frozenset(n * count // k for n in range(k)) for k in (*range(1, count, stride), count)]
     best, best_s = frozenset[int](), time_s(frozenset())
     for spread in spreads:
         if (spread_s := time_s(spread)) < _WORTH * best_s:
             best, best_s = spread, spread_s
-    for index in range(count):
+    for index in range(0, count, stride):
         other = best ^ {index}
         if (other_s := time_s(other)) < (_WORTH if index in other else 1.0) * best_s:
             best, best_s = other, other_s
     return best
 
 
-def reductions(
-    network: Network, topology: Topology, contents: Sequence[tuple[int, torch.dtype]], ready_s: Sequence[float]
-) -> Iterator[BucketTimes]:
-    """Yield the times of buckets with these elements and types, over links that are never idle."""
-    rates = {link.name: link.bytes_per_s for link in network.links}
+def cost(exchange: Exchange, gather: str, numel: int, dtype: torch.dtype, topology: Topology) -> Cost:
+    """Return the collectives of both halves of a bucket. In full, they send as many bytes as an all-reduce."""
+    scatter, gathering, _ = halves_of(exchange, gather, numel, dtype, topology)
+    return Cost(tuple(phase for half in (scatter, gathering) for phase in half.cost(numel, dtype, topology).phases))
 
-    def busy_s(phases: Sequence[Phase]) -> float:
-        flows = [flow(network, phase) for phase in phases]
-        loads = [max((nbytes / rates[link] for link, nbytes in f.load_bytes.items()), default=0.0) for f in flows]
-        return sum(f.serial_s + max(f.spread_s, load_s) for f, load_s in zip(flows, loads, strict=True))
+
+def reductions(
+    network: Network,
+    topology: Topology,
+    contents: Sequence[tuple[int, torch.dtype]],
+    ready_s: Sequence[float],
+    exchange: Exchange | None = None,
+    gather: str = "fp32",
+) -> Iterator[BucketTimes]:
+    """Yield the times of buckets with these elements and types, whose gradients are sent to the owners of shards as
+    `exchange` does it, by default `Dense()`, and whose weights are gathered in the format `gather`."""
+    links = {link.name: link for link in network.links}
+
+    def transfer(phase: Phase) -> Transfer:
+        pure = network.busy_s(phase.kind, phase.elements, phase.itemsize, phase.level)
+        fitted = flow(network, phase)
+        least_s = fitted.serial_s + fitted.spread_s
+        if not pure:
+            return Transfer(least_s)
+        name = max(pure, key=lambda name: pure[name])
+        loaded_s = fitted.load_bytes[name] / links[name].bytes_per_s
+        burst_s = links[name].burst_bytes / links[name].bytes_per_s
+        return Transfer(least_s, pure[name], fitted.serial_s + loaded_s - pure[name], burst_s)
 
     for (numel, dtype), at_s in zip(contents, ready_s, strict=True):
-        costs = (exchange.cost(numel, dtype, topology) for exchange in (Dense(), ReduceScatter(), AllGather()))
-        yield BucketTimes(at_s, *(busy_s(cost.phases) for cost in costs))
+        scatter, gathering, _ = halves_of(exchange or Dense(), gather, numel, dtype, topology)
+        parts = (half.cost(numel, dtype, topology).phases for half in (exchange or Dense(), scatter, gathering))
+        whole, first, second = (tuple(map(transfer, phases)) for phases in parts)
+        yield BucketTimes(at_s, whole, first, second)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from syncline.exchange import Climbing, Cost, Topology
+from syncline.exchange import Cost, Topology, UsesLevels
 from syncline.predict import overlap
 from syncline.predict.exchange_time import capacities, flow, solo_s, topology_of
 from syncline.predict.schedule import Schedule
@@ -155,8 +155,11 @@ class Prediction:
         buffers_s = sum(solo_s(self.network, "broadcast", entry.bytes, 1) for entry in buffers)
         if schedule.overlaps and self.ranks > 1:
             contents = schedule.contents(profile)
-            found = list(overlap.reductions(self.network, self.topology, contents, ready_s))
-            whole = overlap.best_whole(found, forward_s, thread_s, update_s)
+            halves = (schedule.exchange, schedule.gather)
+            found = list(overlap.reductions(self.network, self.topology, contents, ready_s, *halves))
+            found = [bucket.after_work(work_s) for bucket, work_s in zip(found, self._own_work_s, strict=True)]
+            lossless = schedule.exchange.lossless
+            whole = overlap.best_whole(found, forward_s, thread_s, update_s) if lossless else frozenset[int]()
             step_s, timeline = overlap.overlapped(found, forward_s, thread_s, whole, update_s)
             return buffers_s + step_s + self._waiting_s, timeline
         timeline = self._exchanges(range(len(schedule.buckets)), ready_s)
@@ -215,11 +218,10 @@ class Prediction:
     def _exchanges(self, indices: Sequence[int], ready_s: Sequence[float]) -> Timeline:
         """Simulate the exchanges of these buckets or fragments, which are handed to their lanes at these times."""
         network, schedule = self.network, self.schedule
-        sizes, exchanges, buckets = schedule.bucket_bytes(self.profile), schedule.bucket_exchanges, []
+        exchanges, buckets = schedule.bucket_exchanges, []
         for index, bucket_ready_s in zip(indices, ready_s, strict=True):
-            name, exchange = exchanges[index]
-            cost, work = self._costs[index], self._own.work.get(name)
-            own_s = work.fixed_s + work.s_per_byte * sizes[index] if work is not None else 0.0
+            _, exchange = exchanges[index]
+            cost, own_s = self._costs[index], self._own_work_s[index]
             stages: list[Work | Collective] = []
             for phases in cost.parts:  # equal parts of the exchange's own work are around each collective of a chunk
                 part = Work(own_s / cost.chunks / (len(phases) + 1))
@@ -228,6 +230,13 @@ class Prediction:
             waits, lane = exchange.waits and len(cost.phases) > 1, index % schedule.lanes
             buckets.append(Bucket(str(index), bucket_ready_s, lane, tuple(stages), cost.chunks, waits))
         return simulate(buckets, capacities(network), network.in_flight, network.slowdown, network.crowding)
+
+    @functools.cached_property
+    def _own_work_s(self) -> list[float]:
+        """The time of each bucket's own computation, around its collectives."""
+        sizes = zip(self.schedule.bucket_exchanges, self.schedule.bucket_bytes(self.profile), strict=True)
+        works = [(self._own.work.get(name), nbytes) for (name, _), nbytes in sizes]
+        return [0.0 if work is None else work.fixed_s + work.s_per_byte * nbytes for work, nbytes in works]
 
     @property
     def _own(self) -> Overheads:
@@ -276,7 +285,12 @@ class Prediction:
         """The cost of each bucket's exchange."""
         if self.ranks < 2:
             return [Cost(())] * len(self.schedule.buckets)
-        contents = zip(self.schedule.bucket_exchanges, self.schedule.contents(self.profile), strict=True)
+        schedule, found = self.schedule, self.schedule.contents(self.profile)
+        if schedule.overlaps:
+            return [
+                overlap.cost(schedule.exchange, schedule.gather, numel, dtype, self.topology) for numel, dtype in found
+            ]
+        contents = zip(schedule.bucket_exchanges, found, strict=True)
         return [exchange.cost(numel, dtype, self.topology) for (_, exchange), (numel, dtype) in contents]
 
 
@@ -287,7 +301,7 @@ def predict(
     copies and hooks delay the thread that runs backward. `topology` is the network's, to save time in repeated
     predictions."""
     if topology is None:
-        climbing = [exchange for exchange in schedule.exchanges.values() if isinstance(exchange, Climbing)]
+        climbing = [exchange for exchange in schedule.exchanges.values() if isinstance(exchange, UsesLevels)]
         tree = climbing[0].tree(network.tree, network.ranks) if climbing else network.tree
         topology = topology_of(network, tree)
     return Prediction(profile, network, schedule, paced, topology)

@@ -69,6 +69,7 @@ class Schedule:
     updates: Updates | None = None
     fragments: tuple[Fragment, ...] = ()
     overlaps: bool = False  # weights are gathered behind the next forward pass
+    gather: str = "fp32"  # the format in which they are gathered
 
     @property
     def bucket_exchanges(self) -> tuple[tuple[str, Exchange], ...]:
@@ -82,7 +83,8 @@ class Schedule:
 
     @property
     def lossless(self) -> bool:
-        return self.updates is None and all(exchange.lossless for exchange in self.exchanges.values())
+        in_full = all(exchange.lossless for exchange in self.exchanges.values()) and self.gather == "fp32"
+        return self.updates is None and in_full
 
     @property
     def periods(self) -> tuple[int, ...]:

@@ -69,13 +69,15 @@ class Timeline:
 
     spans: tuple[Span, ...]  # sorted by their end
     end_s: Mapping[str, float]  # by bucket
+    forward: tuple[tuple[float, float], ...] = ()  # when the next forward computes, if exchanges extend into it
 
     def shifted(self, seconds: float) -> Timeline:
         """Return the timeline with all times later by some seconds."""
         spans = (
             dataclasses.replace(span, start_s=span.start_s + seconds, end_s=span.end_s + seconds) for span in self.spans
         )
-        return Timeline(tuple(spans), {name: end_s + seconds for name, end_s in self.end_s.items()})
+        forward = tuple((start_s + seconds, end_s + seconds) for start_s, end_s in self.forward)
+        return Timeline(tuple(spans), {name: end_s + seconds for name, end_s in self.end_s.items()}, forward)
 
 
 @dataclass(frozen=True)

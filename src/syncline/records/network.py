@@ -25,6 +25,10 @@ from syncline.records.fields import Amount, Count, Device, PositiveCount, Schema
 from syncline.records.link_costs import LEVELS, Collective, Link, Overlap, Startup
 
 Groups = tuple[tuple[int, ...], ...]
+_LIKE = {
+    wire.PACED: "all_to_all",
+    wire.REDUCE_SCATTER: "all_gather",
+}  # kinds whose cost applies if one was not measured
 
 
 class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, dict=True):
@@ -110,8 +114,8 @@ class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, d
 
     def _fitted(self, kind: str, level: str) -> Collective:
         known = {entry.kind: entry for entry in self.collectives if entry.level == level}
-        if kind == wire.PACED and kind not in known:
-            kind = "all_to_all"
+        if kind not in known:
+            kind = _LIKE.get(kind, kind)
         if kind in known:
             return known[kind]
         if (base := known.get("all_reduce")) is None:

@@ -32,10 +32,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from syncline._version import __version__
-from syncline.ddp.attach import scale_of
 from syncline.errors import SynclineError, UsageError, first_line
 from syncline.health.heartbeat import shared_heartbeat
 from syncline.records.run_record import FINISHED, RUNNING, RunRecord
+from syncline.run.sharded import ShardedModels
+from syncline.runtime.validation import scale_of
 from syncline.tuning.following import Following
 from syncline.tuning.settings import TuneSettings
 
@@ -66,6 +67,7 @@ class Runner:
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scaler_of: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradScaler]] = weakref.WeakKeyDictionary()
         self._warned = False
+        self.sharded = ShardedModels(self.settings)
 
     def run(self) -> None:
         """Run the script. Its exceptions are raised again; records are written in any case."""
@@ -74,6 +76,7 @@ class Runner:
                 _wrapped(DDP, "__init__", self._after_ddp),
                 _wrapped(GradScaler, "__init__", lambda scaler, *_: self._scalers.append(weakref.ref(scaler))),
                 _wrapped(Tensor, "backward", self._before_backward, first=True),
+                self.sharded.watched(),
                 self._optimizers_seen() if self.settings.may_exchange_updates else contextlib.nullcontext(),
             ):
                 self._globals = run_script(self.script, self.arguments, module=self.module)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from syncline.dist.agreement import agree
 from syncline.dist.comm import close_lanes, open_lanes
 from syncline.dist.lane import Job, Phases, span_of
 from syncline.errors import ExchangeError, SynclineError, first_line
-from syncline.exchange import WORLD, Climbing, Exchange, Layout, State, Work
+from syncline.exchange import WORLD, Exchange, Layout, State, UsesLevels, Work
 from syncline.health.watchdog import Watchdog
 from syncline.runtime.stats import Stats, timings_of
 from syncline.runtime.topology import RankTopology
@@ -79,16 +79,30 @@ class Step:
     period_s: float | None = None  # time from the previous step's first bucket to that of this step
 
 
+class Watched(NamedTuple):
+    """The ranks among which suspects are found, if they are more than those that exchange buckets with each other."""
+
+    group: ProcessGroup
+    name: str  # of the model, the same on all of these ranks
+
+
 class BucketRunner:
     """Runs the buckets of one model. All ranks create it together, in the same order as their other groups.
 
-    `lanes` is how many buckets may be exchanged at the same time, and `topology` is for exchanges that use it.
+    `lanes` is how many buckets may be exchanged at the same time, `topology` is for exchanges that use it, and
+    `watched` is for a model of which each rank of the group has the same shard.
     """
 
     after_failure = ""  # appended to the message of a failed exchange
 
     def __init__(
-        self, group: ProcessGroup, device: torch.device, lanes: int, timeout: timedelta, topology: RankTopology | None
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        lanes: int,
+        timeout: timedelta,
+        topology: RankTopology | None,
+        watched: Watched | None = None,
     ) -> None:
         self.error: BaseException | None = None
         self.steps = 0
@@ -96,11 +110,13 @@ class BucketRunner:
         self.last_step = Step()
         self.ranks = group.size()
         self._counted: dict[str, int] = {}
+        self._counts_collectives = watched is not None
         self._lock = threading.Lock()
-        self._watchdog = Watchdog(group, timeout)  # it must not refer to the runner
+        self._watchdog = Watchdog(watched.group if watched else group, timeout)  # it must not refer to the runner
         self.groups, self.lanes = open_lanes(group, timeout, lanes, device, topology.topology if topology else None)
         try:
-            self._watchdog.watch(self.groups[0].comm.group.group_name, self.groups, self.lanes)
+            name = watched.name if watched else self.groups[0].comm.group.group_name
+            self._watchdog.watch(name, self.groups, self.lanes)
         except BaseException:
             self.close()
             raise
@@ -168,7 +184,7 @@ class BucketRunner:
         self._watchdog.record("agree", bucket.lane, WORLD)
         agree(comm.group, {"index": bucket.index, "dtype": str(layout.dtype), **slots}, "a gradient bucket")
         state = bucket.exchange.prepare(layout, comm)
-        if isinstance(bucket.exchange, Climbing):  # it chose by arithmetic, which other machines may do differently
+        if isinstance(bucket.exchange, UsesLevels):  # it chose by arithmetic, which other machines may do differently
             self._watchdog.record("agree", bucket.lane, WORLD)
             agree(comm.group, {"path": state.describe()}, "the path of a gradient bucket")
         if residuals:
@@ -198,6 +214,12 @@ class BucketRunner:
         step.sent_bytes = {level: sent[level] - self._counted.get(level, 0) for level in sent}
         self._counted, self.last_step = sent, step
         self.steps += 1
+        if self._counts_collectives:
+            self._watchdog.step_ended(self.steps)
+
+    def count_collective(self) -> None:
+        """Count a collective that all watched ranks run outside of exchanges, to find the rank that does not."""
+        self._watchdog.count_collective()
 
     # --- errors -------------------------------------------------------------------------------------------------
 
@@ -219,6 +241,18 @@ class BucketRunner:
         with self._lock:
             self.error = failed if self.error is preliminary else self.error
         return failed
+
+    def wait(self, future: Any) -> None:
+        """Wait for a future that `submit` returned, and raise the error of this runner if it has failed."""
+        try:
+            future.wait()
+        except BaseException as error:
+            raise (self.error or error) from error  # the future has only a copy of the runner's error
+
+    def raise_if_failed(self) -> None:
+        """Raise if an earlier exchange of this model failed."""
+        if self.error is not None:
+            raise ExchangeError(f"an earlier exchange of this model failed: {self.explained}") from self.error
 
     @property
     def explained(self) -> str:

@@ -344,8 +344,8 @@ def files_saved(folder: Path, world_size: int) -> list[Path]:
     placed: dict[int, dict[int, Path]] = {}
     newest: dict[int, dict[int, Path]] = {}
     for rank, ranks, path in _files(folder):  # in sorted order, a draft follows the file that it replaces
-        for found in (newest,) if path.suffix == _DRAFT else (newest, placed):
-            found.setdefault(ranks, {})[rank] = path
+        for files in (newest,) if path.suffix == _DRAFT else (newest, placed):
+            files.setdefault(ranks, {})[rank] = path
     if not newest:
         raise FileError(f"{folder}: contains no exchange state: {_WRITTEN_BY}")
     sets = [*placed.items(), *(item for item in newest.items() if item[1] != placed.get(item[0]))]

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from syncline.dist.agreement import agree, digest
 from syncline.dist.comm import backend_of, gather_bytes
 from syncline.errors import UsageError
-from syncline.exchange import Climbing, Exchange, Topology, Tree
+from syncline.exchange import Exchange, Topology, Tree, UsesLevels
 from syncline.measure.assumed_network import assumed_links
 from syncline.measure.topology import host_identity, number
 from syncline.predict.exchange_time import topology_of
@@ -40,7 +40,7 @@ def find_topology(group: ProcessGroup, exchanges: Sequence[Exchange], network: N
 
     Hosts are detected. Racks come from `network`, because only measurements of the links reveal them.
     """
-    climbing = next((exchange for exchange in exchanges if isinstance(exchange, Climbing)), None)
+    climbing = next((exchange for exchange in exchanges if isinstance(exchange, UsesLevels)), None)
     if climbing is None and network is None:
         return None
     host_of_rank = hosts_of(group)

@@ -9,6 +9,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
@@ -23,6 +24,9 @@ def ddp_of(model: nn.Module, call: str | None = None) -> DDP:
     """Return the DDP model, which may be compiled. The error for another model speaks of `call`, if it is given."""
     inner = getattr(model, "_orig_mod", model)  # torch.compile(DDP(net))
     if not isinstance(inner, DDP):
+        if any(kind.__name__ == "FSDPModule" for kind in type(inner).__mro__):
+            text = "the model is sharded with fully_shard, for which there are no plans"
+            raise UsageError(f"{text}: choose an exchange with syncline.attach(model, exchange, replicate=…)")
         what = "the model is" if call is None else f"{call} needs a DistributedDataParallel model, and this is"
         raise UsageError(f"{what} a {type(inner).__name__}: wrap it in DistributedDataParallel first")
     refuse_sparse(inner.module)
@@ -174,3 +178,18 @@ def check_positive(**numbers: object) -> None:
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and 0 < value < 1e9):  # type: ignore[operator]
             raise UsageError(f"{name} is {value!r}: {name} must be greater than 0, and less than 1e9")
+
+
+def check_scaler(scaler: object) -> None:
+    """Raise a UsageError unless `scaler` is a GradScaler or None."""
+    known = all(callable(getattr(scaler, name, None)) for name in ("is_enabled", "get_scale"))
+    if scaler is not None and (isinstance(scaler, type) or not known):
+        raise UsageError(f"scaler is a {type(scaler).__name__}: pass the GradScaler of the loss, or leave it out")
+
+
+def scale_of(scaler: GradScaler | None) -> Tensor | None:
+    """Return the current loss scale as a 0-dim tensor, without waiting for the device if torch permits it."""
+    if scaler is None or not scaler.is_enabled():
+        return None
+    scale: Tensor | None = getattr(scaler, "_get_scale_async", lambda: None)()  # private: `get_scale` waits
+    return torch.tensor(scaler.get_scale()) if scale is None else scale

@@ -12,13 +12,14 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
-from syncline.ddp.attach import attach, make_planned, scale_of
+from syncline.ddp.attach import attach, make_planned
 from syncline.ddp.handle import Handle
 from syncline.exchange import made_of
 from syncline.measure.preserve_state import Weights
 from syncline.plan.ladder import Choice
 from syncline.records.network import Network
 from syncline.records.plan import Plan
+from syncline.runtime.validation import scale_of
 
 _SMALL_STEP = 1e-3  # factor for learning rates while steps are only timed, so that weights stay of a usual size
 

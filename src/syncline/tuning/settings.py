@@ -10,7 +10,6 @@ from typing import Any
 
 from torch.amp.grad_scaler import GradScaler
 
-from syncline.ddp.attach import check_scaler
 from syncline.errors import UsageError
 from syncline.exchange import EXCHANGES, Exchange
 from syncline.plan.rungs import allowed_names, check_quality, rungs_of
@@ -19,7 +18,7 @@ from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.runtime.checkpoint import ON_WORLD_SIZE
 from syncline.runtime.topology import loaded_from
-from syncline.runtime.validation import check_positive, checked_exchange
+from syncline.runtime.validation import check_positive, check_scaler, checked_exchange
 from syncline.updates.policy import Nesterov, checked_policy
 
 BUDGET_S, MIN_BUDGET_S, PROBE_S = 45.0, 5.0, 15.0

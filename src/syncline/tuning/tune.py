@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from syncline.ddp import reducer
-from syncline.ddp.attach import why_not_overlap
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import switches
+from syncline.ddp.overlap_setup import why_not_overlap
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import bound_group, gather_bytes
 from syncline.errors import UsageError

@@ -23,13 +23,14 @@ from torch.optim import Optimizer
 
 from syncline.dist.agreement import agree, current_device
 from syncline.dist.comm import gather_bytes
-from syncline.errors import ExchangeError, warn
+from syncline.errors import warn
 from syncline.exchange import Dense
 from syncline.health.meeting import meeting
 from syncline.records.pieces import buffer_period, fragments_of
-from syncline.runtime.bucket_runner import BucketRunner, Residuals, Step
+from syncline.runtime.bucket_runner import BucketRunner, Residuals, Step, Watched
 from syncline.runtime.bucketing import join_residuals, layout_of, split_residuals
 from syncline.runtime.checkpoint import digest_of_bits, misfit_of
+from syncline.runtime.local_tensors import local_part
 from syncline.runtime.topology import RankTopology
 from syncline.runtime.validation import broadcast_from_first
 from syncline.updates.fragment import Fragment
@@ -77,10 +78,11 @@ class UpdateEngine:
         policy: UpdatePolicy,
         timeout: timedelta,
         topology: RankTopology | None,
+        watched: Watched | None = None,
     ) -> None:
         self.group, self.policy = group, policy
         self._parameters = parameters
-        self._weights = {name: parameter.detach() for name, parameter in parameters.items()}
+        self._weights = {name: local_part(parameter) for name, parameter in parameters.items()}
         self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
         self._tensors = {**self._weights, **self._buffers}
         self.optimizer_state = OptimizerState(optimizer, parameters)
@@ -94,7 +96,7 @@ class UpdateEngine:
         """This rank's weights by fragment, while the model has those that all ranks agreed on."""
         self._finite_flags: list[tuple[Tensor, Any]] = []
         """Whether each result of the last step was finite, and on CUDA the event after which the flag can be read."""
-        self.runner = BucketRunner(group, self._device, policy.lanes, timeout, topology)
+        self.runner = BucketRunner(group, self._device, policy.lanes, timeout, topology, watched)
         try:
             self._prepare()
         except BaseException:
@@ -122,8 +124,8 @@ class UpdateEngine:
     def _find_weights(self) -> None:
         """Find the weights again where a script or a framework has given a parameter other memory, as `.to()` may."""
         for name, parameter in self._parameters.items():
-            if parameter.data_ptr() != self._weights[name].data_ptr():
-                self._weights[name] = self._tensors[name] = parameter.detach()
+            if (weights := local_part(parameter)).data_ptr() != self._weights[name].data_ptr():
+                self._weights[name] = self._tensors[name] = weights
 
     def start(self) -> None:
         """Collective: make the current weights the anchor. If they differ between ranks, the first rank's are used."""
@@ -137,8 +139,7 @@ class UpdateEngine:
 
     def after_step(self) -> None:
         """Send the fragments whose turn it is, and apply the results that are due. All ranks call this."""
-        if (error := self.runner.error) is not None:
-            raise ExchangeError(f"an earlier exchange of this model failed: {self.runner.explained}") from error
+        self.runner.raise_if_failed()
         step = Step()
         self._find_weights()
         with torch.no_grad(), current_device(self._device):
@@ -171,10 +172,7 @@ class UpdateEngine:
         """Wait for the results of all updates that were sent up to the step `latest`, and apply them."""
         while self._flights and self._flights[0].begun <= latest:
             flight = self._flights.pop(0)
-            try:
-                flight.future.wait()
-            except BaseException as error:
-                raise (self.runner.error or error) from error  # the future has a copy of the runner's error
+            self.runner.wait(flight.future)
             self._apply(flight)
 
     def _apply(self, flight: Flight) -> None:

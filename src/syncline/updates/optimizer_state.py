@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from syncline.errors import UsageError
 from syncline.records.pieces import Piece
 from syncline.runtime.bucket_runner import Residuals
+from syncline.runtime.local_tensors import like, local_part
 
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 """Names under which optimizers store an average of gradients, or of past updates."""
@@ -29,11 +30,16 @@ class OptimizerState:
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
         self.optimizer, self._parameters = optimizer, parameters
 
+    def _of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Return the state of a parameter, with this rank's part of tensors that are sharded."""
+        state = self.optimizer.state.get(parameter, {})
+        return {key: local_part(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+
     def check_known(self) -> None:
         """Raise a UsageError if a tensor of the state may be a first moment, but has an unknown name."""
         for name, parameter in self._parameters.items():
-            for key, value in self.optimizer.state.get(parameter, {}).items():
-                of_shape = isinstance(value, Tensor) and value.shape == parameter.shape and value.dim() > 0
+            for key, value in self._of(parameter).items():
+                of_shape = isinstance(value, Tensor) and value.shape == local_part(parameter).shape and value.dim() > 0
                 if of_shape and key not in (*FIRST_MOMENTS, *_NOT_FIRST_MOMENTS):
                     kind = type(self.optimizer).__name__
                     text = f"{kind} has a state {key!r} for {name}, and it is not known whether it is a first moment"
@@ -43,8 +49,8 @@ class OptimizerState:
     def reset_first_moments(self, pieces: Sequence[Piece], applied: Tensor) -> None:
         """Set the first moments of these pieces to zero where `applied`, with one flag per element, is true."""
         for piece, flags in zip(pieces, applied.split([piece.numel for piece in pieces]), strict=True):
-            parameter = self._parameters[piece.name]
-            state = self.optimizer.state.get(parameter, {})
+            parameter = local_part(self._parameters[piece.name])
+            state = self._of(self._parameters[piece.name])
             for moment in (state.get(key) for key in FIRST_MOMENTS):
                 if isinstance(moment, Tensor):
                     if moment.stride() == parameter.stride():
@@ -60,21 +66,21 @@ class OptimizerState:
             if tensor.is_floating_point():
                 tensor.masked_fill_(~torch.isfinite(tensor), 0)
         for parameter in self._parameters.values():
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
+            if parameter.grad is not None and not bool(torch.isfinite(local_part(parameter.grad)).all()):
                 parameter.grad = None
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the state that are on the model's device."""
         tensors: list[Tensor] = []
         for parameter in self._parameters.values():
-            state = self.optimizer.state.get(parameter, {})
+            state = self._of(parameter)
             tensors += [v for v in state.values() if isinstance(v, Tensor) and v.device == parameter.device]
         return tensors
 
     def saved(self, name: str) -> dict[str, Tensor]:
         """Return the state of one parameter, by kind, for a checkpoint. Numbers become tensors of one element."""
         saved = {}
-        for key, value in self.optimizer.state.get(self._parameters[name], {}).items():
+        for key, value in self._of(self._parameters[name]).items():
             if isinstance(value, Tensor):
                 saved[_PREFIX + key] = value
             elif isinstance(value, bool | int | float):
@@ -94,7 +100,7 @@ class OptimizerState:
             for kind, tensor in kinds.items():
                 if kind.startswith(_PREFIX):
                     wide = tensor.dim() == 0 and tensor.dtype in (torch.int64, torch.float64)
-                    values[kind.removeprefix(_PREFIX)] = tensor.item() if wide else tensor.clone()
+                    values[kind.removeprefix(_PREFIX)] = tensor.item() if wide else like(tensor.clone(), parameter)
             if values:
                 loaded[number] = values
         self.optimizer.load_state_dict({**state, "state": loaded})

@@ -10,6 +10,7 @@ import msgspec
 
 from syncline.predict import Prediction
 from syncline.predict.diagnosis import CAUSES, lost_to
+from syncline.predict.overlap import GATHERED
 from syncline.records.run_record import BucketSpan, PhaseSpan
 from syncline.report.charts import KINDS, Bar, Bars, Chart, Row, Section, stacked, time_bar
 from syncline.report.inputs import PREDICT, Forecast, Inputs, ModelData, slowest_forward_and_update_s
@@ -73,7 +74,10 @@ def step_by_cause(forecast: Forecast) -> Bars:
     predictions, first = list(shown.values()), forecast.diagnosis.prediction
     rows = [_cause(KINDS["compute"], "compute", 0.0, [prediction.compute_s for prediction in predictions])]
     hidden = [
-        _covered_s([(span.start_s, span.end_s) for span in prediction.timeline.spans], 0.0, prediction.backward_s)
+        sum(
+            _covered_s([(span.start_s, span.end_s) for span in prediction.timeline.spans], *computing)
+            for computing in ((0.0, prediction.backward_s), *prediction.timeline.forward)
+        )
         for prediction in predictions
     ]
     if max(hidden) > 1e-9:
@@ -154,28 +158,49 @@ def _predicted_timeline(forecast: Forecast, name: str, prediction: Prediction) -
     sent_s, end_s = max([backward_s, *prediction.timeline.end_s.values()]), start_s + total_s
     slowest_s = 0.0 if profile.slowest is None else max(0.0, profile.slowest.step_s - profile.step_s)
     late_s = max(0.0, profile.jitter_s - slowest_s) if prediction.ranks > 1 else 0.0
-    activities = [
-        ("exposed", start_s, -forward_s, "broadcasting buffers before forward"),
-        ("compute", -forward_s, 0.0, "forward"),
-        ("compute", 0.0, backward_s, "backward"),
-        ("own", sent_s, end_s - update_s - late_s, "copies into and out of buckets"),
-        ("waiting", end_s - update_s - late_s, end_s - update_s, "waiting for late ranks"),
-        ("compute", end_s - update_s, end_s, "optimizer step"),
-    ]
-    phases: dict[tuple[int, int], list[PhaseSpan]] = {}
+    if prediction.timeline.forward:
+        start_s = 0.0
+        activities = list(_until_next_forward_ends(prediction, update_s, total_s))
+    else:
+        activities = [
+            ("exposed", start_s, -forward_s, "broadcasting buffers before forward"),
+            ("compute", -forward_s, 0.0, "forward"),
+            ("compute", 0.0, backward_s, "backward"),
+            ("own", sent_s, end_s - update_s - late_s, "copies into and out of buckets"),
+            ("waiting", end_s - update_s - late_s, end_s - update_s, "waiting for late ranks"),
+            ("compute", end_s - update_s, end_s, "optimizer step"),
+        ]
+    phases: dict[tuple[int, int, str], list[PhaseSpan]] = {}
     for span in prediction.timeline.spans:
         level = "" if span.what == "work" else "world"
         phase = PhaseSpan(name=span.what, level=level, sent_bytes=0, start_s=span.start_s, end_s=span.end_s)
-        phases.setdefault((span.lane, int(span.bucket)), []).append(phase)
+        half = span.what if prediction.timeline.forward else ""
+        phases.setdefault((span.lane, int(span.bucket), half), []).append(phase)
     sizes = schedule.bucket_bytes(profile)
     buckets = []
-    for (lane, index), parts in phases.items():
+    for (lane, index, half), parts in phases.items():
         first_s, last_s = min(part.start_s for part in parts), max(part.end_s for part in parts)
         times = {"ready_s": start_s, "start_s": first_s, "end_s": last_s}
-        nbytes, used, phased = sizes[index], schedule.bucket_exchanges[index][0], tuple(parts)
+        nbytes, used, phased = sizes[index], half or schedule.bucket_exchanges[index][0], tuple(parts)
         buckets.append(BucketSpan(bucket=index, lane=lane, bytes=nbytes, exchange=used, phases=phased, **times))
     caption = f"{capitalized(name)}: {milliseconds_text(total_s)} per step"
     return _timeline(caption, forecast.source, "computing", activities, buckets, numbered=schedule.lanes > 1)
+
+
+def _until_next_forward_ends(prediction: Prediction, update_s: float, total_s: float) -> Iterator[_Activity]:
+    """Yield what a rank does from the start of backward on, if weights are gathered behind the next forward."""
+    backward_s, forward = prediction.backward_s, prediction.timeline.forward
+    yield "compute", 0.0, backward_s, "backward"
+    reduced = [span.end_s for span in prediction.timeline.spans if span.what != GATHERED]
+    now_s = max([backward_s, *reduced])
+    yield "exposed", backward_s, now_s, "waiting for gradients"
+    yield "compute", now_s, now_s + update_s, "optimizer step"
+    now_s += update_s
+    for start_s, end_s in forward:
+        yield "exposed", now_s, start_s, "waiting for weights"
+        yield "compute", start_s, end_s, "next forward"
+        now_s = end_s
+    yield "waiting", now_s, max(now_s, total_s), "buffers, and waiting for late ranks"
 
 
 def _timeline(
@@ -184,6 +209,8 @@ def _timeline(
     """Draw a step, which starts with the first activity."""
     zero_s, total_s = activities[0][1], activities[-1][2] - activities[0][1]
     backward_end_s = next(end_s for _, _, end_s, what in activities if what == "backward") - zero_s
+    hiding = [(0.0, backward_end_s)]
+    hiding += [(start_s - zero_s, end_s - zero_s) for _, start_s, end_s, what in activities if what == "next forward"]
     computing = []
     for kind, start_s, end_s, what in activities:
         if end_s - start_s > 1e-3 * total_s:
@@ -192,13 +219,13 @@ def _timeline(
             computing.append(Bar(kind, start_s, end_s, f"{what}, {_from_to(start_s, end_s)}", data, what))
     rows = [Row(name, tuple(computing))]
     for lane, in_lane in itertools.groupby(sorted(buckets, key=lambda b: (b.lane, b.start_s)), lambda b: b.lane):
-        bars = tuple(_bucket_bars(in_lane, zero_s, backward_end_s))
+        bars = tuple(_bucket_bars(in_lane, zero_s, hiding))
         rows.append(Row(f"lane {lane}" if numbered else "sending", bars))
     return Bars(caption, rows, source=source, limit=(backward_end_s, "backward ends"), compact=True)
 
 
-def _bucket_bars(buckets: Iterator[BucketSpan], zero_s: float, backward_end_s: float) -> Iterator[Bar]:
-    """Put buckets that overlap on lines of their own; a bar changes colour where backward ends."""
+def _bucket_bars(buckets: Iterator[BucketSpan], zero_s: float, hiding: Sequence[tuple[float, float]]) -> Iterator[Bar]:
+    """Put buckets that overlap on lines of their own; a bar has another colour where computation hides it."""
     free_from: list[float] = []
     for bucket in buckets:
         number = str(bucket.bucket)
@@ -209,13 +236,13 @@ def _bucket_bars(buckets: Iterator[BucketSpan], zero_s: float, backward_end_s: f
         tooltip = f"bucket {number}: {size_text(bucket.bytes)} through {bucket.exchange}, {ready}"
         tooltip += _from_to(start_s, end_s)
         data: dict[str, str | float] = {"bucket": number, "bytes": bucket.bytes, "start_s": start_s, "end_s": end_s}
-        split_s = min(max(start_s, backward_end_s), end_s)
-        hidden = Bar("hidden", start_s, split_s, tooltip, data, line=line)
-        exposed = Bar("exposed", split_s, end_s, tooltip, data, line=line)
-        longer, shorter = (hidden, exposed) if split_s - start_s >= end_s - split_s else (exposed, hidden)
-        yield msgspec.structs.replace(longer, label=number)
-        if shorter.end - shorter.start > 1e-9:
-            yield shorter
+        parts = [
+            Bar(kind, from_s, until_s, tooltip, data, line=line)
+            for kind, from_s, until_s in _split(start_s, end_s, hiding)
+        ]
+        longest = max(parts, key=lambda bar: bar.end - bar.start)
+        yield msgspec.structs.replace(longest, label=number)
+        yield from (bar for bar in parts if bar is not longest and bar.end - bar.start > 1e-9)
         for phase in bucket.phases:
             own_s = phase.end_s - phase.start_s
             if not phase.level and own_s > 1e-9:
@@ -223,6 +250,20 @@ def _bucket_bars(buckets: Iterator[BucketSpan], zero_s: float, backward_end_s: f
                 data = {"bucket": number, "own_s": own_s}
                 start_s, end_s = phase.start_s - zero_s, phase.end_s - zero_s
                 yield Bar("own", start_s, end_s, tooltip, data, line=line, inner=True)
+
+
+def _split(start_s: float, end_s: float, hiding: Sequence[tuple[float, float]]) -> Iterator[tuple[str, float, float]]:
+    """Yield the parts of a transfer that computation hides, and those that it does not."""
+    now_s = start_s
+    for from_s, until_s in hiding:
+        first_s, last_s = max(from_s, now_s), min(until_s, end_s)
+        if last_s > first_s:
+            if first_s > now_s:
+                yield "exposed", now_s, first_s
+            yield "hidden", first_s, last_s
+            now_s = last_s
+    if now_s < end_s or now_s == start_s:
+        yield "exposed", now_s, end_s
 
 
 def _from_to(start_s: float, end_s: float) -> str:

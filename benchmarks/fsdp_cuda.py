@@ -1,0 +1,243 @@
+"""HSDP on real NCCL ranks that share one GPU: PyTorch's own, and Syncline's exchanges between replicas.
+
+Two emulated hosts of two ranks each, with a link of 1 Gbit/s between hosts. A model is sharded inside each host, so
+each host has a replica of it. Methods:
+
+- `nosync`: no communication between replicas. This is FSDP inside each host, and the floor for all others.
+- `hsdp`: PyTorch's own HSDP, `fully_shard` on a 2-D mesh.
+- `dense`, `int4`: `syncline.attach(model, exchange, replicate=…)` with `Dense()` or `Quantized(bits=4)`.
+- `updates`: `ChunkedTopk(density=0.03)` for the updates of AdamW, of each part of the weights every 15 steps. A round
+  is one period of 15 steps.
+
+In each process group, the floor takes turns with the methods of a cell, and multiples are of the floor in the same
+round. Computation is in bf16, and gradients are reduced in fp32. Cells stop when the budget is used up, and the file is
+written after each cell. The times contain the traffic inside a host, which NCCL sends through sockets here.
+
+    python benchmarks/fsdp_cuda.py --json F                                  # on a GPU, about four minutes
+    python benchmarks/fsdp_cuda.py --device cpu --budget 120 --json F        # a tiny model, to see that it runs
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import syncline
+from syncline.bench.rounds import Contender, combine, take_turns
+from syncline.cluster import ClusterSpec, Rank, launch
+from syncline.dist.comm import gather_bytes
+from syncline.files import write_text
+from syncline.models.gpt import Block
+from syncline.runtime.checkpoint import digest_of_bits
+from syncline.runtime.local_tensors import local_part
+
+EVERY = 15
+HOSTS, PER_HOST = 2, 2
+RATE_BPS = {"cuda": 1_000_000_000, "cpu": 40_000_000}
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, and the number of rounds of each method."""
+
+    width: int
+    layers: int
+    heads: int
+    vocabulary: int
+    sequence: int
+    batch: int
+    rounds: dict[str, int]
+
+    def build(self) -> nn.Module:
+        return Gpt(self)
+
+
+MODELS = {
+    "cuda": {
+        "gpt2-small": Size(768, 12, 12, 50257, 512, 8, {"hsdp": 3, "int4": 3, "updates": 3, "dense": 3}),
+        "gpt2-medium": Size(1024, 24, 16, 50257, 512, 4, {"hsdp": 2, "int4": 2, "updates": 2, "dense": 2}),
+    },
+    "cpu": {"tiny": Size(64, 2, 2, 256, 32, 2, {"hsdp": 3, "int4": 3, "updates": 2, "dense": 3})},
+}
+CELLS = (("hsdp", "int4"), ("updates",), ("dense",))
+"""Methods that take turns in the same processes. The cells that answer most come first, for all models."""
+
+
+class Gpt(nn.Module):
+    """GPT-2 without dropout, with the sizes of OpenAI's models."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        self.places = nn.Embedding(size.sequence, size.width)
+        self.blocks = nn.ModuleList([Block(size.width, size.heads) for _ in range(size.layers)])
+        self.norm = nn.LayerNorm(size.width)
+        for embedding in (self.tokens, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = F.linear(self.norm(x), self.tokens.weight)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class Training:
+    """A model that trains with one method."""
+
+    def __init__(self, rank: Rank, size: Size, mesh: DeviceMesh, method: str) -> None:
+        torch.manual_seed(0)
+        with rank.device:
+            net = size.build()
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = half if rank.device.type == "cuda" else MixedPrecisionPolicy()
+        shard: Any = functools.partial(fully_shard, mesh=mesh if method == "hsdp" else mesh["shard"], mp_policy=policy)
+        for block in net.blocks:
+            shard(block)
+        self.model = shard(net)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        options: dict[str, Any] = {"replicate": mesh["replicate"]}
+        exchange: syncline.Exchange = syncline.Dense()
+        if method == "int4":
+            exchange = syncline.Quantized(bits=4)
+        elif method == "updates":
+            exchange = syncline.ChunkedTopk(density=0.03)
+            options |= {"optimizer": self.optimizer, "every": EVERY, "warmup": 0}
+        attaches = method not in ("nosync", "hsdp")
+        self.handle = syncline.attach(self.model, exchange, **options) if attaches else None
+        generator = torch.Generator().manual_seed(rank.rank)
+        drawn = torch.randint(size.vocabulary, (size.batch, size.sequence), generator=generator)
+        self.tokens = drawn.to(rank.device)
+        self.steps_per_round = EVERY if method == "updates" else 1
+
+    def round(self) -> None:
+        for _ in range(self.steps_per_round):
+            self.optimizer.zero_grad()
+            self.model(self.tokens).backward()
+            self.optimizer.step()
+
+    def about(self, mesh: DeviceMesh) -> dict[str, Any]:
+        """Return the bytes that this rank's shards sent per step, and whether replicas agree at the end."""
+        if self.handle is None:
+            return {}
+        stats = self.handle.stats()
+        with self.handle.synced():
+            weights = {name: local_part(p) for name, p in self.model.named_parameters()}
+            finite = all(bool(torch.isfinite(tensor).all()) for tensor in weights.values())
+            agree = len(set(gather_bytes(mesh["replicate"].get_group(), digest_of_bits(weights).encode()))) == 1
+        return {
+            "sent_bytes": sum(stats.total_sent_bytes.values()) // max(1, stats.steps),
+            "predicted_sent_bytes": sum(self.handle.predicted_sent_bytes().values()),
+            "replicas_agree": agree,
+            "finite": finite,
+        }
+
+
+def on_cluster(rank: Rank, size: Size, methods: tuple[str, ...]) -> dict[str, Any]:
+    rank.init_process_group(timeout_s=100)
+    mesh = init_device_mesh(rank.device.type, (HOSTS, PER_HOST), mesh_dim_names=("replicate", "shard"))
+    trainings = {method: Training(rank, size, mesh, method) for method in ("nosync", *methods)}
+    contenders = [Contender(name, training.round, training.steps_per_round) for name, training in trainings.items()]
+    rounds = max(size.rounds[method] for method in methods)
+    record = take_turns(rank, contenders, warmup=1, rounds=rounds)
+    about = {name: training.about(mesh) for name, training in trainings.items()}
+    peak = torch.cuda.max_memory_allocated() if rank.device.type == "cuda" else None
+    return {"record": record, "about": about, "peak_bytes": peak, "world": dist.get_world_size()}
+
+
+def measured(spec: ClusterSpec, size: Size, methods: tuple[str, ...], deadline_s: float) -> list[dict[str, Any]]:
+    answers = launch(spec, lambda rank: on_cluster(rank, size, methods), deadline_s=deadline_s)
+    periods = {method: EVERY if method == "updates" else 1 for method in methods}
+    turns = combine([answer["record"] for answer in answers], periods)
+    floor, rows = turns["nosync"], []
+    for method in methods:
+        times, ratio = turns[method].quartiles, turns[method].ratio_to(floor)
+        row = {
+            "method": method,
+            "rounds": len(turns[method].seconds),
+            **times.fields("step_ms", 1e3),
+            **floor.quartiles.fields("floor_ms", 1e3),
+            **ratio.fields("times_floor"),
+            "wire_bytes": turns[method].wire_bytes,
+            **answers[0]["about"][method],
+        }
+        if method != "hsdp" and "hsdp" in turns:
+            row |= turns["hsdp"].ratio_to(turns[method]).fields("faster_than_hsdp")
+        rows.append(row)
+    return rows
+
+
+def line(row: dict[str, Any]) -> str:
+    text = (
+        f"{row['model']} {row['method']}: {row['step_ms']:.1f} ms ({row['step_ms_low']:.1f}–{row['step_ms_high']:.1f})"
+    )
+    text += f", floor {row['floor_ms']:.1f}, × {row['times_floor']:.2f}"
+    if "faster_than_hsdp" in row:
+        text += f", {row['faster_than_hsdp']:.2f} times faster than hsdp"
+    if "sent_bytes" in row:
+        text += f", {row['sent_bytes']} bytes per rank and step, predicted {row['predicted_sent_bytes']}"
+        text += "" if row["replicas_agree"] and row["finite"] else ", BUT REPLICAS DIFFER OR ARE NOT FINITE"
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds in all")
+    parser.add_argument("--only", help="methods whose names begin so")
+    parser.add_argument("--model", help="this model only")
+    args = parser.parse_args()
+    # Several models of FSDP have more streams than the default number of queues, and streams of one queue wait for
+    # each other.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    began_s = time.monotonic()
+    spec = ClusterSpec(hosts=HOSTS, per_host=(PER_HOST,) * HOSTS, rate_bps=RATE_BPS[args.device], device=args.device)
+    result: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "syncline": syncline.__version__,
+        "torch": str(torch.__version__),
+        "cluster": {"hosts": HOSTS, "per_host": PER_HOST, "rate_bps": spec.rate_bps, "device": args.device},
+        "rows": [],
+        "failed": [],
+    }
+    sizes = {name: size for name, size in MODELS[args.device].items() if args.model in (None, name)}
+    for methods in CELLS:
+        for name, size in sizes.items():
+            chosen = tuple(method for method in methods if method.startswith(args.only or ""))
+            left_s = args.budget - (time.monotonic() - began_s)
+            if not chosen:
+                continue
+            if left_s < 20:
+                result["failed"].append({"model": name, "methods": chosen, "error": "no time was left"})
+                continue
+            print(f"{name}: {', '.join(chosen)} ({left_s:.0f} s left)", flush=True)
+            began_cell_s = time.monotonic()
+            try:
+                for row in measured(spec, size, chosen, left_s):
+                    result["rows"].append({"model": name, **row})
+                    print(line(result["rows"][-1]), flush=True)
+            except Exception as error:  # noqa: BLE001 - the other cells are worth having
+                result["failed"].append({"model": name, "methods": chosen, "error": str(error)[:2000]})
+                print(f"FAILED {name} {chosen}: {str(error)[:2000]}", flush=True)
+            print(f"  {time.monotonic() - began_cell_s:.0f} s", flush=True)
+            if args.json:
+                write_text(args.json, json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Exchange the gradients of the units of a sharded model, and end its steps.
+
+FSDP reduces the gradients of a unit when its backward pass is over, and calls us with a flat tensor. A unit is a
+bucket. On CUDA, FSDP calls us on a stream of its own: the exchange is enqueued on its lane's stream after what that
+stream contains, and FSDP's stream waits for it, but the host does not. On the CPU, FSDP needs the result at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from syncline.errors import UsageError
+from syncline.exchange import Layout, Slot
+from syncline.fsdp.policy import ShardPolicy
+from syncline.fsdp.units import Unit
+from syncline.runtime import bucket_runner
+from syncline.runtime.backward_end import when_backward_ends
+from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals, Watched
+from syncline.runtime.checkpoint import misfit_of
+from syncline.runtime.stats import Stats
+from syncline.runtime.topology import RankTopology
+
+Key = tuple[int, int, torch.dtype, tuple[str, ...]]
+"""Index of a unit, number of elements and type of its flat gradient, and the parameters in it."""
+
+
+@dataclass
+class Step(bucket_runner.Step):
+    """One backward pass of a sharded model."""
+
+    buckets: dict[Key, Bucket] = field(default_factory=dict)
+    unfinished: int = 0
+    awaits_end: bool = False  # whether a callback at the end of the backward pass is scheduled
+    finite: list[Tensor] = field(default_factory=list)  # whether each result is finite, as 0-dim tensors
+
+
+@dataclass(eq=False)
+class ShardEngine:
+    """Exchanges the gradients of one sharded model: between replicas, which have the same shards, or between shards.
+
+    All ranks create it together, in the same order as their other groups.
+    """
+
+    group: dist.ProcessGroup  # the ranks that exchange buckets
+    shard_group: dist.ProcessGroup  # the ranks whose shards are one model
+    parameters: Mapping[str, nn.Parameter]
+    policy: ShardPolicy
+    timeout: timedelta
+    topology: RankTopology | None
+    scale: Callable[[], Tensor | None]  # returns the current loss scale
+    watched: Watched
+    device: torch.device
+    in_backward: Callable[[], bool]  # returns whether FSDP is inside a backward pass
+
+    exchanges_gradients = True
+
+    def __post_init__(self) -> None:
+        self.keeps = any(exchange.keeps for exchange in self.policy.exchanges)
+        self.buckets: dict[Key, Bucket] = {}
+        self._shapes: dict[str, torch.Size] = {}  # of residuals, by parameter
+        self._expected: list[Bucket] = []  # the units, before their gradients were seen
+        self._step = Step()
+        self._stored: dict[str, dict[str, Tensor]] = {}  # residuals of parameters whose bucket is not prepared yet
+        lanes, topology = self.policy.lanes, self.topology
+        self.runner = BucketRunner(self.group, self.device, lanes, self.timeout, topology, self.watched)
+
+    def expect(self, layouts: Sequence[Layout]) -> None:
+        """Set the layouts of the units, for predictions and for the residuals that a checkpoint may contain."""
+        buckets = (Bucket(index, 0, self.policy.exchange, layout) for index, layout in enumerate(layouts))
+        self._expected = [bucket for bucket in buckets if bucket.layout.numel]
+        self._shapes = {slot.name: torch.Size(slot.shape) for layout in layouts for slot in layout.slots if slot.name}
+
+    # --- in the thread that runs backward -----------------------------------------------------------------------
+
+    def exchange(self, unit: Unit, flat: Tensor, layout: Layout) -> Bucket:
+        """Exchange the flat gradient of a unit in place. On CUDA, the current stream waits for the result."""
+        self.runner.raise_if_failed()
+        bucket, step = self._bucket_of(unit, flat, layout)
+        if flat.is_cuda:  # allocated on FSDP's stream for reduce-scatters, which may free it before this one is done
+            flat.record_stream(torch.cuda.current_stream(flat.device))
+        run = partial(self.runner.exchange, bucket, flat, self.scale(), self._take_residuals)
+        waits = bucket.exchange.waits or bucket.state is None  # ranks wait for each other to prepare a bucket
+        try:
+            done = partial(self._exchanged, step, bucket)
+            self.runner.submit(step, bucket, flat, run, waits=waits, done=done).wait()
+        except BaseException as failure:
+            raise (self.runner.error or failure) from failure  # the future has a copy of the runner's error
+        return bucket
+
+    def _bucket_of(self, unit: Unit, flat: Tensor, layout: Layout) -> tuple[Bucket, Step]:
+        if layout.numel != flat.numel():
+            if self.keeps:
+                text = f"{unit.label} has gradients for some of its parameters only, and residuals need all of them"
+                raise UsageError(
+                    f"{text}: call set_reduce_scatter_unused_params(True), freeze the rest, or use Dense()"
+                )
+            layout = Layout(
+                (Slot(unit.name or "root", (flat.numel(),), (1,), 0, flat.numel()),), flat.dtype, flat.device
+            )
+        key = unit.index, flat.numel(), flat.dtype, tuple(slot.name for slot in layout.slots)
+        if key not in self.buckets:
+            exchange, lane = self.policy.assign((), unit.index, 0)
+            self.buckets[key] = Bucket(unit.index, lane, exchange, layout)
+        if key in self._step.buckets:  # another backward pass, of which no callback has told us
+            self._step.awaits_end = False
+            self.conclude()
+        step = self._step
+        step.buckets[key] = self.buckets[key]
+        step.unfinished += 1
+        if not step.awaits_end:
+            step.awaits_end = when_backward_ends(self._backward_is_over)
+        return self.buckets[key], step
+
+    def _backward_is_over(self) -> None:
+        self._step.awaits_end = False
+        if not self.in_backward():  # it is after a nested backward pass, of activation checkpointing
+            self.conclude()
+
+    def conclude(self) -> None:
+        """Collective among shards: end the step whose units have been exchanged, if it has not been ended."""
+        step = self._step
+        if not step.buckets or step.awaits_end or step.unfinished or self.runner.error is not None:
+            return
+        self._step = Step()
+        settling = [bucket for bucket in step.buckets.values() if bucket.state is not None and bucket.state.settles]
+        try:
+            if settling:
+                with self.runner.lanes[0].after(self.runner.lanes):
+                    self.runner.settle(settling, self._on_all_shards(torch.stack(step.finite).all()))
+            self.runner.end(step)
+        except BaseException as error:
+            raise self.runner.fail("whether the gradients of all shards are finite", error) from error
+
+    def _on_all_shards(self, finite: Tensor) -> Tensor:
+        """Return whether the results are finite on all shards: a GradScaler skips the step of all of them otherwise."""
+        flag = finite.to(torch.float32)
+        if self.shard_group.size() > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MIN, group=self.shard_group)
+        return flag > 0
+
+    # --- on the lane --------------------------------------------------------------------------------------------
+
+    def _take_residuals(self, bucket: Bucket) -> dict[str, dict[str, Tensor]]:
+        """Take the stored residuals of the parameters of a bucket."""
+        names = [slot.name for slot in bucket.layout.slots if slot.name in self._stored]
+        mine = {name: self._stored.pop(name) for name in names}
+        for tensor in (tensor for kinds in mine.values() for tensor in kinds.values()):
+            if tensor.is_cuda:
+                tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        return mine
+
+    def _exchanged(self, step: Step, bucket: Bucket, flat: Tensor) -> None:
+        if self.keeps or bucket.ready.settles:  # also for units that are sent dense: a GradScaler skips the whole step
+            step.finite.append(bucket.ready.finite(flat))
+        step.unfinished -= 1
+
+    # --- for the handle -----------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        return self.runner.steps
+
+    def stats(self) -> Stats:
+        return self.runner.stats()
+
+    def predicted_sent_bytes(self) -> dict[str, int]:
+        return self.runner.predicted_sent_bytes(self.buckets.values() or self._expected)
+
+    def drift(self) -> str | None:
+        return None
+
+    def synced(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()  # all replicas always have the same weights
+
+    def finish(self) -> None:
+        """Do nothing: all replicas always have the same weights."""
+
+    def wait(self) -> None:
+        """Do nothing: a backward pass ends when all gradients have been exchanged."""
+
+    def residuals(self) -> dict[str, Mapping[str, Tensor]]:
+        """Return all residuals by parameter name and kind. They are not copies, and change in the next step."""
+        residuals: dict[str, Mapping[str, Tensor]] = dict(self._stored)
+        for bucket in self.buckets.values():
+            if bucket.state is not None:
+                residuals |= bucket.state.tensors(bucket.layout)
+        residuals.pop("", None)  # of padding
+        return residuals
+
+    @property
+    def bucket_names(self) -> list[list[str]]:
+        """Empty: units are always the same, so a resumed run need not restore them."""
+        return []
+
+    def misfit(self, tensors: Residuals, buckets: Sequence[Sequence[str]] = ()) -> str | None:
+        """Return why a checkpoint does not belong to this rank's shards, or None if it does."""
+        return misfit_of(self._shapes, tensors, (name for names in buckets for name in names))
+
+    def load(self, tensors: Residuals, buckets: Sequence[Sequence[str]], steps: int) -> None:
+        """Continue from a checkpoint that has no `misfit`."""
+        self._stored = {name: {kind: t.clone() for kind, t in kinds.items()} for name, kinds in tensors.items()}
+        self.runner.steps = steps
+        for bucket in self.buckets.values():
+            if bucket.state is not None:
+                bucket.state.load(bucket.layout, self._take_residuals(bucket))
+
+    def close(self) -> None:
+        """Close the lanes, and drop all buckets."""
+        self.runner.close()
+        self.buckets, self._expected, self._step = {}, [], Step()
+
+
+class ReplicaEngine(ShardEngine):
+    """Averages the gradients of each shard over the replicas, after FSDP has averaged them over the shards."""
+
+    def reduce(self, unit: Unit, flat: Tensor) -> None:
+        """Replace this rank's flat gradient of a unit by its mean over the replicas."""
+        if not unit.inside.all_reduce_grads:
+            text = "set_requires_all_reduce(False) does not accumulate gradients here, because FSDP ignores it"
+            raise UsageError(f"{text}: use set_requires_gradient_sync(False)")
+        if unit.has_divide_factor:  # as in native HSDP, it replaces the mean over all ranks
+            flat.mul_(self.group.size())
+        self.exchange(unit, flat, unit.shard_layout(flat.dtype, flat.device))

@@ -1,0 +1,71 @@
+"""Models that a script shards with `fully_shard`: attach the exchange that was asked for, or say that they are left
+alone. A script does not say which ranks are replicas, so only models that are sharded among all ranks are changed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from syncline.ddp.attach import attach
+from syncline.errors import SynclineError
+from syncline.fsdp.units import is_sharded
+from syncline.tuning.settings import TuneSettings
+
+_IN_SCRIPT = "call syncline.attach(model, exchange, replicate=mesh['replicate']) in the script"
+
+
+class ShardedModels:
+    """The sharded models of a script, which are found when their optimizer has stepped for the first time."""
+
+    def __init__(self, settings: TuneSettings) -> None:
+        self._settings = settings
+        self._known: set[int] = set()  # optimizers, by `id`
+        self.lines: list[str] = []  # what was said about each model
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Look for sharded models in this context."""
+        hook = register_optimizer_step_post_hook(self._stepped)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) in self._known:
+            return
+        self._known.add(id(optimizer))
+        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not any(hasattr(p, "_local_tensor") for group in optimizer.param_groups for p in group["params"]):
+            return
+        for model in _roots(parameters):
+            self.lines.append(self._treat(model))
+            if dist.get_rank() == 0:
+                print(f"syncline run: {self.lines[-1]}", file=sys.stderr)
+
+    def _treat(self, model: nn.Module) -> str:
+        """Attach to a model between two of its steps, if that was asked for, and return a line about it."""
+        name, settings = type(model).__name__.removeprefix("FSDP"), self._settings
+        if settings.exchange is None or settings.updates:
+            return f"{name} is sharded with fully_shard, and left alone: to exchange between replicas, {_IN_SCRIPT}"
+        try:
+            handle = attach(model, settings.exchange, timeout_s=settings.timeout_s)
+        except SynclineError as error:
+            return f"{name} is sharded with fully_shard, and left alone: {error}"
+        return f"{name}: {handle.describe()}"
+
+
+def _roots(parameters: set[int]) -> list[nn.Module]:
+    """Return the outermost sharded modules that contain one of these parameters."""
+    found = [entry for entry in gc.get_objects() if isinstance(entry, nn.Module) and is_sharded(entry)]
+    inner = {id(module) for root in found for module in root.modules() if module is not root}
+    roots = [module for module in found if id(module) not in inner]
+    return [root for root in roots if any(id(parameter) in parameters for parameter in root.parameters())]
