@@ -70,7 +70,7 @@ def _curves(demo: DemoResult) -> Lines:
             Point(p.seconds, p.bits_per_byte, f"{name}: {p.bits_per_byte:.3f} after {p.seconds:.1f} s, step {p.step}")
             for p in row.held_out[1:]
         ]
-        series.append(Series(name, [(point.x, point.y) for point in points], points, color=(6, 0, 1, 2, 3)[color]))
+        series.append(Series(name, [(point.x, point.y) for point in points], points, color=color))
     series.append(Series("plain DDP’s final loss", [(0.0, target), (end_s, target)], dashed=True, color=7))
     note = f"Each point is one block of steps. Before training, the loss is {plain.held_out[0].bits_per_byte:.2f}. "
     note += "Methods that are clearly faster than plain DDP take twice its steps, and end earlier all the same. "

@@ -112,7 +112,8 @@ def training_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
     if inputs.demo is not None and not model.records:
         rows = [row for row in inputs.demo.rows if row.method != "nosync" and not row.same_as]
         curves = {sentences.demo_method(row): list(enumerate(row.losses)) for row in rows}
-        charts.append(_losses("Loss by step, averaged over the ranks", curves))
+        caption = "Loss by step, averaged over the ranks"
+        charts.append(_losses(caption if inputs.demo.model is None else f"Training {caption.lower()}, in nats", curves))
     recorded = [(rank, record) for rank, record in model.records if record.losses][:_MOST_RANKS]
     if recorded:
         curves = {f"rank {rank}": [(loss.step, loss.value) for loss in record.losses] for rank, record in recorded}
