@@ -9,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from syncline import __version__
-from syncline.bench.demo import CONTENDERS
+from syncline.bench.demo import Task
 from syncline.cli import app
+from syncline.records.bench_result import DEMO_METHODS
 from syncline.records.plan import Plan
 from syncline.units import milliseconds_text
 
@@ -126,29 +127,34 @@ def test_bench_shows_a_table_and_writes_the_file(tmp_path: Path) -> None:
     assert 'id="timeline"' in page.read_text() and 'id="links"' in page.read_text()
 
 
-def test_the_demo_tunes_trains_and_ends_with_a_table_and_what_it_means(
+def test_the_demo_tunes_trains_and_ends_with_a_verdict_and_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("mlxtend")
     path = tmp_path / "demo.json"
     monkeypatch.chdir(tmp_path)
-    arguments = ["demo", "--hosts=2", "--rate=400mbit", "--steps=6", "--tune=5", f"--json={path}"]
+    monkeypatch.setattr("syncline.bench.demo.TASK", Task(width=64, layers=1, heads=2, context=32, held_out=8))
+    arguments = ["demo", "--hosts=2", "--rate=150mbit", "--steps=4", "--tune=5", f"--json={path}"]
     answer = runner.invoke(app, arguments)
     assert answer.exit_code == 0, answer.stderr
     assert "Report: syncline-report.html" in answer.stdout
     page = Path("syncline-report.html").read_text()
-    assert all(f'id="{name}"' in page for name in ("demo", "step", "timeline", "plan", "training", "links"))
+    assert all(f'id="{name}"' in page for name in ("demo", "chosen", "step", "timeline", "training", "links"))
     told = " ".join(answer.stdout.split())
-    assert "plain DDP" in told and "tune, without loss:" in told and "the same weights" in told
+    assert "emulated" in told and "plain DDP" in told and all(f'quality="{q}"' in told for q in ("exact", "same"))
     result = json.loads(path.read_text())
     rows = {row["method"]: row for row in result["rows"]}
-    assert list(rows) == list(CONTENDERS)
+    assert tuple(rows) == DEMO_METHODS and result["steps"] == 4
     assert len({row["losses"][0] for row in rows.values()}) == 1  # the same weights and batches
-    plain, tuned, bf16 = (rows[name]["losses"] for name in ("ddp", "tune", "tune-bf16"))
-    assert tuned == pytest.approx(plain, rel=1e-4) and rows["tune"]["difference"] < 1e-4
-    assert bf16 == pytest.approx(plain, rel=0.05)
-    assert plain[-1] < 0.9 * plain[0]
-    assert "DDP" in result["said"]["tune"] and "DDP" in result["said"]["tune-bf16"]
+    plain = rows["ddp"]
+    assert [point["step"] for point in plain["held_out"]] == [0, 1, 2, 3, 4]
+    assert plain["equal_steps"] == plain["equal_time"] == plain["held_out"][-1]["bits_per_byte"] < 7.9
+    for method, row in rows.items():
+        assert row["losses"][:2] == pytest.approx(plain["losses"][:2], rel=0.02)
+        assert (row["same_as"] in ("", "ddp") and row["steps"] >= 4) or method == "nosync"
+        if method.startswith("tune-"):
+            assert row["setting"] and result["said"][method]
+            assert result["tunings"][method]["seconds"] > 3.0  # with the probe
+    assert rows["tune-exact"]["losses"] == pytest.approx(plain["losses"], rel=1e-3)
 
 
 def test_plan_shows_the_alternatives_and_writes_a_plan_for_wrap(tmp_path: Path) -> None:

@@ -123,6 +123,8 @@ def test_a_plan_never_has_a_sparse_exchange_without_a_warm_up() -> None:
         ({"quality": "best"}, "quality is 'best': it must be one of exact, same, close"),
         ({"quality": "same", "allow": ("bf16",)}, "quality and allow exclude each other"),
         ({"quality": "same", "exchange": syncline.Dense()}, "are for tuning, which an exchange or a plan replaces"),
+        ({"quality": "same", "warmup": 9}, "every, warmup, delay and outer are for updates"),
+        ({"quality": "close", "warmup": -1}, "warmup"),
         ({"retune": "often"}, "retune is 'often': it must be 'auto'"),
         ({"retune": "auto", "change": False}, "is for tuning that may change the model"),
         ({"cache": "no"}, "cache is 'no': it must be True or False"),
@@ -183,21 +185,22 @@ def test_tuning_tries_updates_and_attaches_them_with_a_warm_up(monkeypatch: pyte
     monkeypatch.setattr("syncline.tuning.trials._MAX_RATIO", float("inf"))
 
     def main(rank: Rank) -> str:
-        tuned, model, optimizer, step = tuned_model(rank, quality="close", network=links(1.0))
+        tuned, model, optimizer, step = tuned_model(rank, quality="close", warmup=2, network=links(1.0))
         assert tuned.trial.steps % tuned.choice.period == 0 and tuned.choice.attachment.updates
         assert tuned.handle is not None and not tuned.handle.exchanges_updates  # it warms up first
-        assert f"after {SPARSE_WARMUP_STEPS} steps of gradients in 4 bits" in tuned.handle.describe()
+        assert "after 2 steps of gradients in 4 bits" in tuned.handle.describe()
         for _ in range(3):
             optimizer.zero_grad()
             step(model)
             optimizer.step()
-        assert tuned.handle.stats().steps == 3
+        assert tuned.handle.stats().steps == 3 and tuned.handle.exchanges_updates
         return str(tuned.describe())
 
     first, second = on_ranks(2, main)
     assert first == second
     lines = first.splitlines()
     assert lines[0].startswith("Lossy: updates by ") and "Evidence (docs/results.md)" in lines[0]
+    assert "after 2 steps of gradients in 4 bits" in lines[0]
     assert re.match(r"Tried: plain DDP \d+\.\d ms \(\d+\.\d–\d+\.\d\), the choice .* noise ± \d+\.\d ms: ", lines[1])
     assert lines[2].startswith("Tuning took ")
 

@@ -26,7 +26,7 @@ from syncline.measure.assumed_network import assumed_network
 from syncline.plan.make import make_plan, plan_for
 from syncline.predict import Schedule, predict
 from syncline.predict.diagnosis import diagnose, lost_to
-from syncline.records.bench_result import BenchResult, DemoResult, Tuning
+from syncline.records.bench_result import BenchResult, DemoResult, DemoRow, Tuning
 from syncline.records.link_costs import Collective
 from syncline.records.network import Network
 from syncline.records.plan import Plan
@@ -48,6 +48,7 @@ DEMO = msgspec.structs.replace(
     network=NETWORK,
     tunings={"tune": Tuning(PROFILE, make_plan(PROFILE, NETWORK)), "tune-bf16": Tuning(PROFILE, PLAN)},
 )
+GPT_DEMO = read_json(RESULTS / "demo-2026-11-18.json", DemoResult)
 EVIL = "<script>alert(1)</script>"
 runner = CliRunner()
 
@@ -359,6 +360,42 @@ def test_training_curves_are_the_losses() -> None:
     assert set(plain) <= {float(f"{loss:.6g}") for loss in losses}
 
 
+def test_a_demo_begins_with_its_verdict_and_draws_held_out_loss_over_time() -> None:
+    page = build_page(Inputs(demo=GPT_DEMO))
+    plain, same = GPT_DEMO.row("ddp"), GPT_DEMO.row("tune-same")
+    assert plain.reached_s is not None and same.reached_s is not None
+    assert page.verdict.startswith('With quality="same" (4 bits), the model reaches plain DDP\'s held-out loss ')
+    assert f"{plain.reached_s / same.reached_s:.1f} times sooner" in page.verdict and "emulated" in page.verdict
+    assert page.warning.startswith("Emulated: ")
+    assert [section.name for section in page.sections][:3] == ["demo", "chosen", "step"]
+    seen = Seen(render(page))
+    drawn = list(seen.of("demo", "data-series"))
+    assert len({mark.attributes["data-series"] for mark in drawn}) == 3  # "exact" kept plain DDP, and has no curve
+    dots = [(mark.value("x"), mark.value("y")) for mark in drawn if "plain DDP" in mark.attributes["data-series"]]
+    assert dots == [tuple(near([point.seconds, point.bits_per_byte])) for point in plain.held_out[1:]]
+    assert "tune, exact: plain DDP kept" in seen.text and "repaid after" in seen.text
+    assert sentences.demo_method(same) in [mark.attributes["data-series"] for mark in drawn]
+
+
+def test_a_demo_says_so_if_a_method_does_not_reach_the_loss_or_nothing_is_faster() -> None:
+    def changed(**fields: object) -> list[DemoRow]:
+        return [
+            msgspec.structs.replace(row, **fields) if row.method.startswith("tune-") else row for row in GPT_DEMO.rows
+        ]
+
+    late = page_of(Inputs(demo=msgspec.structs.replace(GPT_DEMO, rows=changed(reached_s=None))))
+    assert "No quality reaches plain DDP's held-out loss sooner" in late.text
+    assert late.text.count("not reached") >= 3 and "was not reached in 100 steps" in late.text
+    kept = page_of(
+        Inputs(demo=msgspec.structs.replace(GPT_DEMO, rows=changed(same_as="ddp", setting="plain DDP kept")))
+    )
+    assert "No quality reaches plain DDP's held-out loss sooner" in kept.text
+    assert 'quality="same" keeps plain DDP' in kept.text
+    loopback = msgspec.structs.replace(GPT_DEMO.cluster, emulated=False)
+    unshaped = page_of(Inputs(demo=msgspec.structs.replace(GPT_DEMO, cluster=loopback)))
+    assert "its links were not slowed down" in unshaped.text and "mulated hosts" not in unshaped.text
+
+
 def test_gradients_are_ready_when_the_profile_says() -> None:
     seen = page_of(Inputs(profile=PROFILE))
     dots = [(mark.value("x"), mark.value("y")) for mark in seen.of("model", "data-y")]
@@ -591,6 +628,7 @@ def other_profile() -> Profile:
             "are these files of two different models?",
         ),
         ({"demo": msgspec.structs.replace(DEMO, rows=DEMO.rows[1:])}, "rows: nosync is missing"),
+        ({"demo": msgspec.structs.replace(GPT_DEMO, rows=GPT_DEMO.rows[:4])}, "rows: tune-close is missing"),
     ],
 )
 def test_what_contradicts_itself_is_refused(known: dict[str, object], says: str) -> None:

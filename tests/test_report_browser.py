@@ -12,7 +12,7 @@ import pytest
 
 from syncline.report.inputs import Inputs
 from syncline.report.page import write_report
-from test_report import BENCH, DEMO, EVIL, NETWORK, PLAN, PROFILE, a_run
+from test_report import BENCH, EVIL, GPT_DEMO, NETWORK, PLAN, PROFILE, a_run
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -39,7 +39,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     pages = {
         "all": Inputs(PROFILE, NETWORK, {"the plan": PLAN}, benches=(BENCH,)),
         "run": Inputs(runs=tuple(a_run(rank) for rank in range(4))),
-        "demo": Inputs(demo=DEMO),
+        "demo": Inputs(demo=GPT_DEMO),
         "evil": Inputs(msgspec.structs.replace(PROFILE, gradients=gradients, model=EVIL), NETWORK),
     }
     for name, inputs in pages.items():
@@ -166,7 +166,7 @@ def test_the_keyboard_reaches_marks_and_shows_the_same(browser: playwright.Brows
         assert opened.said == ""
 
 
-@pytest.mark.parametrize("name", ["all", "run", "evil"])
+@pytest.mark.parametrize("name", ["all", "run", "demo", "evil"])
 def test_a_narrow_screen_never_scrolls_sideways(name: str, browser: playwright.Browser, paths: dict[str, Path]) -> None:
     with Opened(browser, paths[name], width=360) as opened:
         assert opened.page.evaluate("document.documentElement.scrollWidth") == 360

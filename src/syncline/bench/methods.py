@@ -41,6 +41,7 @@ from syncline.records.bucket_caps import filled
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
+from syncline.tuning.apply import without_warmup
 from syncline.units import count_text, size_text
 
 
@@ -175,7 +176,8 @@ HOOKS = ("fp16-hook", "powersgd")
 def make_planned(method: str, profile: Profile, network: Network, *, paced: bool, caps: tuple[int, ...]) -> Plan:
     """Make the plan of a method, before anything is measured. DDP closes its buckets at `caps` bytes."""
     if method in ("plan", "plan-lossy"):
-        return make_plan(profile, network, PLANNERS[method], paced=paced, caps=caps)
+        # A bench takes fewer steps than a warm-up has, and measures what follows it.
+        return without_warmup(make_plan(profile, network, PLANNERS[method], paced=paced, caps=caps))
     plain = predict(profile, network, Schedule("ddp", filled(profile.gradients, caps)), paced=paced)
     chosen = predict(profile, network, named(profile, network, method), paced=paced)
     return plan_for(chosen, plain_s=plain.iteration_s, reason=f"{method}, as published")

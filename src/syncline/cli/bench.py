@@ -8,20 +8,21 @@ from pathlib import Path
 import msgspec
 import typer
 
-from syncline.bench.demo import BATCH, run_demo
+from syncline.bench.demo import run_demo
 from syncline.bench.methods import METHODS, check_methods
 from syncline.bench.run import Workload, run_bench
 from syncline.cli import commands, options, screen
 from syncline.cli.report import typed, write_page
 from syncline.cli.screen import say
-from syncline.cluster import format_rate, run_command, why_not_shaped
+from syncline.cluster import run_command, why_not_shaped
 from syncline.errors import UsageError
 from syncline.models import zoo
 from syncline.records.bench_result import DemoResult
 from syncline.records.network import Network
 from syncline.report import sentences
 from syncline.report.inputs import Inputs
-from syncline.report.sections.measured import bench_charts, demo_chart
+from syncline.report.sections.demo import reached_chart
+from syncline.report.sections.measured import bench_charts, demo_step_chart
 
 
 def demo_command(args: commands.Demo) -> None:
@@ -30,7 +31,7 @@ def demo_command(args: commands.Demo) -> None:
         raise UsageError("--hosts 1: one rank exchanges nothing; use two or more")
     screen.check_writable(args.json, args.report)
     screen.warn_if_not_shaped()
-    screen.err.print(f"Training a CNN on 4,000 real digits, {screen.links(spec, why_not_shaped() is None)}")
+    screen.err.print(f"A small GPT on Python source code, {screen.links(spec, why_not_shaped() is None)}, emulated")
     with screen.progress("Tuning, then training with every method in turn") as on_progress:
         result = run_demo(spec, args.steps, tune_s=args.tune, on_progress=on_progress)
     result = msgspec.structs.replace(result, command=typed())
@@ -41,14 +42,14 @@ def demo_command(args: commands.Demo) -> None:
 
 
 def _show_demo(result: DemoResult) -> None:
-    cluster = result.cluster
-    link = f"{format_rate(cluster.rate_bps)} links" if cluster.emulated else "loopback (links are not shaped)"
-    say(
-        f"A CNN on 4,000 real digits, {result.steps} steps ({result.epochs:.1f} epochs) of {BATCH} images on each "
-        f"{'of' if cluster.per_host == 1 else 'rank of'} {cluster.hosts} hosts, {link}\n"
-    )
-    screen.show(demo_chart(result))
-    say("\n" + "\n\n".join(sentences.demo(result)) + "\n")
+    parameters = "" if result.model is None else f" of {result.model.parameters:,} parameters"
+    say(f"A small GPT{parameters} on Python source code, AdamW; {sentences.bench_cluster(result.cluster)}\n")
+    verdict, *more = sentences.demo(result)
+    say(f"{verdict}\n", style="bold")
+    for chart in (reached_chart(result), demo_step_chart(result)):
+        screen.show(chart)
+        say("")
+    say("\n\n".join(more) + "\n")
 
 
 def bench_command(args: commands.Bench) -> None:

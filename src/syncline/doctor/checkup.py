@@ -115,7 +115,7 @@ def examine(wait_s: float = 30.0) -> Checkup | None:
     if met is not None and met.ranks > 1:
         next_ = "the same torchrun, with: -m syncline probe --output network.json"
     elif why_no_namespaces is None:
-        next_ = "syncline demo" if checkup.extras["mlxtend"] else "syncline probe --hosts 4 --rate 200mbit"
+        next_ = "syncline demo"
     return checkup if checkup.problems else msgspec.structs.replace(checkup, next=next_)
 
 

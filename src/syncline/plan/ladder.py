@@ -139,6 +139,7 @@ def make_choice(
     paced: bool = False,
     caps: Sequence[int] = DDP_CAPS,
     hint: bool = True,
+    warmup: int | None = None,
 ) -> Choice:
     """Choose the gentlest method within 5 % of the fastest that a quality allows.
 
@@ -152,6 +153,7 @@ def make_choice(
         paced: Whether gradients are ready at fixed times, as in a replayed profile.
         caps: Bytes at which plain DDP closes its buckets; the last one repeats.
         hint: Whether to predict what the next quality would give, for the explanation.
+        warmup: Steps of the warm-up, if updates are chosen. Default: 300.
 
     Returns:
         The choice, with its explanation.
@@ -164,7 +166,8 @@ def make_choice(
         >>> print(choice.reason)
     """
     check_quality(quality)
-    return _Ladder(profile, network, own_buckets, paced, caps).choose(quality, updates, overlap, hint)
+    steps = SPARSE_WARMUP_STEPS if warmup is None else warmup
+    return _Ladder(profile, network, own_buckets, paced, caps, steps).choose(quality, updates, overlap, hint)
 
 
 @dataclass(frozen=True)
@@ -177,9 +180,11 @@ class _Step:
 
 
 class _Ladder:
-    def __init__(self, profile: Profile, network: Network, own_buckets: bool, paced: bool, caps: Sequence[int]) -> None:
+    def __init__(
+        self, profile: Profile, network: Network, own_buckets: bool, paced: bool, caps: Sequence[int], warmup: int
+    ) -> None:
         self._profile, self._network, self._paced, self._caps = profile, network, paced, caps
-        self._own_buckets = own_buckets
+        self._own_buckets, self._warmup = own_buckets, warmup
         self._plain = predict(profile, network, Schedule("ddp", filled(profile.gradients, caps)), paced=paced)
 
     def choose(self, quality: str, updates: bool, overlap: bool, hint: bool) -> Choice:
@@ -268,9 +273,9 @@ class _Ladder:
         attachment = Attachment(exchange=settings(entry.exchange), updates=True, every=entry.every)
         often = "in every step" if entry.every == 1 else f"every {entry.every} steps"
         text = f"Lossy: updates by {name_of(entry.exchange)} {often}"
-        text += f", after {SPARSE_WARMUP_STEPS} steps of gradients in 4 bits"
+        text += f", after {self._warmup} steps of gradients in 4 bits" if self._warmup else ""
         choice = self._attached(rung, found, attachment, text)
-        return choice if choice.nothing else msgspec.structs.replace(choice, warmup=SPARSE_WARMUP_STEPS)
+        return choice if choice.nothing else msgspec.structs.replace(choice, warmup=self._warmup)
 
     def _attached(self, rung: Rung, found: Prediction, attachment: Attachment, text: str) -> Choice:
         """Return a choice that attaches an exchange to DDP's own buckets, or plain DDP if that is not slower."""

@@ -9,6 +9,11 @@ from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 
+DEMO_METHODS = ("nosync", "ddp", "tune-exact", "tune-same", "tune-close")
+"""The methods of the demo; the last three are `tune` with each quality."""
+DIGITS_METHODS = ("nosync", "ddp", "tune", "tune-bf16")
+"""The methods of the demo until release 0.2, which trained a CNN on digits."""
+
 
 class Cluster(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hosts: int
@@ -62,6 +67,14 @@ class BenchResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     plans: dict[str, Plan] = {}  # the plan of each method that has one
 
 
+class HeldOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A point of a training's curve."""
+
+    step: int
+    seconds: float  # time of training until then, without evaluations
+    bits_per_byte: float  # the loss on held-out text
+
+
 class DemoRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     method: str
     step_ms: float
@@ -72,6 +85,13 @@ class DemoRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     held_out_accuracy: float | None
     difference: float | None  # largest difference between the trained weights and plain DDP's; 0 if bit-identical
     losses: list[float]  # the loss of each step, averaged over the ranks
+    steps: int = 0
+    setting: str = ""  # what tuning chose
+    same_as: str = ""  # the method whose figures these are, because tuning kept it; it was not trained twice
+    held_out: list[HeldOut] = []
+    equal_steps: float | None = None  # held-out bits per byte after as many steps as plain DDP
+    equal_time: float | None = None  # the same after as many seconds, or at the end of a shorter training
+    reached_s: float | None = None  # seconds of training until plain DDP's final held-out loss; None: not reached
 
 
 class Tuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,6 +99,8 @@ class Tuning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     profile: Profile
     plan: Plan
+    seconds: float | None = None  # what tuning took, with the probe of the links
+    lossless: bool | None = None  # whether what was applied is lossless; if plain DDP stays, it is
 
 
 class DemoResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,6 +113,12 @@ class DemoResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     command: str = ""  # the command that repeats the measurement
     network: Network | None = None
     tunings: dict[str, Tuning] = {}  # the results of `tune`, by method
+    model: Model | None = None  # None if it was written by 0.2 or earlier, which trained a CNN on digits
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods that a demo of this release compares."""
+        return DIGITS_METHODS if self.model is None else DEMO_METHODS
 
     def row(self, method: str) -> DemoRow:
         return next(row for row in self.rows if row.method == method)

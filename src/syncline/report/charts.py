@@ -122,6 +122,16 @@ def linear_axis(name: str, values: Iterable[float], text: Callable[[float], str]
     return Axis(name, low, high, tuple((tick, text(tick)) for tick in ticks))
 
 
+def narrow_axis(name: str, values: Iterable[float], text: Callable[[float], str]) -> Axis:
+    """Start a little below the smallest value, and end a little above the largest: 0 is far from all of them."""
+    finite = [value for value in values if math.isfinite(value)] or [0.0, 1.0]
+    margin = 0.06 * (max(finite) - min(finite)) or 0.5
+    low, high = min(finite) - margin, max(finite) + margin
+    spacing = _round_numbers(high - low)[1]
+    ticks = [spacing * index for index in range(math.ceil(low / spacing), math.floor(high / spacing) + 1)]
+    return Axis(name, low, high, tuple((tick, text(tick)) for tick in ticks))
+
+
 def log_axis(name: str, values: Iterable[float], text: Callable[[float], str]) -> Axis:
     """Label powers of ten; where there are fewer than three, also 2 and 5 times those."""
     positive = [value for value in values if math.isfinite(value) and value > _SMALLEST] or [1.0, 10.0]

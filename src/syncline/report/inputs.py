@@ -25,6 +25,7 @@ from syncline.units import count_text, rate_text, size_text
 # Names on the page of the plans of methods of the bench and the demo.
 _PLAN_NAMES = {"plan": "the plan, lossless", "plan-lossy": "the plan, lossy allowed"}
 _PLAN_NAMES |= {"tune": "the plan, lossless", "tune-bf16": "the plan, 16 bits allowed"}
+_PLAN_NAMES |= {f"tune-{quality}": f"the plan, quality {quality}" for quality in ("exact", "same", "close")}
 
 PREDICT = "Predict again", "syncline predict --profile {profile} --network {network}"
 PLAN = "Plan again", "syncline plan --profile {profile} --network {network}"
@@ -64,7 +65,7 @@ class Inputs:
         _check_runs(self.runs)
         _check_consistent(self)
         if self.demo is not None:
-            for method in ("nosync", "ddp", "tune", "tune-bf16"):
+            for method in self.demo.methods:
                 if all(row.method != method for row in self.demo.rows):
                     file = next(iter(self.files.get("demo", ())), "demo")
                     raise UsageError(f"{file}: rows: {method} is missing; run the demo again")
@@ -130,9 +131,14 @@ def _model_of_files(inputs: Inputs) -> ModelData:
     if inputs.demo is not None:
         tunings = inputs.demo.tunings
         network = network or inputs.demo.network
-        profile = profile or next((tuning.profile for tuning in reversed(tunings.values())), None)
-        plans = plans or {_PLAN_NAMES.get(name, name): tuning.plan for name, tuning in tunings.items()}
-        names = ["a CNN on real digits"]
+        # The profile of the tuning whose plan is shown, because their measurements differ a little.
+        planned = sorted(tunings.values(), key=lambda tuning: tuning.plan.nothing)
+        profile = profile or next((tuning.profile for tuning in planned), None)
+        if not plans:  # tuning may also have applied something without a plan
+            shown = {name: t.plan for name, t in tunings.items() if inputs.demo.model is None or not t.plan.nothing}
+            plans = {_PLAN_NAMES.get(name, name): plan for name, plan in shown.items()}
+        trained = inputs.demo.model
+        names = ["a CNN on real digits" if trained is None else f"{trained.name} on Python source code"]
     return ModelData(next(filter(None, names), ""), profile, network, plans)
 
 

@@ -17,14 +17,14 @@ from markupsafe import Markup
 
 from syncline._version import __version__
 from syncline.files import write_text
-from syncline.records.bench_result import DemoRow
+from syncline.records.bench_result import DemoResult, DemoRow
 from syncline.records.bench_result import Row as BenchRow
 from syncline.records.run_record import FINISHED, RUNNING, RunRecord
 from syncline.report import sentences
 from syncline.report.charts import Section
 from syncline.report.inputs import Inputs, ModelData, all_networks, forecast_for
 from syncline.report.sections import all_sections
-from syncline.units import count_text, milliseconds_text, ranks_text, rate_text, size_text
+from syncline.units import count_text, duration_text, milliseconds_text, ranks_text, rate_text, size_text
 
 _MOST_MODELS, _MOST_FACTS = 6, 4
 
@@ -104,6 +104,7 @@ def _about(inputs: Inputs, models: Sequence[ModelData]) -> str:
     parts, first = [", ".join(model.name for model in models if model.name)], models[0]
     if len(models) == 1:
         known: list[Any] = [*(record for _, record in first.records), *(bench.model for bench in inputs.benches)]
+        known += [inputs.demo.model] if inputs.demo is not None and inputs.demo.model is not None else []
         parts += [f"{entry.parameters:,} parameters" for entry in known[:1]]
         sizes = [entry.gradient_bytes for entry in (first.profile, *known) if entry is not None]
         sizes += [sum(gradient.nbytes for gradient in plan.gradients) for plan in first.plans.values()]
@@ -113,6 +114,8 @@ def _about(inputs: Inputs, models: Sequence[ModelData]) -> str:
 
 def _cluster(inputs: Inputs, model: ModelData) -> str:
     network = model.network if model.forecast is None else model.forecast.network
+    if inputs.demo is not None and inputs.demo.model is not None:
+        return sentences.bench_cluster(inputs.demo.cluster)
     if network is None and not model.records and (measured := [inputs.demo] if inputs.demo else inputs.benches):
         return sentences.bench_cluster(measured[0].cluster)
     known = [(record.host_of_rank, record.backend) for _, record in model.records]
@@ -144,7 +147,7 @@ def _said(inputs: Inputs, models: Sequence[ModelData]) -> list[str]:
     for model in models:
         if inputs.demo is None and not model.records:
             said += [plan.reason for plan in model.plans.values()]
-        if (forecast := model.forecast) is not None:
+        if (forecast := model.forecast) is not None and not (inputs.demo is not None and inputs.demo.model is not None):
             name = f"{model.name}, {forecast.name}" if len(models) > 1 else forecast.name
             text = sentences.diagnosis(forecast.diagnosis)
             said.append(f"Predicted for {name}: {text[:1].lower()}{text[1:]}")
@@ -159,6 +162,9 @@ def _facts(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[Fact]:
     for model in models:
         for pace in model.records[0][1].paces[-2:] if model.records else ():
             yield Fact(pace.way, milliseconds_text(pace.step_s), f"per step of {model.name}, measured")
+    if inputs.demo is not None and inputs.demo.model is not None:
+        yield from _demo_facts(inputs.demo)
+        return
     result = inputs.demo or next(iter(inputs.benches), None)
     if result is not None and result.rows:
         measured: Sequence[BenchRow | DemoRow] = result.rows
@@ -183,8 +189,23 @@ def _facts(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[Fact]:
         yield Fact("gradients", size_text(profile.gradient_bytes), count_text(len(profile.gradients), "tensor"))
 
 
+def _demo_facts(demo: DemoResult) -> Iterator[Fact]:
+    plain = demo.row("ddp")
+    for row in (demo.row(name) for name in demo.methods if name != "nosync"):
+        ratio = sentences.sooner(row, plain)
+        note = "plain DDP’s loss was not reached" if ratio is None else f"to the same loss, {ratio:.1f} times sooner"
+        note = "to its final held-out loss" if row is plain else "not trained twice" if row.same_as else note
+        yield Fact(sentences.demo_method(row), "–" if row.reached_s is None else duration_text(row.reached_s), note)
+
+
 def _warnings(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[str]:
     """Say what readers must know before they believe the rest."""
+    if inputs.demo is not None and inputs.demo.model is not None:
+        if inputs.demo.cluster.emulated:
+            rate = rate_text(inputs.demo.cluster.rate_bps)
+            yield f"Emulated: the hosts are processes on one machine, behind links that are limited to {rate}."
+        else:
+            yield "The hosts are processes on one machine, and its links were not slowed down."
     unfinished = sorted((run for run in inputs.runs if run.ended != FINISHED), key=_likely_cause)
     for run in unfinished[:1]:
         text = run.state if len(run.state) <= 160 else f"{run.state[:159]}…"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from syncline.predict.diagnosis import CAUSES, Diagnosis, lost_to
-from syncline.records.bench_result import BenchResult, Cluster, DemoResult
+from syncline.records.bench_result import BenchResult, Cluster, DemoResult, DemoRow
 from syncline.records.network import Network
 from syncline.records.profile import Profile
 from syncline.records.run_record import ModelRecord, Pace
@@ -43,7 +44,64 @@ def diagnosis(found: Diagnosis) -> str:
     return f"Scaling is {prediction.scaling:.0%}: {why}."
 
 
+def demo_method(row: DemoRow) -> str:
+    """Return a method of the demo with what tuning chose, in words."""
+    return f"tune, {row.method.removeprefix('tune-')}: {row.setting}" if row.setting else method(row.method)
+
+
+def sooner(row: DemoRow, plain: DemoRow) -> float | None:
+    """Return how many times sooner than plain DDP a method reaches its final held-out loss; None if it does not."""
+    return None if row.reached_s is None or plain.reached_s is None else plain.reached_s / max(row.reached_s, 1e-9)
+
+
 def demo(result: DemoResult) -> list[str]:
+    """Return the verdict on a demo, and what else matters."""
+    if result.model is None:
+        return _demo_on_digits(result)
+    floor, plain, *tuned = (result.row(name) for name in result.methods)
+    exposed = max(0.0, 1 - floor.step_ms / plain.step_ms) if plain.step_ms else 0.0
+    seconds = plain.held_out[-1].seconds
+    about = f"Plain DDP spends {exposed:.0%} of each step on communication that computation does not hide, and trains "
+    said = [f"{about}for {duration_text(seconds)} to a held-out loss of {plain.equal_steps:.2f} bits per byte."]
+    said += [_demo_quality(row, result) for row in tuned]
+    named = [row for row in tuned if not row.same_as and (sooner(row, plain) or 0) > 1 + _SAME]
+    best = next((row for row in named if row.method == "tune-same"), named[0] if named else None)
+    emulated = result.cluster.emulated
+    where = f"emulated links of {rate_text(result.cluster.rate_bps)}" if emulated else "links that were not slowed down"
+    if best is None:
+        return [f"No quality reaches plain DDP's held-out loss sooner than plain DDP itself, over {where}.", *said]
+    quality = f'With quality="{best.method.removeprefix("tune-")}" ({best.setting})'
+    now, before = (duration_text(row.reached_s or 0.0) for row in (best, plain))
+    verdict = f"{quality}, the model reaches plain DDP's held-out loss {sooner(best, plain):.1f} times sooner: after "
+    return [f"{verdict}{now} of training instead of {before}, over {where}.", *said]
+
+
+def _demo_quality(row: DemoRow, result: DemoResult) -> str:
+    plain, start = result.row("ddp"), f'quality="{row.method.removeprefix("tune-")}"'
+    if row.same_as:
+        return f"{start} keeps plain DDP, because nothing that it permits is clearly faster here."
+    ratio, before, now = sooner(row, plain), plain.equal_steps or 0.0, row.equal_steps or 0.0
+    text = f"{start} ({row.setting}): {speedup_text(row.vs_ddp, _SAME)} per step"
+    if ratio is None:
+        text += f", but plain DDP's final loss was not reached in {count_text(row.steps, 'step')}"
+    else:
+        text += f", and plain DDP's final loss {ratio:.1f} times {'sooner' if ratio >= 1 else 'as soon'}"
+    text += f"; at equal steps its loss is {now:.2f}, plain DDP's {before:.2f}."
+    if (repaid := repaid_steps(row, result)) is not None:
+        took_s, steps = repaid
+        text += f" Tuning took {duration_text(took_s)}, which is repaid after {count_text(steps, 'step')}."
+    return text
+
+
+def repaid_steps(row: DemoRow, result: DemoResult) -> tuple[float, int] | None:
+    """Return the seconds that a tuning took, and the steps after which they are saved; None if nothing is saved."""
+    tuning, saved_ms = result.tunings.get(row.method), result.row("ddp").step_ms - row.step_ms
+    if tuning is None or tuning.seconds is None or row.same_as or saved_ms <= 0:
+        return None
+    return tuning.seconds, max(1, math.ceil(tuning.seconds * 1e3 / saved_ms))
+
+
+def _demo_on_digits(result: DemoResult) -> list[str]:
     floor, plain, lossless, bf16 = (result.row(name) for name in ("nosync", "ddp", "tune", "tune-bf16"))
     exposed = max(0.0, 1 - floor.step_ms / plain.step_ms) if plain.step_ms else 0.0
     weights = ", bit for bit" if lossless.difference == 0 else " to summation order"
@@ -132,7 +190,7 @@ def profile(measured: Profile) -> str:
 
 
 def bench_cluster(cluster: Cluster) -> str:
-    parts = [count_text(cluster.hosts, "host")]
+    parts = [count_text(cluster.hosts, "emulated host" if cluster.emulated else "host")]
     if isinstance(cluster.per_host, list):
         parts.append(f"{count_text(sum(cluster.per_host), 'rank')} in all")
     elif cluster.per_host > 1:

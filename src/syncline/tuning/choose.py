@@ -39,7 +39,7 @@ def agreed_network(
         network = read_network(settings.network, fields)
         fields |= {"allow": list(settings.allow), "change": settings.change, "budget_s": settings.budget_s}
         fields |= {"timeout_s": settings.timeout_s, "scaler": settings.scaler is not None}
-        fields |= {"quality": settings.quality, "cache": settings.cache}
+        fields |= {"quality": settings.quality, "cache": settings.cache, "warmup": settings.warmup}
     if network is not None:
         check_network(network, hosts_of(group), backend_of(group))
     return settings, network
@@ -119,8 +119,9 @@ def choose_for_live(
             plan = make_plan(profile, network, settings.allow, caps=caps, own_buckets=own_buckets)
             return msgspec.json.encode(choice_of(plan, own_buckets=own_buckets))
         able = {"updates": updates, "overlap": overlap, "own_buckets": own_buckets}
-        hint = settings.quality is not None
-        return msgspec.json.encode(make_choice(profile, network, quality, caps=caps, hint=hint, **able))
+        hint, warmup = settings.quality is not None, settings.warmup
+        choice = make_choice(profile, network, quality, caps=caps, hint=hint, warmup=warmup, **able)
+        return msgspec.json.encode(choice)
 
     return profile, msgspec.json.decode(run_on_all_ranks(group, encoded)[0], type=Choice)
 

@@ -67,7 +67,7 @@ def follow(
         quiet: Print nothing. By default rank 0 prints what was done.
         optimizer: The optimizer of the model, to exchange its updates through `exchange`, as in `attach`; or, with
             `quality`, where tuning chooses so.
-        every, warmup, delay, outer: As in `attach`, for updates.
+        every, warmup, delay, outer: As in `attach`, for updates. With `quality="close"`, only `warmup`.
 
     Returns:
         The state of the model, which says what was measured and done.

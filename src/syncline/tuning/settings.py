@@ -81,7 +81,8 @@ class TuneSettings:
         if self.updates and self.exchange is None:
             raise UsageError("an exchange of updates must be named: pass exchange= too, as in exchange=OkTopk()")
         checked_policy(exchange, 1, self.every, self.warmup, self.delay, self.outer)
-        if not self.updates and self.update_options != {"every": 1, "warmup": None, "delay": 0, "outer": None}:
+        usual = {"every": 1, "warmup": self.warmup if self.may_exchange_updates else None, "delay": 0, "outer": None}
+        if not self.updates and self.update_options != usual:
             text = "pass updates=True too (to follow: optimizer=…), or leave them out"
             raise UsageError(f"every, warmup, delay and outer are for updates: {text}")
         if self.on_world_size not in ON_WORLD_SIZE:

@@ -9,6 +9,7 @@ import msgspec
 from syncline.report import sentences
 from syncline.report.charts import Section, Table
 from syncline.report.inputs import Inputs, ModelData, all_networks
+from syncline.report.sections.demo import demo_sections
 from syncline.report.sections.measured import gradients_section, method_sections, training_section
 from syncline.report.sections.network import network_sections
 from syncline.report.sections.plan import plan_sections, scaling_section
@@ -23,6 +24,7 @@ _FOR_EACH_MODEL = (
 
 
 def all_sections(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[Section]:
+    yield from demo_sections(inputs)
     yield from method_sections(inputs)
     for number, model in enumerate(models, 1):
         for section in (section for make in _FOR_EACH_MODEL for section in make(inputs, model)):
@@ -54,7 +56,8 @@ def _assumptions(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[str]:
     if inputs.runs:
         yield "Step times of a run are each rank’s own, without the optimizer, data loading and logging."
     if inputs.benches or inputs.demo:
-        yield "Methods took turns in the same processes, and each step began after the links had been idle."
+        turn = "block of steps" if inputs.demo is not None and inputs.demo.model is not None else "step"
+        yield f"Methods took turns in the same processes, and each {turn} began after the links had been idle."
     yield "docs/assumptions.md in Syncline’s source lists all assumptions, and what breaks its guarantees."
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import msgspec
+
 from syncline.records.bench_result import BenchResult, DemoResult, DemoRow
 from syncline.records.bench_result import Row as BenchRow
 from syncline.records.profile import Profile
@@ -21,9 +23,9 @@ Curves = dict[str, list[tuple[int, float]]]  # steps and values, by name
 
 
 def method_sections(inputs: Inputs) -> Iterator[Section]:
-    if (demo := inputs.demo) is not None:
+    if (demo := inputs.demo) is not None and demo.model is None:
         lead = "Each method trains its own copy of the model, from the same weights and on the same batches; they take "
-        yield _section("demo", "Training", demo, f"{lead}turns.", [demo_chart(demo)])
+        yield _section("demo", "Training", demo, f"{lead}turns.", [digits_chart(demo)])
     for number, result in enumerate(inputs.benches, 1):
         lead = " ".join(filter(None, [sentences.bench(result), sentences.prediction_error(result)]))
         name = "bench" if number == 1 else f"bench-{number}"
@@ -52,10 +54,20 @@ def bench_charts(result: BenchResult) -> Iterator[Bars]:
         yield Bars(caption, peaks, ("peak", "between steps"), "measured", unit="bytes")
 
 
-def demo_chart(result: DemoResult) -> Bars:
+def digits_chart(result: DemoResult) -> Bars:
+    """Compare the methods of a demo that trained a CNN on digits, as releases until 0.2 did."""
     accuracies = ("–" if row.held_out_accuracy is None else f"{row.held_out_accuracy:.1%}" for row in result.rows)
     cells = [(size_text(row.wire_bytes), accuracy) for row, accuracy in zip(result.rows, accuracies, strict=True)]
     return _methods(f"A CNN on real digits, {count_text(result.steps, 'step')}", result, ("wire", "accuracy"), cells)
+
+
+def demo_step_chart(result: DemoResult) -> Bars:
+    cells = [(size_text(row.wire_bytes),) for row in result.rows]
+    blocks = count_text(len(result.row("ddp").held_out) - 1, "block")
+    chart = _methods(f"Time and bytes per step, {blocks} of each method", result, ("sent",), cells)
+    note = "Medians and quartiles over blocks of steps. × DDP is the median of each round’s ratio to plain DDP. Sent: "
+    note += "mean bytes per step on the busiest host’s interface, a warm-up included."
+    return msgspec.structs.replace(chart, note=note)
 
 
 def _methods(
@@ -76,7 +88,7 @@ def _methods(
 
 def _row(row: BenchRow | DemoRow, floor_s: float | None, cells: tuple[str, ...]) -> Row:
     bench = row if isinstance(row, BenchRow) else None
-    name = sentences.method(row.method) if bench is None else row.method
+    name = row.method if isinstance(row, BenchRow) else sentences.demo_method(row)
     note, predicted_ms = ("", None) if bench is None else (bench.setting, bench.predicted_ms)
     step_s, low_s, high_s = (value / 1e3 for value in (row.step_ms, row.step_ms_low, row.step_ms_high))
     step, low, high = map(milliseconds_text, (step_s, low_s, high_s))
@@ -98,9 +110,10 @@ def _row(row: BenchRow | DemoRow, floor_s: float | None, cells: tuple[str, ...])
 def training_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
     charts = []
     if inputs.demo is not None and not model.records:
-        rows = [row for row in inputs.demo.rows if row.method != "nosync"]
-        curves = {sentences.method(row.method): list(enumerate(row.losses)) for row in rows}
-        charts.append(_losses("Loss by step, averaged over the ranks", curves))
+        rows = [row for row in inputs.demo.rows if row.method != "nosync" and not row.same_as]
+        curves = {sentences.demo_method(row): list(enumerate(row.losses)) for row in rows}
+        caption = "Loss by step, averaged over the ranks"
+        charts.append(_losses(caption if inputs.demo.model is None else f"Training {caption.lower()}, in nats", curves))
     recorded = [(rank, record) for rank, record in model.records if record.losses][:_MOST_RANKS]
     if recorded:
         curves = {f"rank {rank}": [(loss.step, loss.value) for loss in record.losses] for rank, record in recorded}
