@@ -239,3 +239,37 @@ def test_wrong_arguments_of_tune_are_one_line(one_rank: None) -> None:
     )
     other = torch.optim.SGD(Wide().parameters(), lr=0.1)
     assert "the optimizer does not have it" in refusal(lambda: syncline.tune(model, lambda net: None, optimizer=other))
+
+
+def test_a_model_that_exchanges_something_already_is_tuned_from_what_detaching_leaves() -> None:
+    attached: dict[str, dict[str, Any]] = {
+        "updates": {"exchange": syncline.ChunkedTopk(density=0.1), "every": 3, "warmup": 0},
+        "overlap": {"exchange": syncline.Dense(), "overlap": "forward", "gather": "bf16"},
+    }
+
+    def main(rank: Rank) -> dict[str, Any]:
+        results = {}
+        for name, options in attached.items():
+            model = DDP(Wide(), bucket_cap_mb=0.02)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank.rank))
+
+            def step(net: nn.Module, inputs: torch.Tensor = inputs) -> None:
+                net(inputs).square().mean().backward()
+
+            syncline.attach(model, optimizer=optimizer, **options)
+            for _ in range(8):
+                optimizer.zero_grad()
+                step(model)
+                optimizer.step()
+            syncline.tune(model, step, optimizer=optimizer, network=links(1e6), budget_s=5, quiet=True)
+            states = [optimizer.state[parameter] for parameter in model.parameters()]
+            assert [float(state["step"]) for state in states] == [8.0] * len(states), name
+            assert all(float(state["exp_avg"].abs().max()) > 0 for state in states), name
+            results[name] = [parameter.flatten().tolist() for parameter in model.parameters()]
+        return results
+
+    ours, theirs = on_ranks(2, main)
+    assert ours == theirs
+    for name, weights in ours.items():  # overlap leaves the weights of the owners of shards, which are not rounded
+        assert all(torch.tensor(each).bfloat16().tolist() != each for each in weights), name

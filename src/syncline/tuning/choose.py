@@ -8,6 +8,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
 
 from syncline.ddp import reducer
 from syncline.dist.comm import backend_of
@@ -24,6 +25,7 @@ from syncline.records.network import Network
 from syncline.records.plan import Alternative, Plan, PlannedGradient, Where
 from syncline.records.profile import Profile
 from syncline.runtime.topology import check_network, hosts_of, read_network
+from syncline.runtime.validation import optimizer_settings
 from syncline.tuning.network_cache import cached_path, recall, remember
 from syncline.tuning.settings import TuneSettings
 
@@ -31,15 +33,24 @@ _OVERHEADS_S = 2.0  # time for measuring the work of exchanges, of which most ta
 
 
 def agreed_network(
-    group: dist.ProcessGroup, device: torch.device, call: str, check: Callable[[], TuneSettings]
+    group: dist.ProcessGroup,
+    device: torch.device,
+    call: str,
+    check: Callable[[], TuneSettings],
+    optimizer: Optimizer | None = None,
 ) -> tuple[TuneSettings, Network | None]:
-    """Return the settings that `check` returns, and their network if any, once all ranks agree. Collective."""
+    """Return the settings that `check` returns, and their network if any, once all ranks agree. Collective.
+
+    They must also agree on whether there is an optimizer, and on its settings.
+    """
     with same_on_all_ranks(group, device, f"the configuration of {call}", call) as fields:
         settings = check()
         network = read_network(settings.network, fields)
         fields |= {"allow": list(settings.allow), "change": settings.change, "budget_s": settings.budget_s}
         fields |= {"timeout_s": settings.timeout_s, "scaler": settings.scaler is not None}
         fields |= {"quality": settings.quality, "cache": settings.cache}
+        fields |= {"retune": settings.retune, "probe_s": settings.probe_s}
+        fields["optimizer"] = None if optimizer is None else optimizer_settings(optimizer)
     if network is not None:
         check_network(network, hosts_of(group), backend_of(group))
     return settings, network

@@ -266,18 +266,18 @@ class Following(LiveModel):
         with BackwardWatch(Subject.of(self.model), None, _PROFILED, 0, last_pass_only=True) as watch:
             yield from self._wait_for_steps(_PROFILED)
             with self._paused():
-                _, given = agreed_network(self._group, self._device, "follow", lambda: settings)
-                given = None if self._is_stale else given
+                optimizer = self._optimizer_to_tune()
+                _, links = agreed_network(self._group, self._device, "follow", lambda: settings, optimizer)
+                links = None if self._is_stale else links
                 if settings.change and not self._is_compiled:
                     self._check_changeable()
                 self.profile = profile = watch.profile(self._group)
         with self._paused():
-            if given is None and self._group.size() != dist.get_world_size():
+            if links is None and self._group.size() != dist.get_world_size():
                 raise CannotChangeError("its process group is part of the world, which cannot be probed: pass network")
-            self.network = given or self._find_network(profile)
+            self.network = links or self._find_network(profile)
             if self.network is None:
                 return
-            optimizer = self._optimizer_to_tune()
             able = {"updates": optimizer is not None, "own_buckets": self._is_compiled}
             chosen = choose_for_live(self.model, profile, self.network, settings, self._device, **able)
             (self.profile, self.choice), self.plan = chosen, chosen[1].plan

@@ -117,8 +117,8 @@ def tune(
     """Find the gentlest fast way for a DDP model to exchange its gradients, and apply it in place.
 
     All ranks of the model's process group must call `tune` with the same arguments. An exchange that was attached
-    before is replaced, and its residual is dropped. From then on each rank logs one line when another rank stops
-    sending heartbeats, with plain DDP too.
+    before is detached first, as by `handle.detach()`, and its residual is dropped. From then on each rank logs one line
+    when another rank stops sending heartbeats, with plain DDP too.
 
     Args:
         model: A DistributedDataParallel model.
@@ -182,12 +182,14 @@ def tune(
         )
 
     with current_device(device), meeting(group, "tune", users=True):
-        settings, links = agreed_network(group, device, "tune", checked)
+        settings, links = agreed_network(group, device, "tune", checked, optimizer)
         bound_group(group, timeout_s)
+        # Detaching may change weights, buffers and the optimizer's state, so it comes before these are saved.
+        if was_attached := ddp in switches:
+            _detach(ddp)
         with restored_on_exit(ddp.module, device):
-            # DDP must be rebuilt if something is attached, and with a static graph: its first step also counts what
-            # happens on the module.
-            rebuild = ddp in switches or ddp.static_graph
+            # With a static graph, DDP must be rebuilt: its first step also counts what happens on the module.
+            rebuild = was_attached or ddp.static_graph
             weights = Weights(parameters)
             tuner = _Tuner(ddp, step, device, optimizer, scaler, settings, began_s)
             try:
@@ -346,6 +348,14 @@ def _check_unchanged(weights: Weights) -> bytes:
         "weights. The weights have been restored. If step ran the optimizer, its state now differs between ranks: "
         "create the optimizer again, or load its state from a checkpoint on every rank"
     )
+
+
+def _detach(ddp: DDP) -> None:
+    """Return a model to plain DDP, with its gradients, except those of overlap, which exist only in shards."""
+    gradients = [(p, p.grad) for p in ddp.module.parameters() if type(p.grad) is torch.Tensor]
+    _restore_plain(ddp)
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
 
 
 def _restore_plain(ddp: DDP) -> None:
