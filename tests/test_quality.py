@@ -241,7 +241,10 @@ def test_wrong_arguments_of_tune_are_one_line(one_rank: None) -> None:
     assert "the optimizer does not have it" in refusal(lambda: syncline.tune(model, lambda net: None, optimizer=other))
 
 
-def test_a_model_that_exchanges_something_already_is_tuned_from_what_detaching_leaves() -> None:
+def test_a_model_that_exchanges_something_already_is_tuned_from_what_detaching_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("syncline.tuning.trials._MAX_RATIO", 0.0)
     attached: dict[str, dict[str, Any]] = {
         "updates": {"exchange": syncline.ChunkedTopk(density=0.1), "every": 3, "warmup": 0},
         "overlap": {"exchange": syncline.Dense(), "overlap": "forward", "gather": "bf16"},
@@ -249,7 +252,7 @@ def test_a_model_that_exchanges_something_already_is_tuned_from_what_detaching_l
 
     def main(rank: Rank) -> dict[str, Any]:
         results = {}
-        for name, options in attached.items():
+        for name, method in attached.items():
             model = DDP(Wide(), bucket_cap_mb=0.02)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank.rank))
@@ -257,12 +260,14 @@ def test_a_model_that_exchanges_something_already_is_tuned_from_what_detaching_l
             def step(net: nn.Module, inputs: torch.Tensor = inputs) -> None:
                 net(inputs).square().mean().backward()
 
-            syncline.attach(model, optimizer=optimizer, **options)
+            syncline.attach(model, optimizer=optimizer, **method)
             for _ in range(8):
                 optimizer.zero_grad()
                 step(model)
                 optimizer.step()
-            syncline.tune(model, step, optimizer=optimizer, network=links(1e6), budget_s=5, quiet=True)
+            options = {"quality": "close", "network": links(1.0), "budget_s": 5, "quiet": True}
+            tuned = syncline.tune(model, step, optimizer=optimizer, **options)
+            assert tuned.trial is not None and tuned.handle is None
             states = [optimizer.state[parameter] for parameter in model.parameters()]
             assert [float(state["step"]) for state in states] == [8.0] * len(states), name
             assert all(float(state["exp_avg"].abs().max()) > 0 for state in states), name

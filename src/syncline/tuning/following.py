@@ -8,6 +8,7 @@ happens between two yields happens inside one forward. The script's data and ran
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -37,7 +38,14 @@ from syncline.records.run_record import ModelRecord
 from syncline.runtime.bucket_policy import difference_of, read_plan
 from syncline.runtime.topology import hosts_of
 from syncline.runtime.validation import check_steps_all, parameters_of
-from syncline.tuning.choose import agreed_network, choose_for_live, find_network, may_shorten, plain_choice
+from syncline.tuning.choose import (
+    agreed_network,
+    choose_for_live,
+    find_network,
+    may_shorten,
+    plain_choice,
+    why_outdated,
+)
 from syncline.tuning.live_model import CannotChangeError, LiveModel, Steps, trained_ids
 from syncline.tuning.retuning import CHECK_STEPS, Retuning
 from syncline.tuning.settings import TuneSettings
@@ -308,7 +316,10 @@ class Following(LiveModel):
         if key not in _probed or self._is_stale:
             shorter = may_shorten(self._group, settings)
             probe_s = stakes.probe_s(settings.probe_s, shorter=shorter) if settings.change else settings.probe_s
-            _probed[key] = find_network(self._group, settings, probe_s, fresh=self._is_stale, log=self._print)
+            check = functools.partial(why_outdated, self.model, profile, stakes.step_s)
+            _probed[key] = find_network(
+                self._group, settings, probe_s, fresh=self._is_stale, why_outdated=check, log=self._print
+            )
         return _probed[key]
 
     def _optimizer_to_tune(self) -> Optimizer | None:

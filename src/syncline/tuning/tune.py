@@ -7,6 +7,7 @@ remains the same object with the same weights, buffers and gradients, and random
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 import time
@@ -40,7 +41,14 @@ from syncline.records.profile import Profile
 from syncline.runtime.topology import NetworkOrFile
 from syncline.runtime.validation import check_steps_all, ddp_of, only_device, parameters_of
 from syncline.tuning.apply import apply_choice, undone_steps, without_warmup
-from syncline.tuning.choose import agreed_network, choose_for_live, find_network, may_shorten, plain_choice
+from syncline.tuning.choose import (
+    agreed_network,
+    choose_for_live,
+    find_network,
+    may_shorten,
+    plain_choice,
+    why_outdated,
+)
 from syncline.tuning.settings import BUDGET_S, MIN_BUDGET_S, TuneSettings
 from syncline.tuning.stakes import Stakes
 from syncline.tuning.trials import SETTLING, Schedule, Trial, Turn, reduced, repaid_after
@@ -162,6 +170,10 @@ def tune(
     parameters = parameters_of(ddp)
     device = only_device(parameters)
 
+    def say(text: str) -> None:
+        if not quiet and group.rank() == 0:
+            print(f"syncline: {text}", file=sys.stderr)
+
     def checked() -> TuneSettings:
         if model is not ddp:
             raise UsageError("this model is compiled around DDP: tune the DDP model, and compile it afterwards")
@@ -205,7 +217,9 @@ def tune(
                         hint = stakes.hint if quality is None and not allow else ""
                         shorter = may_shorten(group, settings)
                         probe_s = stakes.probe_s(_PROBE_SHARE * budget_s, shorter=shorter)
-                        links = find_network(group, settings, probe_s, overlap=optimizer is not None)
+                        check = functools.partial(why_outdated, ddp, profile, plain_s)
+                        wide = optimizer is not None
+                        links = find_network(group, settings, probe_s, overlap=wide, why_outdated=check, log=say)
                 if links is None or group.size() == 1:
                     choice = plain_choice(profile, group, plain_s, why_not or "")
                 else:
@@ -234,8 +248,7 @@ def tune(
                 torch.compiler.reset()
     (seconds,) = reduced(group, [time.monotonic() - began_s], dist.ReduceOp.MAX)
     tuned = Tuned(choice.plan, trial, handle, profile, links, seconds, choice, ddp)
-    if not quiet and group.rank() == 0:
-        print(f"syncline: {tuned.describe()}", file=sys.stderr)
+    say(tuned.describe())
     return tuned
 
 
