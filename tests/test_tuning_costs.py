@@ -214,7 +214,7 @@ def test_a_compiled_model_is_tuned_without_changing_its_buckets(monkeypatch: pyt
 
 
 def test_live_tuning_may_exchange_updates_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.plan.ladder.SPARSE_WARMUP_STEPS", 12)
+    monkeypatch.setattr("syncline.plan.ladder.UPDATES_WARMUP_STEPS", 12)
 
     def main(rank: Rank) -> list[Any]:
         rank.init_process_group()

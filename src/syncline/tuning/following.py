@@ -78,9 +78,9 @@ class Following(LiveModel):
         self.profile: Profile | None = None
         self.network: Network | None = None
         self.plan: Plan | None = None
-        """The plan that was given or found, applied or not."""
+        """The plan that was requested or found, applied or not."""
         self.trial: Trial | None = None
-        self._hint = ""  # what could be won with a lower quality
+        self._hint = ""  # what could be gained with a lower quality
         self._is_stale = False  # whether links have changed since they were probed
         self._outcome = "Nothing was decided yet: the script ended too early."
         bound_group(ddp.process_group, settings.timeout_s)
@@ -95,7 +95,7 @@ class Following(LiveModel):
         # Registered before the watcher's hook, so that a step's clock starts when this one has returned. The hook holds
         # the generator, which holds the model while it is profiled: a reference cycle that goes with the model.
         self._watches_drift = settings.retune == "auto"
-        work = self._tune_and_watch() if settings.tunes else self._apply_given()
+        work = self._tune_and_watch() if settings.tunes else self._apply_requested()
         self._hook = ddp.register_forward_pre_hook(Unseen(lambda *_: self._before_forward(work)))
         self._work = weakref.ref(work)
         self._watcher.watch(ddp, ddp, lambda: self._exchanges_updates)
@@ -176,7 +176,7 @@ class Following(LiveModel):
 
     # --- what happens between steps -----------------------------------------------------------------------------
 
-    def _apply_given(self) -> Steps:
+    def _apply_requested(self) -> Steps:
         self._check_untouched()
         self._hosts = hosts_of(self._group)
         settings = self._settings
