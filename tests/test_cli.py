@@ -174,6 +174,14 @@ def test_plan_shows_the_alternatives_and_writes_a_plan_for_wrap(tmp_path: Path) 
     assert all(len(line) <= 80 for line in answer.stdout.splitlines())
 
 
+def test_plan_refuses_a_report_that_would_not_show_the_choice(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    options = ["--profile=bert-base-cuda", "--hosts=4", "--rate=1gbit", "--quality=close", f"--report={page}"]
+    answer = runner.invoke(app, ["plan", *options])
+    assert answer.exit_code == 2 and not page.exists()
+    assert "--report cannot show local steps, which would be chosen: leave it out" in " ".join(answer.stderr.split())
+
+
 def test_plan_reports_that_plain_ddp_is_best() -> None:
     answer = runner.invoke(app, ["plan", "--profile=bert-base-cuda", "--hosts=4", "--rate=10gbit"])
     assert answer.exit_code == 0, answer.stderr

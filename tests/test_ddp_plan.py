@@ -442,6 +442,8 @@ def test_what_cannot_be_tuned_is_refused() -> None:
         assert "wrap it" in refusal(lambda: syncline.tune(Noisy(), step))
         different = refusal(tuning(allow=("bf16",) if rank.rank else ()), syncline.MismatchError)
         assert "allow is [] on rank 0" in different
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if rank.rank else None
+        assert "optimizer is null on rank 0" in refusal(tuning(optimizer=optimizer), syncline.MismatchError)
         model.register_comm_hook(None, allreduce_hook)
         assert "communication hook already (allreduce_hook)" in refusal(tuning())
 

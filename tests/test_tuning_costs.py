@@ -20,8 +20,11 @@ import made_up
 import syncline
 from syncline.cluster import ClusterSpec, Rank, launch
 from syncline.ddp import reducer
+from syncline.predict import Schedule as PlannedStep
+from syncline.predict import predict
+from syncline.records.bucket_caps import filled
 from syncline.records.network import Network
-from syncline.tuning.choose import find_network
+from syncline.tuning.choose import find_network, why_outdated
 from syncline.tuning.network_cache import MAX_AGE, cache_folder, cached_path, recall, remember
 from syncline.tuning.retuning import CHECKS, SHARE, Retuning
 from syncline.tuning.settings import TuneSettings
@@ -118,12 +121,31 @@ def test_links_are_remembered_between_runs(tmp_path: Path) -> None:
             assert recall(group, path, KINDS) is None, number
         remember(group, path, first)
         assert recall(group, path, KINDS) == first
+        remember(group, path, msgspec.structs.replace(first, collectives=first.collectives[:1]))
+        assert recall(group, path, KINDS) == first  # a file with more collectives stays
+        dist.barrier()
+        again = find_network(group, settings, 1.5, why_outdated=lambda _: "they are slower", log=said.append)
+        assert again != first and recall(group, path, KINDS) == again
         remember(group, Path("/proc/nowhere/network.json"), first)  # it is no error that it cannot be written
         assert recall(group, None, KINDS) is None
         return said
 
     (said, _) = launch(TWO, main, shaped=False)
-    assert len(said) == 1 and said[0].startswith("using the links that were probed at 20")
+    assert said[0].startswith("using the links that were probed at 20")
+    assert re.fullmatch(r"the links that were probed at 20\S+ are not used: they are slower", said[1])
+    assert said[2].startswith("probing the links for about 1.5 s")
+
+
+def test_remembered_links_that_mispredict_plain_ddp_are_outdated(one_rank: None) -> None:
+    model, profile, network = DDP(net()), made_up.profile(), made_up.network((0, 1), mbit=100.0, startup_s=1e-4)
+    step_s = predict(
+        profile, network, PlannedStep("ddp", filled(profile.gradients, reducer.own_caps(model)))
+    ).iteration_s
+    assert why_outdated(model, profile, step_s * 1.2, network) is None
+    assert re.fullmatch(
+        r"plain DDP takes \d+ ms per step, and they predict \d+ ms",
+        why_outdated(model, profile, step_s / 2, network) or "",
+    )
 
 
 def test_emulated_hosts_are_not_remembered() -> None:
@@ -192,7 +214,7 @@ def test_a_compiled_model_is_tuned_without_changing_its_buckets(monkeypatch: pyt
 
 
 def test_live_tuning_may_exchange_updates_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("syncline.plan.ladder.SPARSE_WARMUP_STEPS", 12)
+    monkeypatch.setattr("syncline.plan.ladder.UPDATES_WARMUP_STEPS", 12)
 
     def main(rank: Rank) -> list[Any]:
         rank.init_process_group()

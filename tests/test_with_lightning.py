@@ -193,6 +193,9 @@ def test_it_tunes_and_a_resumed_run_uses_the_plan_that_was_found(runs: Any, tmp_
             runs.fit(again, epochs=6, resume=tmp_path / "plain/step=15.ckpt")
         assert (rank.rank > 0) is ("The plan is applied, as requested" not in text.getvalue())
         assert again.handle is None
+        with said() as text:  # as a compiled model leaves it: a residual, and no plan
+            runs.fit(runs.SynclineStrategy(allow=("sparse",), network=fast), resume=tmp_path / "step=3.ckpt")
+        assert (rank.rank > 0) is ("because the model is tuned again: no plan was saved there" not in text.getvalue())
 
     def planned(rank: Rank) -> str:
         return fingerprint(runs.fit(runs.SynclineStrategy(plan=found), **runs.after_each_epoch(tmp_path)))
@@ -204,8 +207,8 @@ def test_it_tunes_and_a_resumed_run_uses_the_plan_that_was_found(runs: Any, tmp_
         assert strategy.handle.plan == found
         return fingerprint(model)
 
-    on_torchrun_ranks(tuned)
     (expected,) = set(on_torchrun_ranks(planned))
+    on_torchrun_ranks(tuned)
     found.save(folder / "plan.json")
     assert on_torchrun_ranks(resumed) == [expected, expected]
     assert syncline.Plan.load(tmp_path / "more/step=6.ckpt.syncline/plan.json") == found

@@ -178,6 +178,9 @@ def _plan_quality(args: commands.Plan, model: Profile, cluster: Network) -> None
     check_quality(args.quality)
     able = dict.fromkeys(("updates", "overlap"), args.out is None)
     choice = make_choice(model, cluster, args.quality or "exact", caps=ddp_caps(args.bucket_mb), **able)
+    if args.report is not None and choice.attachment is not None:
+        text = "leave it out, or add --out plan.json, which permits exchanges of gradients only"
+        raise UsageError(f"--report cannot show {choice.rung}, which would be chosen: {text}")
     screen.save(args.out, choice.plan)
     screen.save(args.json, choice)
     hosts, ranks = len(set(choice.plan.where.host_of_rank)), len(choice.plan.where.host_of_rank)

@@ -258,7 +258,11 @@ class FollowedModel:
         if plan is not None:
             has_state = self._resume_plan(plan, folder, has_state) and has_state
         elif has_state and (self._settings.tunes or not may_have_state):
-            self._follower.print(f"{folder}: its residual is not used, because the exchange now has none")
+            reason = "the exchange now has none"
+            if self._settings.tunes:  # a compiled model keeps its buckets, so tuning found no plan for it
+                reason = "the model is tuned again: no plan was saved there, as for compiled models. "
+                reason += "To continue, pass the exchange= that it was saved with"
+            self._follower.print(f"{folder}: its residual is not used, because {reason}")
             has_state = False
         elif not has_state and may_have_state:
             self._follower.print(f"{folder}: no residual was saved there: it starts empty")

@@ -10,8 +10,18 @@ from typing import Any
 import msgspec
 
 from syncline.errors import UsageError
-from syncline.exchange import Dense, Exchange, Hierarchical, OkTopk, default_lanes, made_of, name_of, settings
-from syncline.plan.make import SPARSE_WARMUP_STEPS, make_plan, plan_for
+from syncline.exchange import (
+    UPDATES_WARMUP_STEPS,
+    Dense,
+    Exchange,
+    Hierarchical,
+    OkTopk,
+    default_lanes,
+    made_of,
+    name_of,
+    settings,
+)
+from syncline.plan.make import make_plan, plan_for
 from syncline.plan.rungs import QUALITIES, Rung, allowed_names, check_quality, rungs_of
 from syncline.plan.search import LEAST_GAIN, options
 from syncline.predict import Prediction, Schedule, predict
@@ -99,11 +109,11 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
 def exchanges_of(quality: str, network: Network, *, updates: bool) -> dict[str, Exchange]:
     """Return the exchanges that a quality may use, by the names under which a profile has their own work."""
-    found = options(network, allowed_names(quality))
+    exchanges = options(network, allowed_names(quality))
     for rung in rungs_of(quality, updates=updates):
         if rung.updates is not None:
-            found |= {entry.exchange_name: entry.exchange for entry in _variants(rung.updates, network)}
-    return found
+            exchanges |= {entry.exchange_name: entry.exchange for entry in _variants(rung.updates, network)}
+    return exchanges
 
 
 def choice_of(plan: Plan, rung: str = "", quality: str = "", *, own_buckets: bool = False) -> Choice:
@@ -166,7 +176,7 @@ def make_choice(
         >>> print(choice.reason)
     """
     check_quality(quality)
-    steps = SPARSE_WARMUP_STEPS if warmup is None else warmup
+    steps = UPDATES_WARMUP_STEPS if warmup is None else warmup
     return _Ladder(profile, network, own_buckets, paced, caps, steps).choose(quality, updates, overlap, hint)
 
 
@@ -199,10 +209,14 @@ class _Ladder:
         times = tuple(_time_of(step) for step in [*steps, *([better] if better is not None else [])])
         words = [chosen.choice.reason]
         if not chosen.choice.nothing and chosen.rung.quality != "exact":
-            words.append(f"Given up: {chosen.rung.gives_up}.")
+            words.append(f"Trade-off: {chosen.rung.trade_off}.")
             words.append(f"Evidence (docs/results.md): {chosen.rung.evidence}.")
+            if chosen.rung.updates is not None and isinstance(_exchange_of(chosen.choice), Hierarchical):
+                words.append(
+                    "That row is about the exchange without levels: none was measured for the one with levels."
+                )
         elif not chosen.choice.nothing and chosen.rung.overlaps:
-            words.append(f"Given up: {chosen.rung.gives_up} (docs/guide/overlap.md).")
+            words.append(f"Trade-off: {chosen.rung.trade_off} (docs/guide/overlap.md).")
         if better is not None:
             words.append(self._hint(chosen, better, updates))
         reason = " ".join(words)
@@ -230,7 +244,7 @@ class _Ladder:
     def _with_other_buckets(self, steps: Sequence[_Step]) -> list[_Step]:
         """Search for better buckets in the rungs that might then be the fastest. A search takes seconds."""
         fastest_s = min(step.choice.iteration_s for step in steps)
-        found = []
+        improved = []
         for step in steps:
             choice = step.choice
             if not step.rung.needs_optimizer:
@@ -238,8 +252,8 @@ class _Ladder:
                 if choice.iteration_s <= _MOST_BY_BUCKETS * fastest_s:
                     searched = self._best_of(step.rung, step.allow, own_buckets=False)
                     choice = min(searched, choice, key=lambda each: each.iteration_s)
-            found.append(dataclasses.replace(step, choice=choice))
-        return found
+            improved.append(dataclasses.replace(step, choice=choice))
+        return improved
 
     def _best_of(self, rung: Rung, allow: Sequence[str], *, own_buckets: bool) -> Choice:
         if rung.overlaps:
@@ -260,8 +274,8 @@ class _Ladder:
         buckets = filled(self._profile.gradients, self._caps)
         schedule = Schedule(OVERLAP, buckets, Dense(), "dense", overlaps=True)
         attachment = Attachment(exchange=settings(Dense()), overlap=True)
-        found = predict(self._profile, self._network, schedule, paced=self._paced)
-        return self._attached(rung, found, attachment, "Overlap with the next forward pass, lossless")
+        prediction = predict(self._profile, self._network, schedule, paced=self._paced)
+        return self._attached(rung, prediction, attachment, "Overlap with the next forward pass, lossless")
 
     def _updating(self, rung: Rung, name: str) -> Choice:
         variants = []
@@ -269,17 +283,17 @@ class _Ladder:
             lanes = default_lanes(entry.exchange, self._network.backend)
             schedule = Schedule.of_updates(self._profile, name, entry, lanes)
             variants.append((predict(self._profile, self._network, schedule, paced=self._paced), entry))
-        found, entry = min(variants, key=lambda variant: variant[0].iteration_s)
+        prediction, entry = min(variants, key=lambda variant: variant[0].iteration_s)
         attachment = Attachment(exchange=settings(entry.exchange), updates=True, every=entry.every)
         often = "in every step" if entry.every == 1 else f"every {entry.every} steps"
         text = f"Lossy: updates by {name_of(entry.exchange)} {often}"
         text += f", after {self._warmup} steps of gradients in 4 bits" if self._warmup else ""
-        choice = self._attached(rung, found, attachment, text)
+        choice = self._attached(rung, prediction, attachment, text)
         return choice if choice.nothing else msgspec.structs.replace(choice, warmup=self._warmup)
 
-    def _attached(self, rung: Rung, found: Prediction, attachment: Attachment, text: str) -> Choice:
+    def _attached(self, rung: Rung, prediction: Prediction, attachment: Attachment, text: str) -> Choice:
         """Return a choice that attaches an exchange to DDP's own buckets, or plain DDP if that is not slower."""
-        plain_s, took_s = self._plain.iteration_s, found.iteration_s
+        plain_s, took_s = self._plain.iteration_s, prediction.iteration_s
         reason = f"{text}: predicted {milliseconds_text(plain_s)} → {milliseconds_text(took_s)} per step."
         plain = msgspec.structs.replace(plan_for(self._plain, plain_s, reason), buckets=(), lanes=1)
         choice = choice_of(plain, rung.name, rung.quality)
@@ -306,6 +320,10 @@ class _Ladder:
         needs = ", needs the optimizer" if better.rung.needs_optimizer and not updates else ""
         what = f'quality="{better.rung.quality}" ({better.rung.name}, lossy{needs})'
         return f"{what}: {then:.1f}× plain DDP's speed instead of {now:.1f}× (predicted)."
+
+
+def _exchange_of(choice: Choice) -> Exchange | None:
+    return None if choice.attachment is None else made_of(choice.attachment.exchange)
 
 
 def _variants(name: str, network: Network) -> list[Updates]:

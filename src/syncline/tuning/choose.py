@@ -8,9 +8,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.optim import Optimizer
 
 from syncline.ddp import reducer
-from syncline.dist.comm import backend_of
+from syncline.dist.comm import backend_of, gather_bytes
+from syncline.errors import UsageError
 from syncline.exchange import Exchange, wire
 from syncline.health.meeting import same_on_all_ranks
 from syncline.measure.overhead import measure_overheads
@@ -19,27 +21,41 @@ from syncline.measure.steps import run_on_all_ranks
 from syncline.plan.ladder import Choice, choice_of, exchanges_of, make_choice
 from syncline.plan.make import make_plan
 from syncline.plan.search import options
+from syncline.predict import Schedule, predict
 from syncline.predict.exchange_time import topology_of
+from syncline.records.bucket_caps import filled
 from syncline.records.network import Network
 from syncline.records.plan import Alternative, Plan, PlannedGradient, Where
 from syncline.records.profile import Profile
 from syncline.runtime.topology import check_network, hosts_of, read_network
-from syncline.tuning.network_cache import cached_path, recall, remember
+from syncline.runtime.validation import optimizer_settings
+from syncline.tuning.network_cache import cached_path, kinds_of, recall, remember
 from syncline.tuning.settings import TuneSettings
+from syncline.units import milliseconds_text
 
+_MOST_DIFFERENCE = 0.3  # part of a step by which remembered links may mispredict it
 _OVERHEADS_S = 2.0  # time for measuring the work of exchanges, of which most take less
 
 
 def agreed_network(
-    group: dist.ProcessGroup, device: torch.device, call: str, check: Callable[[], TuneSettings]
+    group: dist.ProcessGroup,
+    device: torch.device,
+    call: str,
+    check: Callable[[], TuneSettings],
+    optimizer: Optimizer | None = None,
 ) -> tuple[TuneSettings, Network | None]:
-    """Return the settings that `check` returns, and their network if any, once all ranks agree. Collective."""
+    """Return the settings that `check` returns, and their network if any, once all ranks agree. Collective.
+
+    They must also agree on whether there is an optimizer, and on its settings.
+    """
     with same_on_all_ranks(group, device, f"the configuration of {call}", call) as fields:
         settings = check()
         network = read_network(settings.network, fields)
         fields |= {"allow": list(settings.allow), "change": settings.change, "budget_s": settings.budget_s}
         fields |= {"timeout_s": settings.timeout_s, "scaler": settings.scaler is not None}
         fields |= {"quality": settings.quality, "cache": settings.cache, "warmup": settings.warmup}
+        fields |= {"retune": settings.retune, "probe_s": settings.probe_s}
+        fields["optimizer"] = None if optimizer is None else optimizer_settings(optimizer)
     if network is not None:
         check_network(network, hosts_of(group), backend_of(group))
     return settings, network
@@ -61,23 +77,45 @@ def find_network(
     *,
     overlap: bool = False,
     fresh: bool = False,
+    why_outdated: Callable[[Network], str | None] = lambda _: None,
     log: Callable[[str], None] = lambda _: None,
 ) -> Network:
     """Return the links, remembered or probed with the collectives that may be used, and no others. Collective.
 
-    With `fresh`, they are probed in any case.
+    With `fresh`, they are probed in any case. `why_outdated` returns why remembered links are not used, if so; rank 0
+    decides. Links that replace remembered ones are probed with the same collectives, too.
     """
     gentle = not settings.allow and settings.quality is None and not overlap and not _has_levels(group)
-    kinds = ("all_reduce", "broadcast") if gentle else wire.KINDS
+    kinds: tuple[str, ...] = ("all_reduce", "broadcast") if gentle else wire.KINDS
     path = cached_path(group) if settings.cache else None
-    known = None if fresh else recall(group, path, kinds)
-    if known is not None:
-        log(f"using the links that were probed at {known.date}; without them: cache=False, or --no-cache")
-        return known
+    if (known := recall(group, path, kinds)) is not None:
+        reason = gather_bytes(group, ("" if fresh else why_outdated(known) or "").encode())[0].decode()
+        if not fresh and not reason:
+            log(f"using the links that were probed at {known.date}; without them: cache=False, or --no-cache")
+            return known
+        if reason:
+            log(f"the links that were probed at {known.date} are not used: {reason}")
+        kinds = tuple(kind for kind in wire.KINDS if kind in {*kinds, *kinds_of(known)})
     log(f"probing the links for about {probe_s:.2g} s, while the script waits")
     network = probe(budget_s=probe_s, kinds=kinds)
     remember(group, path, network)
     return network
+
+
+def why_outdated(ddp: DDP, profile: Profile, step_s: float, network: Network) -> str | None:
+    """Return why remembered links cannot be those of today, given a step of plain DDP; None if they can."""
+    schedule = Schedule("ddp", filled(profile.gradients, _own_caps(ddp)))
+    try:
+        predicted_s = predict(profile, network, schedule).iteration_s
+    except UsageError as error:
+        return str(error)
+    if abs(predicted_s - step_s) <= _MOST_DIFFERENCE * step_s:
+        return None
+    return f"plain DDP takes {milliseconds_text(step_s)} per step, and they predict {milliseconds_text(predicted_s)}"
+
+
+def _own_caps(ddp: DDP) -> tuple[int, ...]:
+    return reducer.own_caps(ddp) if reducer.can_change() else (int(ddp.bucket_bytes_cap),)
 
 
 def choose_for_live(
@@ -110,7 +148,7 @@ def choose_for_live(
         budget_s=_OVERHEADS_S,
     )
     profile = msgspec.structs.replace(profile, overheads=overheads)
-    caps = reducer.own_caps(ddp) if reducer.can_change() else (int(ddp.bucket_bytes_cap),)
+    caps = _own_caps(ddp)
 
     def encoded() -> bytes:
         if group.rank() != 0:

@@ -8,6 +8,7 @@ happens between two yields happens inside one forward. The script's data and ran
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections.abc import Callable
@@ -37,7 +38,14 @@ from syncline.records.run_record import ModelRecord
 from syncline.runtime.bucket_policy import difference_of, read_plan
 from syncline.runtime.topology import hosts_of
 from syncline.runtime.validation import check_steps_all, parameters_of
-from syncline.tuning.choose import agreed_network, choose_for_live, find_network, may_shorten, plain_choice
+from syncline.tuning.choose import (
+    agreed_network,
+    choose_for_live,
+    find_network,
+    may_shorten,
+    plain_choice,
+    why_outdated,
+)
 from syncline.tuning.live_model import CannotChangeError, LiveModel, Steps, trained_ids
 from syncline.tuning.retuning import CHECK_STEPS, Retuning
 from syncline.tuning.settings import TuneSettings
@@ -70,9 +78,9 @@ class Following(LiveModel):
         self.profile: Profile | None = None
         self.network: Network | None = None
         self.plan: Plan | None = None
-        """The plan that was given or found, applied or not."""
+        """The plan that was requested or found, applied or not."""
         self.trial: Trial | None = None
-        self._hint = ""  # what could be won with a lower quality
+        self._hint = ""  # what could be gained with a lower quality
         self._is_stale = False  # whether links have changed since they were probed
         self._outcome = "Nothing was decided yet: the script ended too early."
         bound_group(ddp.process_group, settings.timeout_s)
@@ -87,7 +95,7 @@ class Following(LiveModel):
         # Registered before the watcher's hook, so that a step's clock starts when this one has returned. The hook holds
         # the generator, which holds the model while it is profiled: a reference cycle that goes with the model.
         self._watches_drift = settings.retune == "auto"
-        work = self._tune_and_watch() if settings.tunes else self._apply_given()
+        work = self._tune_and_watch() if settings.tunes else self._apply_requested()
         self._hook = ddp.register_forward_pre_hook(Unseen(lambda *_: self._before_forward(work)))
         self._work = weakref.ref(work)
         self._watcher.watch(ddp, ddp, lambda: self._exchanges_updates)
@@ -168,7 +176,7 @@ class Following(LiveModel):
 
     # --- what happens between steps -----------------------------------------------------------------------------
 
-    def _apply_given(self) -> Steps:
+    def _apply_requested(self) -> Steps:
         self._check_untouched()
         self._hosts = hosts_of(self._group)
         settings = self._settings
@@ -266,18 +274,18 @@ class Following(LiveModel):
         with BackwardWatch(Subject.of(self.model), None, _PROFILED, 0, last_pass_only=True) as watch:
             yield from self._wait_for_steps(_PROFILED)
             with self._paused():
-                _, given = agreed_network(self._group, self._device, "follow", lambda: settings)
-                given = None if self._is_stale else given
+                optimizer = self._optimizer_to_tune()
+                _, links = agreed_network(self._group, self._device, "follow", lambda: settings, optimizer)
+                links = None if self._is_stale else links
                 if settings.change and not self._is_compiled:
                     self._check_changeable()
                 self.profile = profile = watch.profile(self._group)
         with self._paused():
-            if given is None and self._group.size() != dist.get_world_size():
+            if links is None and self._group.size() != dist.get_world_size():
                 raise CannotChangeError("its process group is part of the world, which cannot be probed: pass network")
-            self.network = given or self._find_network(profile)
+            self.network = links or self._find_network(profile)
             if self.network is None:
                 return
-            optimizer = self._optimizer_to_tune()
             able = {"updates": optimizer is not None, "own_buckets": self._is_compiled}
             chosen = choose_for_live(self.model, profile, self.network, settings, self._device, **able)
             (self.profile, self.choice), self.plan = chosen, chosen[1].plan
@@ -308,7 +316,10 @@ class Following(LiveModel):
         if key not in _probed or self._is_stale:
             shorter = may_shorten(self._group, settings)
             probe_s = stakes.probe_s(settings.probe_s, shorter=shorter) if settings.change else settings.probe_s
-            _probed[key] = find_network(self._group, settings, probe_s, fresh=self._is_stale, log=self._print)
+            check = functools.partial(why_outdated, self.model, profile, stakes.step_s)
+            _probed[key] = find_network(
+                self._group, settings, probe_s, fresh=self._is_stale, why_outdated=check, log=self._print
+            )
         return _probed[key]
 
     def _optimizer_to_tune(self) -> Optimizer | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 import psutil
+import torch
 import torch.distributed as dist
 
 from syncline.dist.comm import backend_of, gather_bytes, group_device
@@ -56,18 +57,27 @@ def recall(group: dist.ProcessGroup, path: Path | None, kinds: Sequence[str]) ->
     if group.rank() == 0 and path is not None:
         with contextlib.suppress(SynclineError, OSError):
             network = Network.load(path)
-            if _is_recent(network.date) and set(kinds) <= {entry.kind for entry in network.collectives}:
+            if _is_recent(network.date) and set(kinds) <= kinds_of(network):
                 data = msgspec.json.encode(network)
     data = gather_bytes(group, data)[0]
     return msgspec.json.decode(data, type=Network) if data else None
 
 
 def remember(group: dist.ProcessGroup, path: Path | None, network: Network) -> None:
-    """Write the network on rank 0. Nothing happens if that is not possible."""
+    """Write the network on rank 0, unless the file has more collectives. Nothing happens if that is not possible."""
     if group.rank() == 0 and path is not None:
+        with contextlib.suppress(SynclineError, OSError):
+            known = Network.load(path)
+            if _is_recent(known.date) and kinds_of(network) < kinds_of(known):
+                return
         with contextlib.suppress(SynclineError, OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             network.save(path)  # replaces the file at once, or not at all
+
+
+def kinds_of(network: Network) -> set[str]:
+    """Return the kinds of collectives that were measured."""
+    return {entry.kind for entry in network.collectives}
 
 
 def _is_recent(date: str) -> bool:
@@ -85,4 +95,6 @@ def _identity() -> str:
         [name, stat.speed, stat.mtu] for name, stat in stats.items() if stat.isup and not name.startswith(_VIRTUAL)
     )
     variables = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-    return f"{host_identity()}\n{json.dumps([socket.gethostname(), interfaces, variables], sort_keys=True)}"
+    nccl = list(torch.cuda.nccl.version()) if dist.is_nccl_available() else None
+    properties = [socket.gethostname(), interfaces, variables, torch.__version__, nccl]
+    return f"{host_identity()}\n{json.dumps(properties, sort_keys=True)}"

@@ -1,4 +1,4 @@
-"""Decide when to tune again: links have changed for good, and tuning takes a small share of the training.
+"""Decide when to tune again: links have changed for good, and tuning takes a small share of the training time.
 
 A link that flickers must not cause one tuning after the other. So a drift counts if it lasts over several checks, each
 tuning doubles the distance to the next one, and all of them together may take a share of the time since the first.

@@ -1,7 +1,7 @@
 """Decide whether measuring the links can pay, from steps that were watched anyway.
 
 The most that any exchange can save is the time that a step waits for communication. A probe may take a share of what
-could be saved in a number of steps that even a short training has.
+could be saved in a number of steps that even a short training run has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LEAST_PROBE_S = 1.5
 
 @dataclass(frozen=True)
 class Stakes:
-    """What can be won: the median time of a step, and the part of it that waits for communication."""
+    """What can be gained: the median time of a step, and the part of it that waits for communication."""
 
     step_s: float
     exposed_s: float
@@ -72,7 +72,7 @@ class Stakes:
 
     @property
     def hint(self) -> str:
-        """A sentence that names `quality`, where much could be won with it; empty otherwise."""
+        """A sentence that names `quality`, where much could be gained with it; empty otherwise."""
         if self.exposed_s < _MUCH * self.step_s:
             return ""
         step, exposed = milliseconds_text(self.step_s), milliseconds_text(self.exposed_s)

@@ -7,6 +7,7 @@ remains the same object with the same weights, buffers and gradients, and random
 
 from __future__ import annotations
 
+import functools
 import statistics
 import sys
 import time
@@ -40,7 +41,14 @@ from syncline.records.profile import Profile
 from syncline.runtime.topology import NetworkOrFile
 from syncline.runtime.validation import check_steps_all, ddp_of, only_device, parameters_of
 from syncline.tuning.apply import apply_choice, undone_steps, without_warmup
-from syncline.tuning.choose import agreed_network, choose_for_live, find_network, may_shorten, plain_choice
+from syncline.tuning.choose import (
+    agreed_network,
+    choose_for_live,
+    find_network,
+    may_shorten,
+    plain_choice,
+    why_outdated,
+)
 from syncline.tuning.settings import BUDGET_S, MIN_BUDGET_S, TuneSettings
 from syncline.tuning.stakes import Stakes
 from syncline.tuning.trials import SETTLING, Schedule, Trial, Turn, reduced, repaid_after
@@ -118,8 +126,8 @@ def tune(
     """Find the gentlest fast way for a DDP model to exchange its gradients, and apply it in place.
 
     All ranks of the model's process group must call `tune` with the same arguments. An exchange that was attached
-    before is replaced, and its residual is dropped. From then on each rank logs one line when another rank stops
-    sending heartbeats, with plain DDP too.
+    before is detached first, as by `handle.detach()`, and its residual is dropped. From then on each rank logs one line
+    when another rank stops sending heartbeats, with plain DDP too.
 
     Args:
         model: A DistributedDataParallel model.
@@ -165,6 +173,10 @@ def tune(
     parameters = parameters_of(ddp)
     device = only_device(parameters)
 
+    def say(text: str) -> None:
+        if not quiet and group.rank() == 0:
+            print(f"syncline: {text}", file=sys.stderr)
+
     def checked() -> TuneSettings:
         if model is not ddp:
             raise UsageError("this model is compiled around DDP: tune the DDP model, and compile it afterwards")
@@ -186,12 +198,14 @@ def tune(
         )
 
     with current_device(device), meeting(group, "tune", users=True):
-        settings, links = agreed_network(group, device, "tune", checked)
+        settings, links = agreed_network(group, device, "tune", checked, optimizer)
         bound_group(group, timeout_s)
+        # Detaching may change weights, buffers and the optimizer's state, so it comes before these are saved.
+        if was_attached := ddp in switches:
+            _detach(ddp)
         with restored_on_exit(ddp.module, device):
-            # DDP must be rebuilt if something is attached, and with a static graph: its first step also counts what
-            # happens on the module.
-            rebuild = ddp in switches or ddp.static_graph
+            # With a static graph, DDP must be rebuilt: its first step also counts what happens on the module.
+            rebuild = was_attached or ddp.static_graph
             weights = Weights(parameters)
             tuner = _Tuner(ddp, step, device, optimizer, scaler, settings, began_s)
             try:
@@ -207,7 +221,9 @@ def tune(
                         hint = stakes.hint if quality is None and not allow else ""
                         shorter = may_shorten(group, settings)
                         probe_s = stakes.probe_s(_PROBE_SHARE * budget_s, shorter=shorter)
-                        links = find_network(group, settings, probe_s, overlap=optimizer is not None)
+                        check = functools.partial(why_outdated, ddp, profile, plain_s)
+                        wide = optimizer is not None
+                        links = find_network(group, settings, probe_s, overlap=wide, why_outdated=check, log=say)
                 if links is None or group.size() == 1:
                     choice = plain_choice(profile, group, plain_s, why_not or "")
                 else:
@@ -236,8 +252,7 @@ def tune(
                 torch.compiler.reset()
     (seconds,) = reduced(group, [time.monotonic() - began_s], dist.ReduceOp.MAX)
     tuned = Tuned(choice.plan, trial, handle, profile, links, seconds, choice, ddp)
-    if not quiet and group.rank() == 0:
-        print(f"syncline: {tuned.describe()}", file=sys.stderr)
+    say(tuned.describe())
     return tuned
 
 
@@ -350,6 +365,14 @@ def _check_unchanged(weights: Weights) -> bytes:
         "weights. The weights have been restored. If step ran the optimizer, its state now differs between ranks: "
         "create the optimizer again, or load its state from a checkpoint on every rank"
     )
+
+
+def _detach(ddp: DDP) -> None:
+    """Return a model to plain DDP, with its gradients, except those of overlap, which exist only in shards."""
+    gradients = [(p, p.grad) for p in ddp.module.parameters() if type(p.grad) is torch.Tensor]
+    _restore_plain(ddp)
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
 
 
 def _restore_plain(ddp: DDP) -> None:

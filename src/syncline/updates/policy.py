@@ -10,10 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from syncline.errors import UsageError
-from syncline.exchange import Exchange, Hierarchical, Quantized, for_updates, settings
-
-WARMUP_STEPS = 300
-"""Default warm-up for sparse exchanges and for local steps. In trainings of 1,500 and 4,000 steps, 150 were too few."""
+from syncline.exchange import UPDATES_WARMUP_STEPS, Exchange, Hierarchical, Quantized, for_updates, settings
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ def checked_policy(exchange: Exchange, lanes: int, every: Any, warmup: Any, dela
         raise UsageError(f"outer is {outer!r}: pass syncline.Nesterov(lr=…, momentum=…), or leave it out")
     exchange = for_updates(exchange, every)
     if warmup is None:
-        warmup = WARMUP_STEPS if every > 1 or _is_sparse(exchange) else 0
+        warmup = UPDATES_WARMUP_STEPS if every > 1 or _is_sparse(exchange) else 0
     return UpdatePolicy(exchange, lanes, every, warmup, delay, outer)
 
 
