@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from syncline.cluster import Rank
 from syncline.dist.local_comm import run_ranks
 from syncline.exchange import Layout, Slot, Topology
 from syncline.exchange.scatter import Scatter
+from syncline.run import sharded as run_sharded
+from syncline.tuning.settings import TuneSettings
 
 WIDTH = 40
 
@@ -394,7 +397,8 @@ def test_syncline_run_attaches_to_a_model_that_is_sharded_among_all_ranks(tmp_pa
 
     def main(rank: Rank) -> dict[str, str]:
         errors = {}
-        for name, options in {"plain": [], "int8": ["--exchange", "int8"], "oktopk": ["--exchange", "oktopk"]}.items():
+        ways = {name: ["--exchange", name] for name in ("int8", "oktopk")}
+        for name, options in {"plain": [], **ways, "quiet": [*ways["int8"], "--quiet"]}.items():
             with contextlib.redirect_stderr(io.StringIO()) as printed, contextlib.suppress(SystemExit):
                 run_script(["--out", str(tmp_path / f"run-{name}"), *options, str(script), str(tmp_path / name)])
             errors[name] = printed.getvalue()
@@ -404,11 +408,37 @@ def test_syncline_run_attaches_to_a_model_that_is_sharded_among_all_ranks(tmp_pa
     assert "is sharded with fully_shard, and left alone: to exchange between replicas" in printed[0]["plain"]
     assert "Scatter(like=Quantized(bits=8" in printed[0]["int8"]
     assert "left alone: OkTopk" in printed[0]["oktopk"] and "use Dense or Quantized" in printed[0]["oktopk"]
-    assert "fully_shard" not in printed[1]["plain"]
+    assert "fully_shard" not in printed[1]["plain"] and not printed[0]["quiet"]
     losses = {
         name: torch.tensor([float(line) for line in (tmp_path / f"{name}-0").read_text().split()])
-        for name in ("plain", "int8", "oktopk")
+        for name in ("plain", "int8", "oktopk", "quiet")
     }
-    assert torch.equal(losses["plain"], losses["oktopk"])
+    assert torch.equal(losses["plain"], losses["oktopk"]) and torch.equal(losses["quiet"], losses["int8"])
     assert not torch.equal(losses["plain"], losses["int8"])
     torch.testing.assert_close(losses["int8"], losses["plain"], rtol=0.02, atol=0.0)
+
+
+def test_syncline_run_attaches_to_sharded_models_in_the_order_of_their_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks must attach in the same order, once, and with the scaler of the script."""
+    nets, attached = [nn.Linear(2, 2) for _ in range(4)], []
+    scaler = torch.amp.GradScaler("cpu")
+
+    def attach(model: nn.Module, *_: object, scaler: object, **__: object) -> mock.Mock:
+        attached.append((model, scaler))
+        return mock.Mock()
+
+    monkeypatch.setattr(run_sharded, "is_sharded", lambda entry: any(entry is net for net in nets))
+    monkeypatch.setattr(run_sharded, "attach", attach)
+    models = run_sharded.ShardedModels(TuneSettings(exchange=syncline.Dense(), quiet=True), lambda: scaler)
+    order = [2, 0, 3]
+    for net in nets:
+        for parameter in net.parameters():
+            parameter._local_tensor, parameter.grad = parameter.data, torch.zeros_like(parameter)
+    optimizer = torch.optim.SGD([parameter for index in order for parameter in nets[index].parameters()], lr=0.1)
+    with models.watched():
+        optimizer.step()
+        optimizer.step()
+    assert [nets.index(model) for model, _ in attached] == order
+    assert all(given is scaler for _, given in attached)

@@ -67,7 +67,7 @@ class Runner:
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scaler_of: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradScaler]] = weakref.WeakKeyDictionary()
         self._warned = False
-        self.sharded = ShardedModels(self.settings)
+        self.sharded = ShardedModels(self.settings, self._scaler)
 
     def run(self) -> None:
         """Run the script. Its exceptions are raised again; records are written in any case."""
