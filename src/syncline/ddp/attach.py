@@ -21,7 +21,7 @@ from syncline.ddp import reducer
 from syncline.ddp.engine import Engine
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import other_hook, switch_of, switches
-from syncline.ddp.overlap_setup import check_overlap, make_overlapping, with_best_buckets
+from syncline.ddp.overlap_setup import check_overlap, make_overlapping, with_best_caps
 from syncline.ddp.overlapping import Overlapping, OverlapPolicy
 from syncline.ddp.reducer import Reduction
 from syncline.ddp.updating import Updating
@@ -149,7 +149,7 @@ def attach(
         )
         policy = OverlapPolicy(exchange, 1, gather=gather or "fp32")
         if profile is not None:
-            policy = with_best_buckets(ddp, policy, profile, network)
+            policy = with_best_caps(ddp, policy, profile, network)
     elif profile is not None:
         raise UsageError("profile is for the buckets of overlap='forward': pass that too, or leave it out")
     elif gather is not None:
@@ -158,12 +158,7 @@ def attach(
         policy = checked_policy(exchange, lanes, every, warmup, delay, outer)
     elif (every, warmup, delay, outer) != (1, None, 0, None):
         raise UsageError(_FOR_UPDATES)
-    try:
-        return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler, optimizer=optimizer)
-    except BaseException:
-        if isinstance(policy, OverlapPolicy) and policy.caps:
-            reducer.make_plain(ddp)
-        raise
+    return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler, optimizer=optimizer)
 
 
 def _attach_sharded(
@@ -240,6 +235,8 @@ def attach_policy(
                     scale = partial(validation.scale_of, scaler)
                     engine = make_overlapping(ddp, policy, optimizer, made, reduction, timeout, topology, scale)
     try:
+        if not isinstance(policy, Planned):  # a planned model has its buckets already
+            reducer.set_caps(ddp, policy.caps if isinstance(policy, OverlapPolicy) else ())
         switch = switch_of(ddp)
     except BaseException:
         engine.close()

@@ -293,11 +293,9 @@ class Handle:
         A sharded model returns to FSDP's own collectives, with PyTorch's all-reduce between its replicas.
         """
         _ = self._attached  # raises if the handle is detached
-        changed = self.plan is not None or bool(self.caps)
         self._switch.turn_to(None)
-        ddp = self._model
-        if changed and isinstance(ddp, DDP) and reducer.why_not_change(ddp) is None:
-            reducer.make_plain(ddp)
+        if isinstance(self._model, DDP):
+            reducer.set_caps(self._model, ())
 
     @property
     def _checkpoints(self) -> Checkpoints:

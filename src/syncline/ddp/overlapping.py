@@ -83,7 +83,8 @@ class Overlapping:
         self.policy, self.topology, self.keeps = policy, topology, policy.exchange.keeps
         self._stored: Residuals = {}  # residuals of a checkpoint, until weights are in shards
         final_after = 2 if ddp.static_graph else int(reducer.rebuilds(ddp))
-        if getattr(ddp, "_has_rebuilt_buckets", False):
+        changes = bool(policy.caps) or reducer.is_changed(ddp)  # then DDP builds its buckets once more
+        if getattr(ddp, "_has_rebuilt_buckets", False) and not changes:
             final_after = 0
         self._warm_steps = final_after + _MEASURED_STEPS
         self._forward: Marks | None = None  # from the start to the end of the last forward pass, with uses of weights
