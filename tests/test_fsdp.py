@@ -315,6 +315,29 @@ def test_a_divide_factor_and_a_step_that_is_not_finite_do_as_in_native_hsdp() ->
     on_ranks(4, main)
 
 
+def test_tiny_gradients_in_fp16_are_not_lost() -> None:
+    """With reduce_dtype=float16, FSDP asks for a sum of what it has divided. Half of the smallest number is zero."""
+
+    def main(rank: Rank) -> None:
+        wide = 512
+
+        def gradient(tiny: float, like: Any = None) -> Tensor:
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+            net = sharded(init_device_mesh("cpu", (4,)), lambda: nn.Linear(wide, 4, bias=False), mp_policy=policy)
+            if like is not None:
+                syncline.attach(net, like)
+            net(torch.full((1, wide), tiny)).sum().backward()
+            return net.weight.grad.full_tensor()
+
+        tiny = 2.0**-23  # FSDP divides by 2 before the sum, and by 2 after it
+        assert gradient(tiny).eq(tiny).all()
+        for like in (syncline.Dense(), syncline.Dense(wire="fp16")):
+            assert gradient(tiny, like).eq(tiny).all(), like
+        torch.testing.assert_close(gradient(1e-3, syncline.Quantized(8)), gradient(1e-3), rtol=0.02, atol=0.0)
+
+    on_ranks(4, main)
+
+
 class Checkpointed(Net):
     """A backward pass inside the backward pass recomputes the block."""
 
