@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint as recomputed
 
+import made_up
 import syncline
 from ddp_helpers import Branches, batch, on_ranks, refusal
 from syncline.cli.app import run_script
@@ -385,6 +386,8 @@ def test_what_is_not_supported_is_refused_with_one_line() -> None:
             "every, warmup, delay": lambda: syncline.attach(model, **replicas, every=3),
             "leave it out with replicate": lambda: syncline.attach(model, **replicas, gather="bf16"),
             "gather is 'int4'": lambda: syncline.attach(sharded(init_device_mesh("cpu", (4,))), gather="int4"),
+            "in bfloat16 and float32": lambda: syncline.attach(of_two_types(), gather="bf16"),
+            "between 2 replicas": lambda: syncline.attach(model, **replicas, network=made_up.network((0,) * 4)),
             "Dense or Quantized": lambda: syncline.attach(sharded(init_device_mesh("cpu", (4,))), syncline.OkTopk()),
             "fully_shard": lambda: syncline.tune(model, lambda model: None),
             "nothing is attached": lambda: syncline.handle_of(model),
@@ -407,6 +410,30 @@ def test_what_is_not_supported_is_refused_with_one_line() -> None:
         assert "some of its parameters" in refusal(model(batch(rank.rank, 0), 0).sum().backward)
 
     on_ranks(4, main)
+
+
+def of_two_types() -> Any:
+    """Return a model with parameters of two types in one unit, among all ranks."""
+    return fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()), mesh=init_device_mesh("cpu", (4,)))
+
+
+def test_one_rank_may_read_numbers_of_a_step_that_has_not_ended() -> None:
+    """The steps of a model with residuals end on all shards together, so only calls of all ranks end one."""
+
+    def main(rank: Rank) -> None:
+        model = sharded(init_device_mesh("cpu", (2,)))
+        handle = syncline.attach(model, syncline.Quantized(bits=4), gather="fp32")
+        engine: Any = handle._engine
+        ends, engine.in_backward = engine.in_backward, lambda: True  # as after a nested backward pass
+        model(batch(rank.rank, 0, 8, WIDTH)).sum().backward()
+        engine.in_backward = ends
+        if rank.rank == 0:
+            assert handle.stats().steps == 0 and handle.error is None
+        assert handle.state_dict()["steps"] == 1
+        model(batch(rank.rank, 1, 8, WIDTH)).sum().backward()
+        assert handle.stats().steps == 2
+
+    on_ranks(2, main)
 
 
 def partly_sharded(mesh: DeviceMesh) -> Any:

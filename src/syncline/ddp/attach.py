@@ -24,7 +24,7 @@ from syncline.ddp.hook import other_hook, switch_of, switches
 from syncline.ddp.overlap_setup import check_overlap, make_overlapping, with_best_caps
 from syncline.ddp.overlapping import Overlapping, OverlapPolicy
 from syncline.ddp.reducer import Reduction
-from syncline.ddp.updating import Updating
+from syncline.ddp.updating import DdpUpdating
 from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, bound_group, group_timeout
 from syncline.errors import UsageError
@@ -131,13 +131,13 @@ def attach(
         updating = (optimizer, every, warmup, delay, outer)
         return _attach_sharded(model, exchange, (replicate, gather), updating, lanes, timeout_s, network, scaler)
     ddp = ddp_of(model)
-    given_lanes = lanes
+    requested_lanes = lanes
     if lanes is None:
         lanes = default_lanes(exchange, backend_of(ddp.process_group))
     validation.check_lanes(lanes)
     policy: BucketPolicy | UpdatePolicy | OverlapPolicy = Uniform(exchange, lanes)
     if overlap is not None:
-        lanes = 1 if given_lanes is None else lanes
+        lanes = 1 if requested_lanes is None else lanes
         check_overlap(
             model,
             exchange,
@@ -224,7 +224,7 @@ def attach_policy(
             topology = find_topology(group, policy.exchanges, links)
             made = partial(Engine, group, parameters, timeout=timeout, topology=topology, reduction=reduction)
             made = partial(made, scale=lambda: validation.scale_of(scaler))
-            engine: Engine | Updating | Overlapping
+            engine: Engine | DdpUpdating | Overlapping
             if not isinstance(policy, UpdatePolicy | OverlapPolicy):
                 engine = made(policy=policy)
             else:
@@ -253,7 +253,7 @@ def _updating(
     make_engine: Callable[..., Engine],
     topology: RankTopology | None,
     timeout: timedelta,
-) -> Updating:
+) -> DdpUpdating:
     """Collective: create the engine that exchanges updates, and the engine of its warm-up."""
     group: dist.ProcessGroup = ddp.process_group
     trained = {name: parameter for name, parameter in parameters_of(ddp).items() if parameter.requires_grad}
@@ -264,7 +264,7 @@ def _updating(
         if policy.warmup:
             exchange = policy.warm_exchange
             warm = make_engine(policy=Uniform(exchange, default_lanes(exchange, backend_of(group))))
-        return Updating(ddp, updates, warm, optimizer, scaler, topology)
+        return DdpUpdating(ddp, updates, warm, optimizer, scaler, topology)
     except BaseException:
         updates.close()
         raise

@@ -196,7 +196,7 @@ class Overlapping:
         buckets = [(key, warm.buckets[key]) for key in self._keys[-len(warm.buckets) :]]
         whole, order = self._choice([bucket.layout for _, bucket in buckets])
         own = json.dumps([sorted(whole), order]).encode()
-        with self._engine.together("the choice of whole buckets"):
+        with self._engine.explained("the choice of whole buckets"):
             whole, order = json.loads(gather_bytes(self._engine.group, own)[0])  # the choice of the first rank
         self._sent_warm = warm.runner.sent_bytes
         self._engine.runner.steps = warm.runner.steps
@@ -247,7 +247,7 @@ class Overlapping:
             return state
         self._gathers_state = True
         try:
-            with torch.no_grad(), self._engine.together("the optimizer's state"):
+            with torch.no_grad(), self._engine.explained("the optimizer's state"):
                 return self._engine.optimizer.whole_state_dict()
         finally:
             self._gathers_state = False
@@ -275,6 +275,8 @@ class Overlapping:
     @property
     def bucket_names(self) -> list[list[str]]:
         return []  # a resumed run need not have the same ones
+
+    concludes_together = False  # `conclude` is not collective
 
     def conclude(self) -> None:
         if self._warm is not None:

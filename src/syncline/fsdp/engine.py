@@ -125,8 +125,14 @@ class ShardEngine:
         if not self.in_backward():  # it is after a nested backward pass, of activation checkpointing
             self.conclude()
 
+    @property
+    def concludes_together(self) -> bool:
+        """Whether `conclude` is collective."""
+        return self.keeps and self.shard_group.size() > 1
+
     def conclude(self) -> None:
-        """Collective among shards: end the step whose units have been exchanged, if it has not been ended."""
+        """End the step whose units have been exchanged, if it has not been ended. Collective among shards if there are
+        residuals."""
         step = self._step
         if not step.buckets or step.awaits_end or step.unfinished or self.runner.error is not None:
             return
@@ -137,8 +143,8 @@ class ShardEngine:
                 with self.runner.lanes[0].after(self.runner.lanes):
                     self.runner.settle(settling, self._on_all_shards(torch.stack(step.finite).all()))
             self.runner.end(step)
-        except BaseException as error:
-            raise self.runner.fail("whether the gradients of all shards are finite", error) from error
+        except Exception as error:
+            raise self.runner.fail("the flags of finite gradients among shards", error) from error
 
     def _on_all_shards(self, finite: Tensor) -> Tensor:
         """Return whether the results are finite on all shards: a GradScaler skips the step of all of them otherwise."""
