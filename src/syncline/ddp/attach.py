@@ -108,7 +108,8 @@ def attach(
         network: The network, or the file that `syncline probe` wrote. Exchanges that use levels, such as
             `Hierarchical`, find racks and choose paths with it. Without it they detect hosts and assume typical links.
         profile: The model's profile, or the file that `syncline profile` wrote. With `overlap` and a `network`, the
-            model gets buckets of the size with which a step should take the least time, until `detach`.
+            model gets buckets of the size with which a step should take the least time, until `detach` or another
+            `attach`.
         scaler: The GradScaler of the loss, if there is one. Residuals must follow changes of its scale. With updates, a
             rank whose scaler skips a step must still take part in the exchange.
 
