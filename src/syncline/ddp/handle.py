@@ -20,7 +20,7 @@ from syncline.ddp.updating import DdpUpdating
 from syncline.dist.lane import span_of
 from syncline.errors import ExchangeError, UsageError
 from syncline.exchange import Exchange, Tree, wire
-from syncline.fsdp.attach import ShardedEngine
+from syncline.fsdp.attach import AnyShardEngine
 from syncline.fsdp.hook import Switch as ShardSwitch
 from syncline.fsdp.hook import switch_of
 from syncline.fsdp.units import is_sharded
@@ -29,7 +29,7 @@ from syncline.runtime.checkpoint import Checkpoints
 from syncline.runtime.stats import Stats
 from syncline.runtime.validation import ddp_of, group_or_default, only_device
 
-AnyEngine = Engine | DdpUpdating | Overlapping | ShardedEngine
+AnyEngine = Engine | DdpUpdating | Overlapping | AnyShardEngine
 
 
 class Handle:

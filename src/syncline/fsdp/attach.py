@@ -37,7 +37,7 @@ from syncline.updates.engine import UpdateEngine
 from syncline.updates.policy import UpdatePolicy
 
 Scale = Callable[[], Tensor | None]
-ShardedEngine = ReplicaEngine | ScatterEngine | ShardUpdating
+AnyShardEngine = ReplicaEngine | ScatterEngine | ShardUpdating
 
 
 def attach_sharded(
@@ -53,7 +53,7 @@ def attach_sharded(
     scaler: GradScaler | None,
     scale: Scale,
     optimizer: Optimizer | None,
-) -> tuple[nn.Module, Switch, ShardedEngine]:
+) -> tuple[nn.Module, Switch, AnyShardEngine]:
     """Collective: exchange gradients or updates between replicas of a sharded model, or, without `replicate`, gradients
     between its shards. See `syncline.attach`."""
     sharded = sharded_model(model)
@@ -110,7 +110,7 @@ def attach_sharded(
                 made.expect([unit.shard_layout(unit.dtype, device) for unit in units])
                 return made
 
-            engine: ShardedEngine
+            engine: AnyShardEngine
             if replicate is None:
                 engine = ScatterEngine(group, policy=policy, device=device, **common, **options)
                 engine.expect([unit.whole_layout(unit.dtype, device) for unit in units])
