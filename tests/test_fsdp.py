@@ -7,6 +7,7 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.optim import AdamW
 from torch.utils.checkpoint import checkpoint as recomputed
 
+import made_up
 import syncline
 from ddp_helpers import Branches, batch, on_ranks, refusal
 from syncline.cli.app import run_script
@@ -26,6 +28,8 @@ from syncline.cluster import Rank
 from syncline.dist.local_comm import run_ranks
 from syncline.exchange import Layout, Slot, Topology
 from syncline.exchange.scatter import Scatter
+from syncline.run import sharded as run_sharded
+from syncline.tuning.settings import TuneSettings
 
 WIDTH = 40
 
@@ -312,6 +316,29 @@ def test_a_divide_factor_and_a_step_that_is_not_finite_do_as_in_native_hsdp() ->
     on_ranks(4, main)
 
 
+def test_tiny_gradients_in_fp16_are_not_lost() -> None:
+    """With reduce_dtype=float16, FSDP asks for a sum of what it has divided. Half of the smallest number is zero."""
+
+    def main(rank: Rank) -> None:
+        wide = 512
+
+        def gradient(tiny: float, like: Any = None) -> Tensor:
+            policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
+            net = sharded(init_device_mesh("cpu", (4,)), lambda: nn.Linear(wide, 4, bias=False), mp_policy=policy)
+            if like is not None:
+                syncline.attach(net, like)
+            net(torch.full((1, wide), tiny)).sum().backward()
+            return net.weight.grad.full_tensor()
+
+        tiny = 2.0**-23  # FSDP divides by 2 before the sum, and by 2 after it
+        assert gradient(tiny).eq(tiny).all()
+        for like in (syncline.Dense(), syncline.Dense(wire="fp16")):
+            assert gradient(tiny, like).eq(tiny).all(), like
+        torch.testing.assert_close(gradient(1e-3, syncline.Quantized(8)), gradient(1e-3), rtol=0.02, atol=0.0)
+
+    on_ranks(4, main)
+
+
 class Checkpointed(Net):
     """A backward pass inside the backward pass recomputes the block."""
 
@@ -359,6 +386,8 @@ def test_what_is_not_supported_is_refused_with_one_line() -> None:
             "every, warmup, delay": lambda: syncline.attach(model, **replicas, every=3),
             "leave it out with replicate": lambda: syncline.attach(model, **replicas, gather="bf16"),
             "gather is 'int4'": lambda: syncline.attach(sharded(init_device_mesh("cpu", (4,))), gather="int4"),
+            "in bfloat16 and float32": lambda: syncline.attach(of_two_types(), gather="bf16"),
+            "between 2 replicas": lambda: syncline.attach(model, **replicas, network=made_up.network((0,) * 4)),
             "Dense or Quantized": lambda: syncline.attach(sharded(init_device_mesh("cpu", (4,))), syncline.OkTopk()),
             "fully_shard": lambda: syncline.tune(model, lambda model: None),
             "nothing is attached": lambda: syncline.handle_of(model),
@@ -383,6 +412,30 @@ def test_what_is_not_supported_is_refused_with_one_line() -> None:
     on_ranks(4, main)
 
 
+def of_two_types() -> Any:
+    """Return a model with parameters of two types in one unit, among all ranks."""
+    return fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).bfloat16()), mesh=init_device_mesh("cpu", (4,)))
+
+
+def test_one_rank_may_read_numbers_of_a_step_that_has_not_ended() -> None:
+    """The steps of a model with residuals end on all shards together, so only calls of all ranks end one."""
+
+    def main(rank: Rank) -> None:
+        model = sharded(init_device_mesh("cpu", (2,)))
+        handle = syncline.attach(model, syncline.Quantized(bits=4), gather="fp32")
+        engine: Any = handle._engine
+        ends, engine.in_backward = engine.in_backward, lambda: True  # as after a nested backward pass
+        model(batch(rank.rank, 0, 8, WIDTH)).sum().backward()
+        engine.in_backward = ends
+        if rank.rank == 0:
+            assert handle.stats().steps == 0 and handle.error is None
+        assert handle.state_dict()["steps"] == 1
+        model(batch(rank.rank, 1, 8, WIDTH)).sum().backward()
+        assert handle.stats().steps == 2
+
+    on_ranks(2, main)
+
+
 def partly_sharded(mesh: DeviceMesh) -> Any:
     """Return a model with a parameter that FSDP is told to ignore."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -394,7 +447,8 @@ def test_syncline_run_attaches_to_a_model_that_is_sharded_among_all_ranks(tmp_pa
 
     def main(rank: Rank) -> dict[str, str]:
         errors = {}
-        for name, options in {"plain": [], "int8": ["--exchange", "int8"], "oktopk": ["--exchange", "oktopk"]}.items():
+        ways = {name: ["--exchange", name] for name in ("int8", "oktopk")}
+        for name, options in {"plain": [], **ways, "quiet": [*ways["int8"], "--quiet"]}.items():
             with contextlib.redirect_stderr(io.StringIO()) as printed, contextlib.suppress(SystemExit):
                 run_script(["--out", str(tmp_path / f"run-{name}"), *options, str(script), str(tmp_path / name)])
             errors[name] = printed.getvalue()
@@ -404,11 +458,37 @@ def test_syncline_run_attaches_to_a_model_that_is_sharded_among_all_ranks(tmp_pa
     assert "is sharded with fully_shard, and left alone: to exchange between replicas" in printed[0]["plain"]
     assert "Scatter(like=Quantized(bits=8" in printed[0]["int8"]
     assert "left alone: OkTopk" in printed[0]["oktopk"] and "use Dense or Quantized" in printed[0]["oktopk"]
-    assert "fully_shard" not in printed[1]["plain"]
+    assert "fully_shard" not in printed[1]["plain"] and not printed[0]["quiet"]
     losses = {
         name: torch.tensor([float(line) for line in (tmp_path / f"{name}-0").read_text().split()])
-        for name in ("plain", "int8", "oktopk")
+        for name in ("plain", "int8", "oktopk", "quiet")
     }
-    assert torch.equal(losses["plain"], losses["oktopk"])
+    assert torch.equal(losses["plain"], losses["oktopk"]) and torch.equal(losses["quiet"], losses["int8"])
     assert not torch.equal(losses["plain"], losses["int8"])
     torch.testing.assert_close(losses["int8"], losses["plain"], rtol=0.02, atol=0.0)
+
+
+def test_syncline_run_attaches_to_sharded_models_in_the_order_of_their_optimizer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks must attach in the same order, once, and with the scaler of the script."""
+    nets, attached = [nn.Linear(2, 2) for _ in range(4)], []
+    scaler = torch.amp.GradScaler("cpu")
+
+    def attach(model: nn.Module, *_: object, scaler: object, **__: object) -> mock.Mock:
+        attached.append((model, scaler))
+        return mock.Mock()
+
+    monkeypatch.setattr(run_sharded, "is_sharded", lambda entry: any(entry is net for net in nets))
+    monkeypatch.setattr(run_sharded, "attach", attach)
+    models = run_sharded.ShardedModels(TuneSettings(exchange=syncline.Dense(), quiet=True), lambda: scaler)
+    order = [2, 0, 3]
+    for net in nets:
+        for parameter in net.parameters():
+            parameter._local_tensor, parameter.grad = parameter.data, torch.zeros_like(parameter)
+    optimizer = torch.optim.SGD([parameter for index in order for parameter in nets[index].parameters()], lr=0.1)
+    with models.watched():
+        optimizer.step()
+        optimizer.step()
+    assert [nets.index(model) for model, _ in attached] == order
+    assert all(given is scaler for _, given in attached)

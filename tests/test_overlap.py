@@ -497,6 +497,7 @@ def test_a_profile_and_a_network_decide_the_size_of_buckets() -> None:
         mbit = 8e-6 * profile.gradient_bytes / (profile.backward_s + profile.forward_s)
         links = (made_up.link("local", mbit),)  # ranks are on one host here
         network = msgspec.structs.replace(made_up.network((0, 0), startup_s=1e-9), links=links)
+        endless = msgspec.structs.replace(network, links=(made_up.link("local", 1e9),))
         own = reducer.own_caps(model)
         handle = syncline.attach(model, **options, network=network, profile=profile)
         for number in range(20):
@@ -504,8 +505,32 @@ def test_a_profile_and_a_network_decide_the_size_of_buckets() -> None:
                 step(trained, optimizer, rank.rank, number)
         assert len(handle.stats().buckets) > 2
         torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
+        chosen = handle.caps
+        assert chosen and chosen != own
         handle.detach()
         assert (model.bucket_bytes_cap, reducer.own_caps(model)) == (plain.bucket_bytes_cap, own)
+        # An attach that fails changes no buckets, whether the model has its own or those of a profile.
+        some = OPTIMIZERS["sgd"](list(model.parameters())[:2])
+        wrong = {**options, "optimizer": some, "network": network, "profile": profile}
+        before = model._bucket_config
+        assert "optimizer" in refusal(lambda: syncline.attach(model, **wrong))
+        assert model._bucket_config is before
+        handle = syncline.attach(model, **options, network=network, profile=profile)
+        changed = model._bucket_config
+        assert handle.caps == chosen and changed is not before
+        assert "optimizer" in refusal(lambda: syncline.attach(model, **{**options, "optimizer": some}))
+        assert model._bucket_config is changed
+        # Another attach without a profile, or one whose best buckets are the model's own, restores these.
+        for unneeded in ({}, {"network": endless, "profile": profile}):
+            handle = syncline.attach(model, **options, network=network, profile=profile)
+            assert handle.caps == chosen
+            handle = syncline.attach(model, **options, **unneeded)
+            assert not handle.caps and model._bucket_config is before
+            for number in range(20, 28):
+                for trained, optimizer in zip((plain, model), optimizers, strict=True):
+                    step(trained, optimizer, rank.rank, number)
+            torch.testing.assert_close(weights(model), weights(plain), rtol=1e-4, atol=1e-6)
+        handle.detach()
         other = load_profile("bert-base-cuda")
         assert "another model" in refusal(lambda: syncline.attach(model, **options, network=network, profile=other))
         assert "network=" in refusal(lambda: syncline.attach(model, **options, profile=profile))

@@ -21,10 +21,10 @@ from syncline.ddp import reducer
 from syncline.ddp.engine import Engine
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import other_hook, switch_of, switches
-from syncline.ddp.overlap_setup import check_overlap, make_overlapping, with_best_buckets
+from syncline.ddp.overlap_setup import check_overlap, make_overlapping, with_best_caps
 from syncline.ddp.overlapping import Overlapping, OverlapPolicy
 from syncline.ddp.reducer import Reduction
-from syncline.ddp.updating import Updating
+from syncline.ddp.updating import DdpUpdating
 from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, bound_group, group_timeout
 from syncline.errors import UsageError
@@ -108,7 +108,8 @@ def attach(
         network: The network, or the file that `syncline probe` wrote. Exchanges that use levels, such as
             `Hierarchical`, find racks and choose paths with it. Without it they detect hosts and assume typical links.
         profile: The model's profile, or the file that `syncline profile` wrote. With `overlap` and a `network`, the
-            model gets buckets of the size with which a step should take the least time, until `detach`.
+            model gets buckets of the size with which a step should take the least time, until `detach` or another
+            `attach`.
         scaler: The GradScaler of the loss, if there is one. Residuals must follow changes of its scale. With updates, a
             rank whose scaler skips a step must still take part in the exchange.
 
@@ -131,13 +132,13 @@ def attach(
         updating = (optimizer, every, warmup, delay, outer)
         return _attach_sharded(model, exchange, (replicate, gather), updating, lanes, timeout_s, network, scaler)
     ddp = ddp_of(model)
-    given_lanes = lanes
+    requested_lanes = lanes
     if lanes is None:
         lanes = default_lanes(exchange, backend_of(ddp.process_group))
     validation.check_lanes(lanes)
     policy: BucketPolicy | UpdatePolicy | OverlapPolicy = Uniform(exchange, lanes)
     if overlap is not None:
-        lanes = 1 if given_lanes is None else lanes
+        lanes = 1 if requested_lanes is None else lanes
         check_overlap(
             model,
             exchange,
@@ -149,7 +150,7 @@ def attach(
         )
         policy = OverlapPolicy(exchange, 1, gather=gather or "fp32")
         if profile is not None:
-            policy = with_best_buckets(ddp, policy, profile, network)
+            policy = with_best_caps(ddp, policy, profile, network)
     elif profile is not None:
         raise UsageError("profile is for the buckets of overlap='forward': pass that too, or leave it out")
     elif gather is not None:
@@ -158,12 +159,7 @@ def attach(
         policy = checked_policy(exchange, lanes, every, warmup, delay, outer)
     elif (every, warmup, delay, outer) != (1, None, 0, None):
         raise UsageError(_FOR_UPDATES)
-    try:
-        return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler, optimizer=optimizer)
-    except BaseException:
-        if isinstance(policy, OverlapPolicy) and policy.caps:
-            reducer.make_plain(ddp)
-        raise
+    return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler, optimizer=optimizer)
 
 
 def _attach_sharded(
@@ -229,7 +225,7 @@ def attach_policy(
             topology = find_topology(group, policy.exchanges, links)
             made = partial(Engine, group, parameters, timeout=timeout, topology=topology, reduction=reduction)
             made = partial(made, scale=lambda: validation.scale_of(scaler))
-            engine: Engine | Updating | Overlapping
+            engine: Engine | DdpUpdating | Overlapping
             if not isinstance(policy, UpdatePolicy | OverlapPolicy):
                 engine = made(policy=policy)
             else:
@@ -240,6 +236,8 @@ def attach_policy(
                     scale = partial(validation.scale_of, scaler)
                     engine = make_overlapping(ddp, policy, optimizer, made, reduction, timeout, topology, scale)
     try:
+        if not isinstance(policy, Planned):  # a planned model has its buckets already
+            reducer.set_caps(ddp, policy.caps if isinstance(policy, OverlapPolicy) else ())
         switch = switch_of(ddp)
     except BaseException:
         engine.close()
@@ -256,7 +254,7 @@ def _updating(
     make_engine: Callable[..., Engine],
     topology: RankTopology | None,
     timeout: timedelta,
-) -> Updating:
+) -> DdpUpdating:
     """Collective: create the engine that exchanges updates, and the engine of its warm-up."""
     group: dist.ProcessGroup = ddp.process_group
     trained = {name: parameter for name, parameter in parameters_of(ddp).items() if parameter.requires_grad}
@@ -267,7 +265,7 @@ def _updating(
         if policy.warmup:
             exchange = policy.warm_exchange
             warm = make_engine(policy=Uniform(exchange, default_lanes(exchange, backend_of(group))))
-        return Updating(ddp, updates, warm, optimizer, scaler, topology)
+        return DdpUpdating(ddp, updates, warm, optimizer, scaler, topology)
     except BaseException:
         updates.close()
         raise

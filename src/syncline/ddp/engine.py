@@ -113,6 +113,8 @@ class Engine:
             step.complete = True
             self.conclude()
 
+    concludes_together = False  # `conclude` is not collective
+
     def conclude(self) -> None:
         """End the step whose last bucket has been exchanged, if it has not been ended."""
         step, buckets = self._step, list(self.buckets.values())
@@ -129,7 +131,7 @@ class Engine:
                     self.runner.settle(buckets, torch.stack(step.finite).all(), used)
             self.runner.end(step)
             self._steps_since_attach += 1
-        except BaseException as error:
+        except Exception as error:
             raise self.runner.fail(f"one of {len(step.submitted)} buckets", error) from error
 
     # --- buckets ------------------------------------------------------------------------------------------------

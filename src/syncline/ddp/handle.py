@@ -16,11 +16,11 @@ from syncline.ddp import reducer
 from syncline.ddp.engine import Engine, copied
 from syncline.ddp.hook import Switch, switches
 from syncline.ddp.overlapping import Overlapping, OverlapPolicy
-from syncline.ddp.updating import Updating
+from syncline.ddp.updating import DdpUpdating
 from syncline.dist.lane import span_of
 from syncline.errors import ExchangeError, UsageError
 from syncline.exchange import Exchange, Tree, wire
-from syncline.fsdp.attach import Engine as ShardEngine
+from syncline.fsdp.attach import AnyShardEngine
 from syncline.fsdp.hook import Switch as ShardSwitch
 from syncline.fsdp.hook import switch_of
 from syncline.fsdp.units import is_sharded
@@ -29,7 +29,7 @@ from syncline.runtime.checkpoint import Checkpoints
 from syncline.runtime.stats import Stats
 from syncline.runtime.validation import ddp_of, group_or_default, only_device
 
-AnyEngine = Engine | Updating | Overlapping | ShardEngine
+AnyEngine = Engine | DdpUpdating | Overlapping | AnyShardEngine
 
 
 class Handle:
@@ -111,7 +111,7 @@ class Handle:
         All ranks call this between steps. Training waits by itself when results are due. Measurements need this, and
         with overlap, code that reads weights without a function of torch.
         """
-        self._attached.wait()
+        self._concluded.wait()
 
     def stats(self) -> Stats:
         """Return the number of steps, the bytes sent, and the times of the last step's buckets, on this rank."""
@@ -229,12 +229,12 @@ class Handle:
         return engine.optimizer_state_dict()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state of the exchange, to be saved with the model.
+        """Return this rank's state of the exchange, to be saved with the model. All ranks call this between steps.
 
         Raises:
             ExchangeError: An exchange has failed, so the state is unusable.
         """
-        engine = self._attached
+        engine = self._concluded
         if engine.runner.error is not None:
             raise ExchangeError(f"the state is unusable, because an exchange failed: {engine.runner.explained}")
         state = {"steps": engine.steps, "buckets": engine.bucket_names, "tensors": copied(engine.residuals())}
@@ -250,7 +250,7 @@ class Handle:
             UsageError: The state belongs to another exchange, model, rank or number of ranks.
         """
         self._checkpoints.check(state)
-        self._attached.load(state["tensors"], state["buckets"], state["steps"])
+        self._concluded.load(state["tensors"], state["buckets"], state["steps"])
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save the state of the exchange, one file per rank. All ranks call this between steps.
@@ -282,7 +282,7 @@ class Handle:
             MismatchError: Another rank cannot load its file, or the files do not belong to the same checkpoint.
         """
         state = self._checkpoints.load(folder, on_world_size)
-        self._attached.load(state["tensors"], state["buckets"], state["steps"])
+        self._concluded.load(state["tensors"], state["buckets"], state["steps"])
 
     def detach(self) -> None:
         """Return the model to plain DDP, with the buckets that it has without a plan. All ranks call this.
@@ -293,11 +293,9 @@ class Handle:
         A sharded model returns to FSDP's own collectives, with PyTorch's all-reduce between its replicas.
         """
         _ = self._attached  # raises if the handle is detached
-        changed = self.plan is not None or bool(self.caps)
         self._switch.turn_to(None)
-        ddp = self._model
-        if changed and isinstance(ddp, DDP) and reducer.why_not_change(ddp) is None:
-            reducer.make_plain(ddp)
+        if isinstance(self._model, DDP):
+            reducer.set_caps(self._model, ())
 
     @property
     def _checkpoints(self) -> Checkpoints:
@@ -312,14 +310,23 @@ class Handle:
         if self._switch.engine is not self._engine:
             text = "this handle is detached, or another attach has replaced it"
             raise UsageError(f"{text}: use the newest handle, or attach again")
-        self._engine.conclude()
+        if not self._engine.concludes_together:
+            self._engine.conclude()
         return self._engine
+
+    @property
+    def _concluded(self) -> AnyEngine:
+        """Collective: the engine, after the end of its last step. The steps of a sharded model end on all ranks
+        together, so reading a number on one rank must not end one."""
+        engine = self._attached
+        engine.conclude()
+        return engine
 
 
 def handle_if_attached(ddp: DDP) -> Handle | None:
     """Return the handle of a model, or None if nothing is attached to it."""
     switch = switches.get(ddp)
-    if switch is None or not isinstance(switch.engine, Engine | Updating | Overlapping):
+    if switch is None or not isinstance(switch.engine, Engine | DdpUpdating | Overlapping):
         return None
     return Handle(ddp, switch, switch.engine)
 

@@ -82,11 +82,13 @@ def why_not_overlap(model: nn.Module, optimizer: Optimizer | None = None) -> str
     return None
 
 
-def with_best_buckets(ddp: DDP, policy: OverlapPolicy, profile: Any, network: NetworkOrFile) -> OverlapPolicy:
-    """Collective: give a model buckets of the best size for an exchange that overlaps, and return its policy."""
+def with_best_caps(ddp: DDP, policy: OverlapPolicy, profile: Any, network: NetworkOrFile) -> OverlapPolicy:
+    """Collective: return the policy with the best sizes of buckets, or without any if the model's own are best."""
     parameters = {name: parameter for name, parameter in parameters_of(ddp).items() if parameter.requires_grad}
     group, device = ddp.process_group, only_device(parameters)
     with same_on_all_ranks(group, device, "the size of buckets", "attach") as fields:
+        if (problem := reducer.why_not_change(ddp)) is not None:
+            raise UsageError(f"profile= changes the buckets of the model, but {problem}: leave it out")
         links, own = read_network(network, fields), reducer.own_caps(ddp)
         loaded: Profile = loaded_from("profile", profile, Profile)
         if links is None:
@@ -95,15 +97,10 @@ def with_best_buckets(ddp: DDP, policy: OverlapPolicy, profile: Any, network: Ne
             name: parameter.nbytes for name, parameter in parameters.items()
         }:
             raise UsageError("the profile is of another model: make one of this model with `syncline profile`")
-        if (problem := reducer.why_not_change(ddp)) is not None:
-            raise UsageError(f"profile= changes the buckets of the model, but {problem}: leave it out")
         _, caps = best_overlap(loaded, links, caps=own, exchange=policy.exchange, gather=policy.gather)
     with current_device(device), meeting(group, "attach"):
         caps = tuple(json.loads(gather_bytes(group, json.dumps(caps).encode())[0]))  # the choice of the first rank
-    if caps == own:
-        return policy
-    reducer.change(ddp, caps)
-    return replace(policy, caps=caps)
+    return policy if caps == own else replace(policy, caps=caps)
 
 
 def make_overlapping(

@@ -83,7 +83,8 @@ class Overlapping:
         self.policy, self.topology, self.keeps = policy, topology, policy.exchange.keeps
         self._stored: Residuals = {}  # residuals of a checkpoint, until weights are in shards
         final_after = 2 if ddp.static_graph else int(reducer.rebuilds(ddp))
-        if getattr(ddp, "_has_rebuilt_buckets", False):
+        changes = bool(policy.caps) or reducer.is_changed(ddp)  # then DDP builds its buckets once more
+        if getattr(ddp, "_has_rebuilt_buckets", False) and not changes:
             final_after = 0
         self._warm_steps = final_after + _MEASURED_STEPS
         self._forward: Marks | None = None  # from the start to the end of the last forward pass, with uses of weights
@@ -195,7 +196,7 @@ class Overlapping:
         buckets = [(key, warm.buckets[key]) for key in self._keys[-len(warm.buckets) :]]
         whole, order = self._choice([bucket.layout for _, bucket in buckets])
         own = json.dumps([sorted(whole), order]).encode()
-        with self._engine.together("the choice of whole buckets"):
+        with self._engine.explained("the choice of whole buckets"):
             whole, order = json.loads(gather_bytes(self._engine.group, own)[0])  # the choice of the first rank
         self._sent_warm = warm.runner.sent_bytes
         self._engine.runner.steps = warm.runner.steps
@@ -246,7 +247,7 @@ class Overlapping:
             return state
         self._gathers_state = True
         try:
-            with torch.no_grad(), self._engine.together("the optimizer's state"):
+            with torch.no_grad(), self._engine.explained("the optimizer's state"):
                 return self._engine.optimizer.whole_state_dict()
         finally:
             self._gathers_state = False
@@ -274,6 +275,8 @@ class Overlapping:
     @property
     def bucket_names(self) -> list[list[str]]:
         return []  # a resumed run need not have the same ones
+
+    concludes_together = False  # `conclude` is not collective
 
     def conclude(self) -> None:
         if self._warm is not None:

@@ -22,7 +22,7 @@ from syncline.predict.schedule import MIB
 from syncline.runtime.backward_end import when_backward_ends
 
 _original: weakref.WeakKeyDictionary[DDP, Any] = weakref.WeakKeyDictionary()
-"""The original bucket configuration of each model that has the buckets of a plan."""
+"""The original bucket configuration of each model that has the buckets of a plan, or of a profile."""
 
 
 def caps_are_known() -> bool:
@@ -94,6 +94,20 @@ def change(ddp: DDP, caps: Sequence[int]) -> None:
     """Remove our hook, and give a live model buckets of these sizes in bytes. All ranks call this between steps."""
     _original.setdefault(ddp, own(ddp))
     _rebuild(ddp, _config(cap_arguments(caps, rebuilt=rebuilds(ddp))["bucket_cap_mb_list"]))
+
+
+def is_changed(ddp: DDP) -> bool:
+    """Return whether a model has other buckets than without a plan."""
+    return ddp in _original
+
+
+def set_caps(ddp: DDP, caps: Sequence[int]) -> None:
+    """Give a live model buckets of these sizes in bytes, or, without any, those that it has without a plan. All ranks
+    call this between steps."""
+    if caps:
+        change(ddp, caps)
+    elif is_changed(ddp) and why_not_change(ddp) is None:
+        make_plain(ddp)
 
 
 def make_plain(ddp: DDP) -> None:

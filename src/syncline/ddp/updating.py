@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from syncline.ddp.engine import Engine, completed
 from syncline.errors import UsageError
 from syncline.runtime.topology import RankTopology
-from syncline.updates import updating
 from syncline.updates.engine import UpdateEngine
+from syncline.updates.updating import Updating
 
 
-class Updating(updating.Updating[Engine]):
+class DdpUpdating(Updating[Engine]):
     """The exchange of updates that is attached to a DDP model."""
 
     def __init__(

@@ -182,7 +182,8 @@ class Lane:
         return Marks()
 
     def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
-        """Return a context whose work runs after everything submitted so far to this lane, `others` and the caller."""
+        """Return a context whose work runs after everything submitted so far to this lane, `others` and the caller, and
+        before everything that is submitted to these lanes later."""
         return contextlib.nullcontext()  # the engine calls this after all jobs on threads have ended
 
     def abandon(self, job: Job, error: BaseException) -> None:
@@ -329,12 +330,19 @@ class StreamLane(Lane):
     def marks(self, first: Marks | None) -> Marks:
         return CudaMarks(first if isinstance(first, CudaMarks) else None)
 
-    def after(self, others: list[Lane]) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def after(self, others: list[Lane]) -> Iterator[None]:
+        streams = [other._stream for other in others if isinstance(other, StreamLane) and other is not self]
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        for other in others:
-            if isinstance(other, StreamLane) and other is not self:
-                self._stream.wait_stream(other._stream)
-        return torch.cuda.stream(self._stream)
+        for stream in streams:
+            self._stream.wait_stream(stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            # Later buckets read what was changed here, and may get memory of other lanes that was read here.
+            for stream in streams:
+                stream.wait_stream(self._stream)
 
     def close(self) -> None:
         self._stream.synchronize()

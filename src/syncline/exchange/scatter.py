@@ -2,17 +2,17 @@
 
 On the wire, for P ranks and a bucket of P rows, of which row i is the part that rank i needs:
 
-- As `Dense`, each rank sends row i to rank i (all-to-all), in its own type or in 16 bits, and rank i sums the rows in
-  fp32. Each rank sends (P−1)/P of the bucket. gloo emulates its own reduce-scatter with an all-reduce, which sends
-  twice as many bytes.
+- As `Dense()`, NCCL's own reduce-scatter. gloo emulates its own with an all-reduce, which sends twice as many bytes. So
+  on gloo, and with 16 bits, each rank sends row i to rank i (all-to-all), and rank i sums the rows in fp32. Each rank
+  sends (P−1)/P of the bucket.
 - As `Quantized`, each rank adds its gradients to its residual, and rounds each row but its own to codes of few bits.
   Rank i adds the rows in fp32, with its own row unrounded. A value is rounded once, and the residual of its sender
   keeps the error. What was applied plus the residuals equals what came in.
 
-Cost: one all-to-all. `Quantized` sends (P−1)/P · n · (bits/8 + 2/block) bytes, with rows padded to whole blocks, and
+Cost: one collective. `Quantized` sends (P−1)/P · n · (bits/8 + 2/block) bytes, with rows padded to whole blocks, and
 needs a copy of the bucket in fp32 beside its residual.
 
-When it loses: the backend has a reduce-scatter that uses a faster network than sockets, as NCCL inside a host.
+When fewer bits lose: links are faster than the passes over memory, as NVLink inside a host.
 
 Paper: as `Quantized`, the first hop of ZeRO++ (qgZ), arXiv 2306.10209, with error feedback.
 """
@@ -27,7 +27,8 @@ from torch import Tensor
 
 from syncline.errors import UsageError
 from syncline.exchange.base import Comm, Exchange, Rounding, State, Work
-from syncline.exchange.dense import Dense, part_of
+from syncline.exchange.dense import Dense, Halves, part_of
+from syncline.exchange.halves import ReduceScatter, has_ring, shard_state
 from syncline.exchange.layout import Layout, Slot
 from syncline.exchange.quantized import Quantized
 from syncline.exchange.residual import Residual
@@ -37,7 +38,7 @@ from syncline.kernels import Blocks, block_kernels_for
 
 @dataclass(frozen=True)
 class Scatter:
-    """Leave this rank's shard of the sum in the state. The bucket itself is overwritten.
+    """Leave this rank's shard of the average in the state. The bucket itself is overwritten.
 
     Args:
         like: The exchange whose first half this is: `Dense` or `Quantized`.
@@ -48,6 +49,7 @@ class Scatter:
 
     like: Exchange
     waits = True
+    sums = False  # whether the result is the sum
 
     def __post_init__(self) -> None:
         if not isinstance(self.like, Dense | Quantized):
@@ -65,8 +67,11 @@ class Scatter:
     def prepare(self, layout: Layout, comm: Comm) -> State:
         blocks = self._blocks(layout.numel, layout.dtype, comm.size)
         if blocks is not None and isinstance(self.like, Quantized):
-            return CodedRows(layout, blocks, self.like.error_feedback)
-        return DenseRows(layout, comm.size, self._dense)
+            state: DenseRows | CodedRows = CodedRows(layout, blocks, self.like.error_feedback)
+        else:
+            state = DenseRows(layout, comm, self._dense)
+        state.factor = float(comm.size) if self.sums else 1.0
+        return state
 
     def run(self, flat: Tensor, state: State, comm: Comm) -> Work | None:
         assert isinstance(state, DenseRows | CodedRows)  # noqa: S101 - `prepare` made it
@@ -78,6 +83,8 @@ class Scatter:
         if topology.ranks == 1:
             return Cost(())
         blocks = self._blocks(numel, dtype, topology.ranks)
+        if blocks is None and self._dense.lossless:
+            return ReduceScatter().cost(numel, dtype, topology)
         if blocks is None:
             return Cost(self._dense.halves_cost(numel, dtype, topology)[:1])
         return Cost((Phase.of("all_to_all", topology.ranks * blocks.bytes, 1, topology),))
@@ -98,16 +105,29 @@ class Scatter:
         return blocks if ranks * blocks.bytes < numel * dtype.itemsize else None
 
 
+class ScatterSum(Scatter):
+    """As `Scatter`, for the sum. The caller has divided gradients as far as their type requires it."""
+
+    sums = True
+
+
 class DenseRows(State):
     """The buffers of a bucket that is sent dense, or in 16 bits."""
 
-    def __init__(self, layout: Layout, ranks: int, dense: Dense) -> None:
-        self._halves = dense.halves(layout, ranks)
-        self.shard = torch.zeros(part_of(layout.numel, ranks), dtype=layout.dtype, device=layout.device)
-        """This rank's shard of the last sum."""
+    factor = 1.0
+    """Factor for the average: the number of ranks for the sum."""
+
+    def __init__(self, layout: Layout, comm: Comm, dense: Dense) -> None:
+        self._halves: Halves = dense.halves(layout, comm.size)
+        if dense.lossless:
+            self._halves = shard_state(layout, comm.size, has_ring(comm.topology), own_sum=False)
+        self.shard = torch.zeros(part_of(layout.numel, comm.size), dtype=layout.dtype, device=layout.device)
+        """This rank's shard of the last result."""
+        self._share = 1.0
 
     def average(self, share: float) -> bool:
-        return self._halves.average(share)
+        self._share = share  # for the sum: small gradients in 16 bits would become zero
+        return True
 
     def encode(self, flat: Tensor, comm: Comm) -> Work:
         """Send each rank its row."""
@@ -115,7 +135,7 @@ class DenseRows(State):
 
     def add(self, flat: Tensor, rank: int) -> None:
         """Add the received rows."""
-        self.shard.copy_(self._halves.shard())
+        torch.mul(self._halves.shard(), self._share * self.factor, out=self.shard)
 
     def finite(self, flat: Tensor) -> Tensor:
         return torch.isfinite(self.shard).all()
@@ -125,6 +145,7 @@ class CodedRows(Residual):
     """The buffers and the residual of a bucket that is sent in codes. Rows are padded to whole blocks."""
 
     partial = True
+    factor = 1.0
 
     def __init__(self, layout: Layout, blocks: Blocks, error_feedback: bool) -> None:
         self._padded = _with_rows(layout, blocks.parts, blocks.part)
@@ -157,14 +178,15 @@ class CodedRows(Residual):
         self._kernels.decode(self._theirs, self._values.view(-1))
         if not self._feedback:
             self._values[rank].copy_(self._gradients[rank]).mul_(self.share)
-            self.shard.copy_(self._values.sum(0)[: self._row])
+            self.shard.copy_(self._values.sum(0)[: self._row].mul_(self.factor))
             return
         # `encode` has left the sum of this rank's own row and its residual where the new residual will be.
         own, other = self.residual.view(2, *self._values.shape)[:, rank], (1 - self.turn).to(torch.int64).view(1)
         self._values[rank].copy_(own.index_select(0, other)[0])
         total = self._values.sum(0)
-        self.shard.copy_(total[: self._row])
-        total[: self._row].sub_(self.shard)  # the error of rounding to 16 bits, or zero
+        self.shard.copy_(total[: self._row] * self.factor)
+        # The error of rounding to 16 bits, or zero.
+        total[: self._row].sub_(self.shard.to(torch.float32), alpha=1 / self.factor)
         own.index_copy_(0, other, total.view(1, -1))
 
     def finite(self, flat: Tensor) -> Tensor:

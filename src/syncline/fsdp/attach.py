@@ -19,11 +19,12 @@ from syncline.dist.agreement import agree, current_device, flatten, versions_her
 from syncline.dist.comm import backend_of, bound_group, gather_bytes, group_timeout
 from syncline.errors import UsageError
 from syncline.exchange import Exchange, default_lanes
+from syncline.exchange.lossy_halves import GATHERS
 from syncline.exchange.scatter import Scatter
 from syncline.fsdp.engine import ReplicaEngine
 from syncline.fsdp.hook import Switch, keep_switch, switch_of
 from syncline.fsdp.policy import ShardPolicy, ShardUpdatePolicy
-from syncline.fsdp.scatter import WIRES, ScatterEngine
+from syncline.fsdp.scatter import ScatterEngine
 from syncline.fsdp.units import Unit, is_in_backward, sharded_model, units_of
 from syncline.fsdp.updating import ShardUpdating
 from syncline.health.meeting import meeting, same_on_all_ranks
@@ -36,7 +37,7 @@ from syncline.updates.engine import UpdateEngine
 from syncline.updates.policy import UpdatePolicy
 
 Scale = Callable[[], Tensor | None]
-Engine = ReplicaEngine | ScatterEngine | ShardUpdating
+AnyShardEngine = ReplicaEngine | ScatterEngine | ShardUpdating
 
 
 def attach_sharded(
@@ -52,7 +53,7 @@ def attach_sharded(
     scaler: GradScaler | None,
     scale: Scale,
     optimizer: Optimizer | None,
-) -> tuple[nn.Module, Switch, Engine]:
+) -> tuple[nn.Module, Switch, AnyShardEngine]:
     """Collective: exchange gradients or updates between replicas of a sharded model, or, without `replicate`, gradients
     between its shards. See `syncline.attach`."""
     sharded = sharded_model(model)
@@ -60,6 +61,9 @@ def attach_sharded(
     world, shard_group = validation.group_or_default(None), units[0].shard_group
     group = shard_group if replicate is None else replicas_group(replicate)
     _check_arguments(exchange, replicate, gather, updates, shard_group)
+    gather = None if gather == "fp32" else gather
+    if gather is not None:
+        _check_gathered(units)
     if replicate is None:
         exchange = Scatter(exchange)
     device = torch.device(units[0].inside.device)
@@ -75,6 +79,9 @@ def attach_sharded(
             links = read_network(network, fields)
             if replicate is not None:
                 _check_grid(shard_group, group)
+                if links is not None and links.ranks != group.size():
+                    text = f"the network has {links.ranks} ranks, but exchanges are between {group.size()} replicas"
+                    raise UsageError(f"{text}: leave network= out, or probe with one rank per replica")
             described = {name: validation.described_fully(parameter) for name, parameter in parameters.items()}
             versions = {**versions_here(), "backend": backend_of(group)}
             fields |= flatten({**policy.fingerprint(), "version": versions, "parameter": described})
@@ -103,7 +110,7 @@ def attach_sharded(
                 made.expect([unit.shard_layout(unit.dtype, device) for unit in units])
                 return made
 
-            engine: Engine
+            engine: AnyShardEngine
             if replicate is None:
                 engine = ScatterEngine(group, policy=policy, device=device, **common, **options)
                 engine.expect([unit.whole_layout(unit.dtype, device) for unit in units])
@@ -166,7 +173,7 @@ def _check_arguments(
 ) -> None:
     """Raise if an argument does not fit a model with, or without, replicas."""
     for problem, is_there in {
-        f"gather is {gather!r}: it must be 'bf16', 'fp16', or left out": gather is not None and gather not in WIRES,
+        f"gather is {gather!r}: it must be one of {', '.join(GATHERS)}": gather is not None and gather not in GATHERS,
         "gather is for a model without replicas: leave it out with replicate=": None not in (gather, replicate),
         "updates are exchanged between replicas: pass replicate=, or leave optimizer= out": (
             replicate is None and updates is not None
@@ -176,6 +183,14 @@ def _check_arguments(
     }.items():
         if is_there:
             raise UsageError(problem)
+
+
+def _check_gathered(units: list[Unit]) -> None:
+    """Raise if FSDP gathers the parameters of a unit as bytes, because they have several types."""
+    for unit in units:
+        if len(types := sorted({str(dtype).removeprefix("torch.") for dtype in unit.gathered_types()})) > 1:
+            text = f"{unit.label} has parameters in {' and '.join(types)}, which FSDP gathers as bytes"
+            raise UsageError(f"{text}: leave gather= out, or shard the parameters of one type as a unit of their own")
 
 
 def replicas_group(replicate: object) -> dist.ProcessGroup:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from syncline.errors import UsageError
-from syncline.exchange import Layout, Slot
+from syncline.exchange import Exchange, Layout, Slot
 from syncline.fsdp.policy import ShardPolicy
 from syncline.fsdp.units import Unit
 from syncline.runtime import bucket_runner
@@ -80,22 +80,20 @@ class ShardEngine:
 
     # --- in the thread that runs backward -----------------------------------------------------------------------
 
-    def exchange(self, unit: Unit, flat: Tensor, layout: Layout) -> Bucket:
-        """Exchange the flat gradient of a unit in place. On CUDA, the current stream waits for the result."""
+    def exchange(self, unit: Unit, flat: Tensor, layout: Layout, exchange: Exchange | None = None) -> Bucket:
+        """Exchange the flat gradient of a unit in place, through the policy's exchange or this one. On CUDA, the
+        current stream waits for the result."""
         self.runner.raise_if_failed()
-        bucket, step = self._bucket_of(unit, flat, layout)
+        bucket, step = self._bucket_of(unit, flat, layout, exchange or self.policy.exchange)
         if flat.is_cuda:  # allocated on FSDP's stream for reduce-scatters, which may free it before this one is done
             flat.record_stream(torch.cuda.current_stream(flat.device))
         run = partial(self.runner.exchange, bucket, flat, self.scale(), self._take_residuals)
         waits = bucket.exchange.waits or bucket.state is None  # ranks wait for each other to prepare a bucket
-        try:
-            done = partial(self._exchanged, step, bucket)
-            self.runner.submit(step, bucket, flat, run, waits=waits, done=done).wait()
-        except BaseException as failure:
-            raise (self.runner.error or failure) from failure  # the future has a copy of the runner's error
+        done = partial(self._exchanged, step, bucket)
+        self.runner.wait(self.runner.submit(step, bucket, flat, run, waits=waits, done=done))
         return bucket
 
-    def _bucket_of(self, unit: Unit, flat: Tensor, layout: Layout) -> tuple[Bucket, Step]:
+    def _bucket_of(self, unit: Unit, flat: Tensor, layout: Layout, exchange: Exchange) -> tuple[Bucket, Step]:
         if layout.numel != flat.numel():
             if self.keeps:
                 text = f"{unit.label} has gradients for some of its parameters only, and residuals need all of them"
@@ -107,9 +105,12 @@ class ShardEngine:
             )
         key = unit.index, flat.numel(), flat.dtype, tuple(slot.name for slot in layout.slots)
         if key not in self.buckets:
-            exchange, lane = self.policy.assign((), unit.index, 0)
+            _, lane = self.policy.assign((), unit.index, 0)
             self.buckets[key] = Bucket(unit.index, lane, exchange, layout)
-        if key in self._step.buckets:  # another backward pass, of which no callback has told us
+        if self.buckets[key].exchange != exchange:
+            text = f"FSDP has changed between the mean and the sum of the gradients of {unit.label}"
+            raise UsageError(f"{text}: set the divide factor and the type of gradients before attach")
+        if key in self._step.buckets:  # another backward pass, which no callback reported
             self._step.awaits_end = False
             self.conclude()
         step = self._step
@@ -124,8 +125,14 @@ class ShardEngine:
         if not self.in_backward():  # it is after a nested backward pass, of activation checkpointing
             self.conclude()
 
+    @property
+    def concludes_together(self) -> bool:
+        """Whether `conclude` is collective."""
+        return self.keeps and self.shard_group.size() > 1
+
     def conclude(self) -> None:
-        """Collective among shards: end the step whose units have been exchanged, if it has not been ended."""
+        """End the step whose units have been exchanged, if it has not been ended. Collective among shards if there are
+        residuals."""
         step = self._step
         if not step.buckets or step.awaits_end or step.unfinished or self.runner.error is not None:
             return
@@ -136,8 +143,8 @@ class ShardEngine:
                 with self.runner.lanes[0].after(self.runner.lanes):
                     self.runner.settle(settling, self._on_all_shards(torch.stack(step.finite).all()))
             self.runner.end(step)
-        except BaseException as error:
-            raise self.runner.fail("whether the gradients of all shards are finite", error) from error
+        except Exception as error:
+            raise self.runner.fail("the flags of finite gradients among shards", error) from error
 
     def _on_all_shards(self, finite: Tensor) -> Tensor:
         """Return whether the results are finite on all shards: a GradScaler skips the step of all of them otherwise."""

@@ -24,7 +24,7 @@ _KEY = "_syncline_switch"
 
 
 class Attached(Protocol):
-    """What the hooks of a sharded model need of an engine."""
+    """The interface of an engine to the hooks of a sharded model."""
 
     @property
     def runner(self) -> BucketRunner: ...

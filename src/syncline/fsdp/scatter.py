@@ -15,7 +15,7 @@ from torch import Tensor
 
 from syncline.dist.comm import gather_into
 from syncline.errors import UsageError
-from syncline.exchange.scatter import CodedRows, DenseRows
+from syncline.exchange.scatter import CodedRows, DenseRows, Scatter, ScatterSum
 from syncline.fsdp.engine import ShardEngine
 from syncline.fsdp.units import Unit
 
@@ -33,12 +33,13 @@ class ScatterEngine(ShardEngine):
                 "with set_gradient_divide_factor, NCCL multiplies inside FSDP's reduce-scatter, which no exchange does"
             )
             raise UsageError(f"{text}: call set_force_sum_reduction_for_comms(True) for every unit, too")
-        bucket = self.exchange(unit, flat, unit.whole_layout(flat.dtype, flat.device))
+        scatter = self.policy.exchange
+        assert isinstance(scatter, Scatter)  # noqa: S101 - `attach_sharded` made it
+        exchange = scatter if averages else ScatterSum(scatter.like)  # FSDP has divided, or will divide, itself
+        bucket = self.exchange(unit, flat, unit.whole_layout(flat.dtype, flat.device), exchange)
         state = bucket.ready
         assert isinstance(state, DenseRows | CodedRows)  # noqa: S101 - of the exchange `Scatter`
         output.copy_(state.shard)
-        if not averages:
-            output.mul_(self.group.size())
 
     def gather(self, output: Tensor, shard: Tensor, group: dist.ProcessGroup, plain: Callable[..., Any]) -> Any:
         """Collect the parameters of a unit from all ranks, in 16 bits if that was asked for."""

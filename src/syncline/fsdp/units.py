@@ -58,6 +58,11 @@ class Unit:
         dtype: torch.dtype = policy.reduce_dtype or policy.param_dtype or first.dtype
         return dtype
 
+    def gathered_types(self) -> set[torch.dtype]:
+        """Return the types in which FSDP gathers the unit's parameters."""
+        own = self.inside.mp_policy.param_dtype
+        return {own or inside.sharded_param.dtype for inside in self.inside.fsdp_params}
+
     def trained(self) -> tuple[tuple[str, tuple[int, ...], int], ...]:
         """Return name, shape of this rank's shard and number of its elements with padding, for parameters that require
         a gradient, in the order in which the unit's flat gradient contains them."""

@@ -106,7 +106,7 @@ class OverlapEngine:
         owned, entire = owners_of(self._exchange, topology), self._exchange
         if isinstance(entire, Dense | Quantized):
             entire = AllReduce()
-        with meeting(self.group, "the start of overlap"), torch.no_grad():
+        with meeting(self.group, "optimizer.step()"), torch.no_grad():
             # The largest first, so that the others share its buffers.
             for index, layout in sorted(enumerate(layouts), key=lambda item: -item[1].numel):
                 shared = Layout(layout.slots, layout.dtype, layout.device, workspace)
@@ -189,7 +189,7 @@ class OverlapEngine:
                 bucket.reducing = None
 
     @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def explained(self, what: str) -> Iterator[None]:
         """Explain a collective that fails inside this context like a failed exchange, with suspects."""
         try:
             yield
@@ -229,7 +229,7 @@ class OverlapEngine:
         gradients = [gradient for _, _, _, gradient in self._pieces() if gradient.dtype == dtype]
         if gradients:
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inverse_scale)
-        with self.together("whether gradients are finite"):
+        with self.explained("the flags of finite gradients"):
             dist.all_reduce(found_inf, op=dist.ReduceOp.MAX, group=self.group)
 
     def clip_grad_norm(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
@@ -244,11 +244,11 @@ class OverlapEngine:
         zero = torch.zeros((), dtype=wide, device=self.device)
         if norm_type == float("inf"):
             total = torch.stack([*norms, zero]).amax()
-            with self.together("the norm of gradients"):
+            with self.explained("the norm of gradients"):
                 dist.all_reduce(total, op=dist.ReduceOp.MAX, group=self.group)
         else:
             total = torch.stack([*norms, zero]).pow(norm_type).sum()
-            with self.together("the norm of gradients"):
+            with self.explained("the norm of gradients"):
                 dist.all_reduce(total, group=self.group)
             total = total.pow(1 / norm_type)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -311,7 +311,7 @@ class OverlapEngine:
     def _agree_on_order(self) -> None:
         """Collective: gather weights in the order in which the forward pass of the first rank used them."""
         used = [self.buckets.index(bucket) for bucket in self._used]
-        with self.together("the order of weights"):
+        with self.explained("the order of weights"):
             first = json.loads(gather_bytes(self.group, json.dumps(used).encode())[0])
         others = [bucket for bucket in self._order if self.buckets.index(bucket) not in first]
         self._order = [self.buckets[index] for index in first] + others
@@ -368,7 +368,7 @@ class OverlapEngine:
         self.wait_for_weights()
         with torch.no_grad():
             if self.optimizer is not None:
-                with self.together("the optimizer's state"):
+                with self.explained("the optimizer's state"):
                     self.optimizer.make_whole()
                     for bucket in self.buckets:
                         bucket.sharded.move_out(self.parameters, self.group)

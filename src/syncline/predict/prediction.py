@@ -301,7 +301,7 @@ def predict(
     copies and hooks delay the thread that runs backward. `topology` is the network's, to save time in repeated
     predictions."""
     if topology is None:
-        climbing = [exchange for exchange in schedule.exchanges.values() if isinstance(exchange, UsesLevels)]
-        tree = climbing[0].tree(network.tree, network.ranks) if climbing else network.tree
+        using_levels = [exchange for exchange in schedule.exchanges.values() if isinstance(exchange, UsesLevels)]
+        tree = using_levels[0].tree(network.tree, network.ranks) if using_levels else network.tree
         topology = topology_of(network, tree)
     return Prediction(profile, network, schedule, paced, topology)

@@ -1,9 +1,9 @@
 """Run an unmodified script, follow its models, and write a record of them.
 
 Three functions of torch are wrapped while the script runs and restored at the end: the constructors of
-DistributedDataParallel and of GradScaler, and `Tensor.backward`, from which the loss is recorded. To exchange updates,
-the model's optimizer and its scaler must be known too: then the constructor of Optimizer and `GradScaler.step` are also
-wrapped, and a hook sees all steps of optimizers.
+DistributedDataParallel and of GradScaler, and `Tensor.backward`, from which the loss is recorded. A hook sees all steps
+of optimizers, to find sharded models. To exchange updates, which `--quality close` may choose too, the optimizer of the
+model and its scaler must be known: then the constructor of Optimizer and `GradScaler.step` are also wrapped.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Runner:
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._scaler_of: weakref.WeakKeyDictionary[Optimizer, weakref.ref[GradScaler]] = weakref.WeakKeyDictionary()
         self._warned = False
-        self.sharded = ShardedModels(self.settings)
+        self.sharded = ShardedModels(self.settings, self._scaler)
 
     def run(self) -> None:
         """Run the script. Its exceptions are raised again; records are written in any case."""

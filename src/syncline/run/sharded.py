@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -25,9 +27,9 @@ _IN_SCRIPT = "call syncline.attach(model, exchange, replicate=mesh['replicate'])
 class ShardedModels:
     """The sharded models of a script, which are found when their optimizer has stepped for the first time."""
 
-    def __init__(self, settings: TuneSettings) -> None:
-        self._settings = settings
-        self._known: set[int] = set()  # optimizers, by `id`
+    def __init__(self, settings: TuneSettings, find_scaler: Callable[[], GradScaler | None]) -> None:
+        self._settings, self._find_scaler = settings, find_scaler
+        self._known: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.lines: list[str] = []  # what was said about each model
 
     @contextlib.contextmanager
@@ -40,15 +42,15 @@ class ShardedModels:
             hook.remove()
 
     def _stepped(self, optimizer: Optimizer, *_: Any) -> None:
-        if id(optimizer) in self._known:
+        if optimizer in self._known:
             return
-        self._known.add(id(optimizer))
-        parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        if not any(hasattr(p, "_local_tensor") for group in optimizer.param_groups for p in group["params"]):
+        self._known.add(optimizer)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not any(hasattr(parameter, "_local_tensor") for parameter in parameters):
             return
-        for model in _roots(parameters):
+        for model in _roots([id(parameter) for parameter in parameters]):
             self.lines.append(self._treat(model))
-            if dist.get_rank() == 0:
+            if not self._settings.quiet and dist.get_rank() == 0:
                 print(f"syncline run: {self.lines[-1]}", file=sys.stderr)
 
     def _treat(self, model: nn.Module) -> str:
@@ -57,15 +59,24 @@ class ShardedModels:
         if settings.exchange is None or settings.updates:
             return f"{name} is sharded with fully_shard, and left alone: to exchange between replicas, {_IN_SCRIPT}"
         try:
-            handle = attach(model, settings.exchange, timeout_s=settings.timeout_s)
+            handle = attach(model, settings.exchange, timeout_s=settings.timeout_s, scaler=self._find_scaler())
         except SynclineError as error:
             return f"{name} is sharded with fully_shard, and left alone: {error}"
         return f"{name}: {handle.describe()}"
 
 
-def _roots(parameters: set[int]) -> list[nn.Module]:
-    """Return the outermost sharded modules that contain one of these parameters."""
+def _roots(parameters: list[int]) -> list[nn.Module]:
+    """Return the outermost sharded modules that contain one of these parameters, which are given by `id`.
+
+    Their order is that of their first parameters in the list. It is the same on all ranks; that of `gc` need not be.
+    """
     found = [entry for entry in gc.get_objects() if isinstance(entry, nn.Module) and is_sharded(entry)]
     inner = {id(module) for root in found for module in root.modules() if module is not root}
     roots = [module for module in found if id(module) not in inner]
-    return [root for root in roots if any(id(parameter) in parameters for parameter in root.parameters())]
+    positions = {parameter: position for position, parameter in enumerate(parameters)}
+    first = [
+        min((positions.get(id(p), len(parameters)) for p in root.parameters()), default=len(parameters))
+        for root in roots
+    ]
+    ordered = sorted(zip(first, roots, strict=True), key=lambda entry: entry[0])
+    return [root for position, root in ordered if position < len(parameters)]

@@ -40,17 +40,17 @@ def find_topology(group: ProcessGroup, exchanges: Sequence[Exchange], network: N
 
     Hosts are detected. Racks come from `network`, because only measurements of the links reveal them.
     """
-    climbing = next((exchange for exchange in exchanges if isinstance(exchange, UsesLevels)), None)
-    if climbing is None and network is None:
+    by_levels = next((exchange for exchange in exchanges if isinstance(exchange, UsesLevels)), None)
+    if by_levels is None and network is None:
         return None
     host_of_rank = hosts_of(group)
     links = network or assumed_links(host_of_rank, backend=backend_of(group))
     if network is not None:
         check_network(network, host_of_rank, backend_of(group))
-    if climbing is None:
+    if by_levels is None:
         flat = Topology.flat(group.size(), backend_of(group))
         return RankTopology(None, replace(flat, paced_bytes=links.paced_bytes), links.how)
-    tree = climbing.tree(links.tree, group.size())
+    tree = by_levels.tree(links.tree, group.size())
     agree(group, {"tree": repr(tree.root)}, "the topology")
     advice = "pass network= to attach, tune or wrap, to use measured speeds"
     known = links.how if links.measured else f"{links.how}; {advice}"

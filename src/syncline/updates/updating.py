@@ -25,11 +25,13 @@ from syncline.updates.engine import UpdateEngine
 
 
 class WarmUp(Protocol):
-    """What the warm-up needs of the engine that exchanges gradients."""
+    """The interface of an engine that exchanges gradients in the warm-up."""
 
     runner: BucketRunner
     buckets: Any
 
+    @property
+    def concludes_together(self) -> bool: ...
     @property
     def bucket_names(self) -> list[list[str]]: ...
     def conclude(self) -> None: ...
@@ -161,6 +163,11 @@ class Updating(Generic[Warm]):
     @property
     def bucket_names(self) -> list[list[str]]:
         return [] if self._warm is None else self._warm.bucket_names
+
+    @property
+    def concludes_together(self) -> bool:
+        """Whether `conclude` is collective."""
+        return self._warm is not None and self._warm.concludes_together
 
     def conclude(self) -> None:
         if self._warm is not None:
