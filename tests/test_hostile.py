@@ -486,7 +486,8 @@ def dangers(source: str) -> list[str]:
         elif isinstance(node, ast.ImportFrom):
             names = [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
         found += [name for name in names if name.partition(".")[0] in MODULES or name.endswith(PICKLING)]
-        if isinstance(node, ast.Attribute) and node.attr.endswith(PICKLING):
+        harmless = ast.unparse(node) == "gc.get_objects" if isinstance(node, ast.Attribute) else False
+        if isinstance(node, ast.Attribute) and node.attr.endswith(PICKLING) and not harmless:
             found.append(node.attr)
         if isinstance(node, ast.Call):
             called, given = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
