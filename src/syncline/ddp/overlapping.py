@@ -330,7 +330,7 @@ class Overlapping:
 
 @dataclass(frozen=True)
 class _StepTimes:
-    """What was measured in one step."""
+    """The times that were measured in one step."""
 
     forward_s: float
     used_s: Mapping[str, float]  # by parameter, from the start of forward until its first use

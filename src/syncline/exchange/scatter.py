@@ -106,7 +106,10 @@ class Scatter:
 
 
 class ScatterSum(Scatter):
-    """As `Scatter`, for the sum. The caller has divided gradients as far as their type requires it."""
+    """Leave this rank's shard of the sum in the state, instead of the average.
+
+    The caller has divided the gradients already, if their type requires it.
+    """
 
     sums = True
 

@@ -66,7 +66,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """What was chosen for a model on a cluster, and how to apply it."""
+    """The method that was chosen for a model on a cluster, and how to apply it."""
 
     schema: int = 1
     rung: str
@@ -103,7 +103,7 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """What is tried, in the words of a sentence."""
+        """The words for this choice in a sentence about its trial."""
         return "the plan" if self.attachment is None else "the choice"
 
 

@@ -54,7 +54,7 @@ class LiveModel:
         self._attached: weakref.ref[Switch] | None = None  # what this object attached, not the script
         self._step_hook: RemovableHandle | None = None
         self.choice: Choice | None = None
-        """What tuning has found, applied or not."""
+        """The choice of the last tuning, whether it was applied or not; None before that."""
         self.seconds = 0.0
         """Time that the script has waited for measurements and changes."""
         self._watcher = StepWatcher(self._device, on_step)

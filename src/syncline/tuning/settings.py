@@ -27,7 +27,7 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True, kw_only=True)
 class TuneSettings:
-    """What to do with a model: arguments of `tune`, `follow` and `Handle.load`, checked without the model."""
+    """The settings for tuning a model: arguments of `tune`, `follow` and `Handle.load`, checked without the model."""
 
     exchange: Exchange | None = None
     plan: Plan | PathLike | None = None

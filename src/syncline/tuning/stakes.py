@@ -28,7 +28,7 @@ LEAST_PROBE_S = 1.5
 
 @dataclass(frozen=True)
 class Stakes:
-    """What can be gained: the median time of a step, and the part of it that waits for communication."""
+    """The median time of a step, and of its part that waits for communication, which tuning could save."""
 
     step_s: float
     exposed_s: float
