@@ -73,6 +73,16 @@ def step(model: nn.Module, optimizer: Optimizer, rank: int, number: int) -> None
     optimizer.step()
 
 
+def warmed_up(rank: Rank) -> tuple[DDP, Optimizer, syncline.Handle]:
+    """Return a model whose weights are in shards, with its optimizer and handle."""
+    model = DDP(seeded(Mlp), **SMALL)
+    optimizer = AdamW(model.parameters(), lr=0.01)
+    handle = attach(model, optimizer)
+    for number in range(WARM):
+        step(model, optimizer, rank.rank, number)
+    return model, optimizer, handle
+
+
 class Odd(nn.Module):
     """Tied weights, a module that is used twice, a checkpointed one, a scalar, channels-last, and weights that another
     module reads."""
@@ -244,11 +254,7 @@ def _saved(module: nn.Module) -> dict[str, Tensor]:
 
 def test_unfinished_gradients_are_refused_and_can_be_zeroed() -> None:
     def main(rank: Rank) -> None:
-        model = DDP(seeded(Mlp), **SMALL)
-        optimizer = AdamW(model.parameters(), lr=0.01)
-        handle = attach(model, optimizer)
-        for number in range(WARM):
-            step(model, optimizer, rank.rank, number)
+        model, optimizer, handle = warmed_up(rank)
         optimizer.zero_grad()
         model(batch(rank.rank, 50)).square().mean().backward()
         parameter = next(model.parameters())
@@ -348,11 +354,7 @@ def test_what_would_be_silently_wrong_raises() -> None:
 
 def test_a_collective_that_fails_between_backward_and_forward_is_explained_like_an_exchange() -> None:
     def main(rank: Rank) -> None:
-        model = DDP(seeded(Mlp), **SMALL)
-        optimizer = AdamW(model.parameters(), lr=0.01)
-        handle = attach(model, optimizer)
-        for number in range(WARM):
-            step(model, optimizer, rank.rank, number)
+        model, optimizer, handle = warmed_up(rank)
         optimizer.zero_grad()
         model(batch(rank.rank, WARM)).square().mean().backward()
         failing = mock.patch.object(dist, "all_reduce", side_effect=RuntimeError("Connection closed by peer"))
@@ -385,11 +387,7 @@ def test_a_gradient_that_is_zeroed_before_the_step_is_stepped_as_zero() -> None:
 
 def test_nothing_stays_alive_when_a_model_is_dropped() -> None:
     def main(rank: Rank) -> None:
-        model = DDP(seeded(Mlp), **SMALL)
-        optimizer = AdamW(model.parameters(), lr=0.01)
-        handle = attach(model, optimizer)
-        for number in range(WARM):
-            step(model, optimizer, rank.rank, number)
+        model, optimizer, handle = warmed_up(rank)
         handle.wait()
         engine = weakref.ref(handle._attached._engine)
         del model, optimizer, handle

@@ -6,9 +6,7 @@ therefore prepared when it first appears, and residuals follow their parameters,
 
 from __future__ import annotations
 
-import contextlib
 import statistics
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +26,7 @@ from syncline.runtime import bucket_runner
 from syncline.runtime.bucket_policy import BucketPolicy
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals
 from syncline.runtime.checkpoint import misfit_of
-from syncline.runtime.stats import Stats
+from syncline.runtime.gradient_engine import GradientEngine, copied, names_in
 from syncline.runtime.topology import RankTopology
 
 _SETTLING_STEPS, _DRIFT_STEPS, _DRIFT_FACTOR = 3, 50, 1.5
@@ -49,7 +47,7 @@ class Step(bucket_runner.Step):
 
 
 @dataclass(eq=False)
-class Engine:
+class Engine(GradientEngine):
     """Exchanges the gradients of one model. All ranks create it together, in the same order as their other groups."""
 
     group: dist.ProcessGroup
@@ -61,6 +59,7 @@ class Engine:
     reduction: Reduction
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.keeps = any(exchange.keeps for exchange in self.policy.exchanges)  # whether any exchange has a residual
         self.buckets: dict[tuple[int, ...], Bucket] = {}  # the buckets, by the `id` of their parameters
         self._step = Step()
@@ -68,10 +67,8 @@ class Engine:
         device = next(iter(self.parameters.values())).device
         self.runner = BucketRunner(self.group, device, self.policy.lanes, self.timeout, self.topology)
         self._steps_since_attach = 0  # steps since attach, without those of a checkpoint
-        self._stored: dict[str, dict[str, Tensor]] = {}  # residuals of parameters whose bucket is not prepared yet
         self._regrouped: tuple[tuple[str, ...], ...] = ()  # the buckets of a checkpoint, in the first steps after it
         self._regrouped_steps = 0
-        self._lock = threading.Lock()
         self._spans_s: deque[float] = deque(maxlen=_DRIFT_STEPS)  # durations of the last exchanges, for `drift`
         self._warned = False
 
@@ -165,15 +162,6 @@ class Engine:
 
     # --- on the lane --------------------------------------------------------------------------------------------
 
-    def _take_residuals(self, bucket: Bucket) -> dict[str, dict[str, Tensor]]:
-        """Take the stored residuals of the parameters of a bucket."""
-        with self._lock:
-            mine = {name: self._stored.pop(name) for name in names_in(bucket.layout) if name in self._stored}
-        for tensor in (tensor for kinds in mine.values() for tensor in kinds.values()):
-            if tensor.is_cuda:  # allocated on backward's stream: its memory must last until this lane has read it
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return mine
-
     def _exchanged(self, step: Step, bucket: Bucket, flat: Tensor) -> None:
         # The result is the same on all ranks, so they agree on whether it is finite without communication. Buckets
         # without a residual are checked too if others have one, because GradScaler skips the whole step.
@@ -238,34 +226,8 @@ class Engine:
 
     # --- for the handle -----------------------------------------------------------------------------------------
 
-    exchanges_gradients = True
-
-    @property
-    def steps(self) -> int:
-        return self.runner.steps
-
-    def stats(self) -> Stats:
-        return self.runner.stats()
-
     def predicted_sent_bytes(self) -> dict[str, int]:
         return self.runner.predicted_sent_bytes(self.buckets.values())
-
-    def synced(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # all ranks always have the same weights
-
-    def finish(self) -> None:
-        """Do nothing: all ranks always have the same weights."""
-
-    def wait(self) -> None:
-        """Do nothing: a backward pass ends when all gradients have been exchanged."""
-
-    def residuals(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return all residuals by parameter name and kind. They are not copies, and change in the next step."""
-        residuals: dict[str, Mapping[str, Tensor]] = dict(self._stored)
-        for bucket in self.buckets.values():
-            if bucket.state is not None:
-                residuals |= bucket.state.tensors(bucket.layout)
-        return residuals
 
     @property
     def bucket_names(self) -> list[list[str]]:
@@ -288,9 +250,7 @@ class Engine:
         if regroups and list(map(list, buckets)) != self.bucket_names:
             self._regrouped = tuple(map(tuple, buckets))
             self.buckets.clear()  # their residuals are replaced by the checkpoint's
-        for bucket in self.buckets.values():
-            if bucket.state is not None:
-                bucket.state.load(bucket.layout, self._take_residuals(bucket))
+        self._load_prepared()
 
     def close(self) -> None:
         """Close the lanes, and drop all buckets."""
@@ -303,14 +263,6 @@ def completed(flat: Tensor) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[flat.device] if flat.is_cuda else None)
     future.set_result(flat)
     return future
-
-
-def names_in(layout: Layout) -> tuple[str, ...]:
-    return tuple(slot.name for slot in layout.slots)
-
-
-def copied(residuals: Residuals) -> dict[str, dict[str, Tensor]]:
-    return {name: {kind: t.detach().clone() for kind, t in kinds.items()} for name, kinds in residuals.items()}
 
 
 def _as_real(parameter: Tensor) -> Tensor:

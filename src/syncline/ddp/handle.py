@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.ddp import reducer
-from syncline.ddp.engine import Engine, copied
+from syncline.ddp.engine import Engine
 from syncline.ddp.hook import Switch, switches
 from syncline.ddp.overlapping import Overlapping, OverlapPolicy
 from syncline.ddp.updating import DdpUpdating
@@ -26,6 +26,7 @@ from syncline.fsdp.hook import switch_of
 from syncline.fsdp.units import is_sharded
 from syncline.records.plan import Plan
 from syncline.runtime.checkpoint import Checkpoints
+from syncline.runtime.gradient_engine import copied
 from syncline.runtime.stats import Stats
 from syncline.runtime.validation import ddp_of, group_or_default, only_device
 

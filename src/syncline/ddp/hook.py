@@ -15,9 +15,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
 from syncline.errors import UsageError
+from syncline.runtime.switch import Closable, EngineSwitch
 
 
-class Attached(Protocol):
+class Attached(Closable, Protocol):
     """The interface of an engine to the hook of a model."""
 
     @property
@@ -27,37 +28,22 @@ class Attached(Protocol):
     def submit(self, bucket: Any) -> Any:
         """Exchange a bucket of DDP, and return a future of its average."""
 
-    def finish(self) -> None:
-        """Collective: give all ranks the same weights. Does nothing if they have them."""
-
-    def close(self) -> None:
-        """Stop exchanging, and release all resources."""
-
 
 switches: weakref.WeakKeyDictionary[DDP, Switch] = weakref.WeakKeyDictionary()
 """The switch of each model that has our hook."""
 
 
-class Switch:
+class Switch(EngineSwitch[Attached]):
     """Selects what the hook of a model does."""
 
     def __init__(self, ddp: DDP) -> None:
+        super().__init__()
         self._ddp = weakref.ref(ddp)  # DDP holds its hook's state, so a strong reference would be a cycle
         self.group: dist.ProcessGroup = ddp.process_group
-        self.engine: Attached | None = None
         self.hooks: list[RemovableHandle] = []  # the forward hook that refuses `no_sync()` with a static graph
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied or unpickled DDP model has a new reducer without a hook
-
-    def turn_to(self, engine: Attached | None) -> None:
-        """Use `engine` from now on, or plain DDP if it is None, and close the engine that was used before."""
-        before, self.engine = self.engine, engine
-        if before is not None:
-            try:
-                before.finish()
-            finally:
-                before.close()
 
     def exchange(self, bucket: Any) -> Any:
         """Exchange a bucket of DDP, and return a future of its average."""

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from syncline.ddp import reducer
-from syncline.ddp.engine import Engine, completed, copied
+from syncline.ddp.engine import Engine, completed
 from syncline.ddp.reducer import Reduction
 from syncline.dist.comm import gather_bytes
 from syncline.dist.lane import Marks
@@ -36,6 +36,7 @@ from syncline.predict import overlap
 from syncline.runtime.bucket_policy import Uniform
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals
 from syncline.runtime.checkpoint import misfit_of
+from syncline.runtime.gradient_engine import copied
 from syncline.runtime.stats import Stats
 from syncline.runtime.topology import RankTopology
 

@@ -7,7 +7,6 @@ stream contains, and FSDP's stream waits for it, but the host does not. On the C
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,7 +24,7 @@ from syncline.runtime import bucket_runner
 from syncline.runtime.backward_end import when_backward_ends
 from syncline.runtime.bucket_runner import Bucket, BucketRunner, Residuals, Watched
 from syncline.runtime.checkpoint import misfit_of
-from syncline.runtime.stats import Stats
+from syncline.runtime.gradient_engine import GradientEngine, copied
 from syncline.runtime.topology import RankTopology
 
 Key = tuple[int, int, torch.dtype, tuple[str, ...]]
@@ -43,7 +42,7 @@ class Step(bucket_runner.Step):
 
 
 @dataclass(eq=False)
-class ShardEngine:
+class ShardEngine(GradientEngine):
     """Exchanges the gradients of one sharded model: between replicas, which have the same shards, or between shards.
 
     All ranks create it together, in the same order as their other groups.
@@ -60,15 +59,13 @@ class ShardEngine:
     device: torch.device
     in_backward: Callable[[], bool]  # returns whether FSDP is inside a backward pass
 
-    exchanges_gradients = True
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.keeps = any(exchange.keeps for exchange in self.policy.exchanges)
         self.buckets: dict[Key, Bucket] = {}
         self._shapes: dict[str, torch.Size] = {}  # of residuals, by parameter
         self._expected: list[Bucket] = []  # the units, before their gradients were seen
         self._step = Step()
-        self._stored: dict[str, dict[str, Tensor]] = {}  # residuals of parameters whose bucket is not prepared yet
         lanes, topology = self.policy.lanes, self.topology
         self.runner = BucketRunner(self.group, self.device, lanes, self.timeout, topology, self.watched)
 
@@ -155,15 +152,6 @@ class ShardEngine:
 
     # --- on the lane --------------------------------------------------------------------------------------------
 
-    def _take_residuals(self, bucket: Bucket) -> dict[str, dict[str, Tensor]]:
-        """Take the stored residuals of the parameters of a bucket."""
-        names = [slot.name for slot in bucket.layout.slots if slot.name in self._stored]
-        mine = {name: self._stored.pop(name) for name in names}
-        for tensor in (tensor for kinds in mine.values() for tensor in kinds.values()):
-            if tensor.is_cuda:
-                tensor.record_stream(torch.cuda.current_stream(tensor.device))
-        return mine
-
     def _exchanged(self, step: Step, bucket: Bucket, flat: Tensor) -> None:
         if self.keeps or bucket.ready.settles:  # also for units that are sent dense: a GradScaler skips the whole step
             step.finite.append(bucket.ready.finite(flat))
@@ -171,36 +159,15 @@ class ShardEngine:
 
     # --- for the handle -----------------------------------------------------------------------------------------
 
-    @property
-    def steps(self) -> int:
-        return self.runner.steps
-
-    def stats(self) -> Stats:
-        return self.runner.stats()
-
     def predicted_sent_bytes(self) -> dict[str, int]:
         return self.runner.predicted_sent_bytes(self.buckets.values() or self._expected)
 
     def drift(self) -> str | None:
         return None
 
-    def synced(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()  # all replicas always have the same weights
-
-    def finish(self) -> None:
-        """Do nothing: all replicas always have the same weights."""
-
-    def wait(self) -> None:
-        """Do nothing: a backward pass ends when all gradients have been exchanged."""
-
     def residuals(self) -> dict[str, Mapping[str, Tensor]]:
-        """Return all residuals by parameter name and kind. They are not copies, and change in the next step."""
-        residuals: dict[str, Mapping[str, Tensor]] = dict(self._stored)
-        for bucket in self.buckets.values():
-            if bucket.state is not None:
-                residuals |= bucket.state.tensors(bucket.layout)
-        residuals.pop("", None)  # of padding
-        return residuals
+        """Return all residuals by parameter name and kind, as the base class does, without those of padding."""
+        return {name: kinds for name, kinds in super().residuals().items() if name}
 
     @property
     def bucket_names(self) -> list[list[str]]:
@@ -213,11 +180,9 @@ class ShardEngine:
 
     def load(self, tensors: Residuals, buckets: Sequence[Sequence[str]], steps: int) -> None:
         """Continue from a checkpoint that has no `misfit`."""
-        self._stored = {name: {kind: t.clone() for kind, t in kinds.items()} for name, kinds in tensors.items()}
+        self._stored = copied(tensors)
         self.runner.steps = steps
-        for bucket in self.buckets.values():
-            if bucket.state is not None:
-                bucket.state.load(bucket.layout, self._take_residuals(bucket))
+        self._load_prepared()
 
     def close(self) -> None:
         """Close the lanes, and drop all buckets."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,28 +18,19 @@ from torch import Tensor, nn
 
 from syncline.errors import SynclineError, UsageError
 from syncline.fsdp.units import Unit
-from syncline.runtime.bucket_runner import BucketRunner
+from syncline.runtime.switch import EngineSwitch
 
 _KEY = "_syncline_switch"
 
 
-class Attached(Protocol):
-    """The interface of an engine to the hooks of a sharded model."""
-
-    @property
-    def runner(self) -> BucketRunner: ...
-    def finish(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class Switch:
+class Switch(EngineSwitch[Any]):
     """Selects what the hooks of a sharded model do: an engine's exchange, or what FSDP would do itself.
 
     `replicas` are the ranks that have the same shards, if there are several.
     """
 
     def __init__(self, units: list[Unit], replicas: dist.ProcessGroup | None, explains: bool) -> None:
-        self.engine: Any = None
+        super().__init__()
         self.replicas = replicas
         for unit in units if replicas is not None else ():
             if (other := unit.inside._all_reduce_hook) is not None:
@@ -61,15 +52,6 @@ class Switch:
     def between(self) -> str | None:
         """Name of the group of replicas, or None without replicas."""
         return None if self.replicas is None else self.replicas.group_name
-
-    def turn_to(self, engine: Attached | None) -> None:
-        """Use `engine` from now on, or only FSDP if it is None, and close the engine that was used before."""
-        before, self.engine = self.engine, engine
-        if before is not None:
-            try:
-                before.finish()
-            finally:
-                before.close()
 
     def reduce(self, unit: Unit, flat: Tensor) -> None:
         """Average a unit's gradients over the replicas, in place. Without an engine, as native HSDP does."""
