@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,9 +201,6 @@ def main() -> None:
     parser.add_argument("--only", help="methods whose names begin so")
     parser.add_argument("--model", help="this model only")
     args = parser.parse_args()
-    # Several models of FSDP have more streams than the default number of queues, and streams of one queue wait for
-    # each other.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     began_s = time.monotonic()
     spec = ClusterSpec(hosts=HOSTS, per_host=(PER_HOST,) * HOSTS, rate_bps=RATE_BPS[args.device], device=args.device)
     result: dict[str, Any] = {

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -215,9 +214,6 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=240.0, help="seconds for everything")
     parser.add_argument("--only", nargs="*", default=[], help="models, clusters such as 8x10000, and methods")
     options = parser.parse_args()
-    # The default number of hardware queues is less than the streams of all methods: kernels of unrelated streams would
-    # wait for each other.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     end_s = time.monotonic() + options.budget
     result = {
         "schema": 1,
