@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -466,6 +467,14 @@ def test_syncline_run_attaches_to_a_model_that_is_sharded_among_all_ranks(tmp_pa
     assert torch.equal(losses["plain"], losses["oktopk"]) and torch.equal(losses["quiet"], losses["int8"])
     assert not torch.equal(losses["plain"], losses["int8"])
     torch.testing.assert_close(losses["int8"], losses["plain"], rtol=0.02, atol=0.0)
+
+
+def test_syncline_run_finds_sharded_models_beside_weak_proxies_of_what_is_gone() -> None:
+    gone = nn.Linear(2, 2)
+    proxy = weakref.proxy(gone)
+    del gone
+    assert run_sharded._roots([]) == []
+    assert type(proxy) is weakref.CallableProxyType  # it is still there
 
 
 def test_syncline_run_attaches_to_sharded_models_in_the_order_of_their_optimizer(

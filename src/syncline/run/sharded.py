@@ -70,7 +70,8 @@ def _roots(parameters: list[int]) -> list[nn.Module]:
 
     Their order is that of their first parameters in the list. It is the same on all ranks; that of `gc` need not be.
     """
-    found = [entry for entry in gc.get_objects() if isinstance(entry, nn.Module) and is_sharded(entry)]
+    # Not `isinstance`, which asks a weak proxy for the class of its object, and raises if the object is gone.
+    found = [entry for entry in gc.get_objects() if issubclass(type(entry), nn.Module) and is_sharded(entry)]
     inner = {id(module) for root in found for module in root.modules() if module is not root}
     roots = [module for module in found if id(module) not in inner]
     positions = {parameter: position for position, parameter in enumerate(parameters)}
