@@ -427,6 +427,32 @@ def test_options_of_ddp(options: dict[str, Any]) -> None:
     on_ranks(2, main)
 
 
+def test_buffers_are_those_of_the_first_rank_as_in_plain_ddp() -> None:
+    """Also after steps that a script skips, and for buffers that it writes or replaces between two steps."""
+
+    def main(rank: Rank) -> None:
+        plain, model = (DDP(seeded(lambda: nn.Sequential(nn.BatchNorm1d(16), Mlp())), **SMALL) for _ in range(2))
+        optimizers = [OPTIMIZERS["sgd"](m.parameters()) for m in (plain, model)]
+        attach(model, optimizers[1])
+        broadcasts = []
+        model._sync_buffers = lambda own=model._sync_buffers: (broadcasts.append(number), own())
+        for number in range(24):
+            for trained, optimizer in zip((plain, model), optimizers, strict=True):
+                if number == 18:
+                    trained.module[0].running_mean = torch.full((16,), 3.0)
+                    trained.module[0].running_var.fill_(5.0)
+                inputs = torch.randn(4, 16, generator=torch.Generator().manual_seed(rank.rank + 10 * number))
+                optimizer.zero_grad()
+                trained(inputs).sum().backward()
+                if number != 15:
+                    optimizer.step()
+            torch.testing.assert_close(dict(model.named_buffers()), dict(plain.named_buffers()), rtol=1e-4, atol=1e-5)
+        assert 16 in broadcasts  # no step came before this forward pass
+        assert not {14, 15, 17, 18, 19, 23} & set(broadcasts)
+
+    on_ranks(3, main)
+
+
 @pytest.mark.parametrize("levels", [(2, 2), [[0, 3], [1, 2]]])
 def test_shards_of_a_hierarchical_exchange(levels: Any) -> None:
     def main(rank: Rank) -> None:

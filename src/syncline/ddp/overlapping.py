@@ -31,6 +31,7 @@ from syncline.errors import ExchangeError, UsageError
 from syncline.exchange import Layout, settings
 from syncline.measure.hooks import Unseen
 from syncline.overlap import guards
+from syncline.overlap.buffers import BufferBroadcast
 from syncline.overlap.engine import OverlapBucket, OverlapEngine
 from syncline.predict import overlap
 from syncline.runtime.bucket_policy import Uniform
@@ -80,6 +81,7 @@ class Overlapping:
     ) -> None:
         self._ddp = weakref.ref(ddp)  # the model holds its hook, which holds this object
         self._engine, self._optimizer, self._reduction = engine, optimizer, reduction
+        self._buffers = BufferBroadcast(engine)
         self._warm: Engine | None = warm
         self.policy, self.topology, self.keeps = policy, topology, policy.exchange.keeps
         self._stored: Residuals = {}  # residuals of a checkpoint, until weights are in shards
@@ -130,6 +132,8 @@ class Overlapping:
         else:
             self._engine.wait()  # if the script did not step the optimizer, an exchange may still read DDP's buckets
             self._leave()
+            if (ddp := self._ddp()) is not None:
+                self._buffers.receive(ddp)
             if self._is_compiled or not torch.is_grad_enabled():
                 self._engine.wait_for_weights()
 
@@ -179,6 +183,8 @@ class Overlapping:
         self.steps += 1
         self._steps_since_attach += 1
         if self._warm is None:
+            if (ddp := self._ddp()) is not None:
+                self._buffers.send(ddp)
             self._engine.after_step()
             return
         self._warm.conclude()
