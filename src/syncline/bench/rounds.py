@@ -6,6 +6,7 @@ the method before it used up. In a round, a method takes one step or, if its ste
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -78,7 +79,10 @@ Record = dict[str, list[list[float]]]
 
 
 def take_turns(rank: Rank, contenders: Sequence[Contender], *, warmup: int, rounds: int) -> Record:
-    """Let each contender take its steps once per round, in a random order that is the same on all ranks."""
+    """Let each contender take its steps once per round, in a random order that is the same on all ranks.
+
+    Before the first round, each takes at least `warmup` steps that are not measured.
+    """
     record: Record = {contender.name: [] for contender in contenders}
     rest_s = REST_S
     if rank.shaped:  # wait three times as long as the slowest link needs to regain its burst
@@ -87,6 +91,8 @@ def take_turns(rank: Rank, contenders: Sequence[Contender], *, warmup: int, roun
     generator = random.Random(0)  # noqa: S311 - an order, not a secret
     for number in range(-warmup, rounds):
         for contender in generator.sample(contenders, len(contenders)):
+            if number < -math.ceil(warmup / contender.steps):
+                continue  # its later rounds alone take enough steps
             _barrier(rank)
             time.sleep(rest_s)
             _barrier(rank)
