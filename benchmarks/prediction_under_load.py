@@ -1,0 +1,177 @@
+"""How far predictions are from measurements if models compute on the processors that also carry the communication.
+
+The links are probed on two emulated clusters, one with a rank and one with two ranks per host. On other clusters, with
+other rates and mostly other numbers of hosts, `syncline bench` profiles each model without communication, predicts
+every method, and only then measures all of them in turns. Computation is real, on the cores that all ranks share.
+
+    python benchmarks/prediction_under_load.py --json F
+    python benchmarks/prediction_under_load.py --again F     # predict again, from the profiles and networks in the file
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+import syncline
+from prediction_error import moved
+from syncline.bench.run import Workload, probe_emulated, run_bench
+from syncline.cluster import ClusterSpec, Rank
+from syncline.exchange import default_lanes
+from syncline.files import write_text
+from syncline.models import zoo
+from syncline.models.gpt import GPT
+from syncline.predict import Schedule, predict
+from syncline.predict.schedule import UPDATES
+from syncline.records.network import Network
+from syncline.records.profile import Profile
+from training import small_resnet
+
+FITTED = ((4, 1, 200), (3, 2, 150))  # hosts, ranks per host, Mbit/s
+CLUSTERS = ((2, 1, 100), (2, 1, 300), (3, 1, 80), (3, 1, 250), (4, 1, 100), (2, 2, 100), (2, 2, 300))
+METHODS = ("ddp", "bf16", "int4", "oktopk", "hierarchical", "oktopk-updates", "local-15")
+MODELS: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {  # how to build it, and the batch
+    "cnn": (zoo.cnn, 64),
+    "gpt": (lambda: GPT(width=128, layers=4, heads=4), 4),
+    "resnet": (small_resnet, 32),
+}
+
+
+@dataclass(frozen=True)
+class SmallModel(Workload):
+    """A model whose steps suit two cores."""
+
+    def build(self, rank: Rank) -> torch.nn.Module:
+        torch.manual_seed(0)
+        return MODELS[self.name][0]()
+
+    def loss_of(self, model: Callable[..., torch.Tensor], rank: Rank) -> Callable[[], torch.Tensor]:
+        generator = torch.Generator().manual_seed(rank.rank)
+        inputs, targets = zoo.make_batch("gpt-small" if self.name == "gpt" else "cnn", self.batch, generator)
+        return lambda: zoo.loss(model(inputs), targets)
+
+
+def spec_of(cluster: Sequence[int]) -> ClusterSpec:
+    hosts, per_host, mbit = cluster
+    return ClusterSpec(hosts=hosts, per_host=(per_host,) * hosts, rate_bps=mbit * 10**6)
+
+
+def measured(cluster: Sequence[int], model: str, network: Network, rounds: int, methods: str) -> dict[str, Any]:
+    """Return the result of one bench, with the inputs of its predictions."""
+    spec = spec_of(cluster)
+    names = [name for name in methods.split(",") if name != "hierarchical" or cluster[1] > 1]
+    workload = SmallModel(model, MODELS[model][1])
+    result = run_bench(spec, workload, ["nosync", *names], rounds=rounds, network=network)
+    return {
+        "cluster": list(cluster),
+        "model": model,
+        "gradient_bytes": result.model.gradient_bytes,
+        "rows": [msgspec.to_builtins(row) for row in result.rows],
+        "profile": msgspec.to_builtins(result.profile),
+    }
+
+
+def again(cell: dict[str, Any], networks: dict[str, Network]) -> None:
+    """Predict the rows of a cell again."""
+    profile = msgspec.convert(cell["profile"], Profile)
+    network = network_for(cell["cluster"], networks)
+    for row in cell["rows"][1:]:
+        row["predicted_ms"] = predict(profile, network, schedule_of(profile, row["method"])).iteration_s * 1e3
+
+
+def schedule_of(profile: Profile, method: str) -> Schedule:
+    if method not in UPDATES:
+        return Schedule.of(profile, method, backend="gloo")
+    updates = dataclasses.replace(UPDATES[method], exchange_name=method)
+    return Schedule.of_updates(profile, method, updates, default_lanes(updates.exchange, "gloo"))
+
+
+def network_for(cluster: Sequence[int], networks: dict[str, Network]) -> Network:
+    hosts, per_host, _ = cluster
+    chosen = [network for network in networks.values() if network.ranks == network.hosts * per_host]
+    nearest = min(chosen, key=lambda network: abs(math.log(network.hosts / hosts)))
+    return moved(nearest, spec_of(cluster))
+
+
+def report(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Print every prediction beside its measurement, and return a summary by method."""
+    errors: dict[str, list[float]] = {}
+    for cell in cells:
+        hosts, per_host, mbit = cell["cluster"]
+        floor = cell["rows"][0]
+        where = f"{hosts} × {per_host} at {mbit:>3} Mbit/s  {cell['model']:7s}"
+        print(f"{where} computes {floor['step_ms']:6.1f} ms, profile {floor['predicted_ms']:6.1f}")
+        for row in cell["rows"][1:]:
+            error = row["predicted_ms"] / row["step_ms"] - 1
+            errors.setdefault(row["method"], []).append(abs(error))
+            print(
+                f"    {row['method']:15s} measured {row['step_ms']:7.1f} "
+                f"({row['step_ms_low']:.0f}–{row['step_ms_high']:.0f}), predicted {row['predicted_ms']:7.1f}  {error:+.1%}"
+            )
+    summary = {name: summary_of(values) for name, values in errors.items()}
+    summary["all"] = summary_of([value for values in errors.values() for value in values])
+    for name, row in summary.items():
+        print(
+            f"{name:15s} {row['count']:3d}  median {row['median']:.1%}  p90 {row['p90']:.1%}  worst {row['worst']:.1%}"
+        )
+    return summary
+
+
+def summary_of(errors: list[float]) -> dict[str, Any]:
+    ordered = sorted(errors)
+    tenth = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
+    return {"count": len(ordered), "median": statistics.median(ordered), "p90": tenth, "worst": ordered[-1]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--probe", type=float, default=45.0, help="seconds for each probe")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--clusters", help="hosts x ranks per host x Mbit/s, such as 2x1x100,2x2x300")
+    parser.add_argument("--networks", type=Path, help="a file of an earlier run, whose probed networks are used")
+    parser.add_argument("--again", type=Path, help="a file whose rows are predicted again")
+    args = parser.parse_args()
+    if args.again:
+        stored = json.loads(args.again.read_text())
+        networks = msgspec.convert(stored["networks"], dict[str, Network])
+        for cell in stored["cells"]:
+            again(cell, networks)
+        report(stored["cells"])
+        return
+    if args.networks:
+        networks = msgspec.convert(json.loads(args.networks.read_text())["networks"], dict[str, Network])
+    else:
+        networks = {"x".join(map(str, each)): probe_emulated(spec_of(each), args.probe) for each in FITTED}
+    clusters = [tuple(map(int, text.split("x"))) for text in args.clusters.split(",")] if args.clusters else CLUSTERS
+    about: dict[str, Any] = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "rounds": args.rounds}
+    about |= {"syncline": syncline.__version__, "torch": str(torch.__version__)}
+    about["networks"] = msgspec.to_builtins(networks)
+    cells: list[dict[str, Any]] = []
+    for cluster in clusters:
+        for model in args.models.split(","):
+            began_s = time.monotonic()
+            cells.append(measured(cluster, model, network_for(cluster, networks), args.rounds, args.methods))
+            print(f"{cluster} {model}: {time.monotonic() - began_s:.0f} s", flush=True)
+            if args.json:
+                write_text(args.json, json.dumps({**about, "cells": cells}, indent=1) + "\n")
+    summary = report(cells)
+    if args.json:
+        write_text(args.json, json.dumps({**about, "summary": summary, "cells": cells}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
