@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from syncline.balance.shares import Shares
 from syncline.ddp import reducer
 from syncline.ddp.engine import Engine
 from syncline.ddp.hook import Switch, switches
@@ -58,6 +59,12 @@ class Handle:
     def plan(self) -> Plan | None:
         """The plan that was applied, or None."""
         return self._policy.plan
+
+    @property
+    def shares(self) -> Shares | None:
+        """The batches of the ranks, if gradients or updates are weighted by samples."""
+        weights = self._switch.weights if isinstance(self._switch, Switch) else None
+        return None if weights is None else weights.shares
 
     @property
     def mismatch(self) -> str | None:
@@ -161,6 +168,7 @@ class Handle:
         if self.plan is not None:
             lines = [f"a plan for {self.plan.model} among {ranks} ranks: {self.plan.reason}"]
             lines += [self.mismatch] if self.mismatch else []
+        lines += [] if self.shares is None else [f"weighted by samples: {self.shares.describe()}"]
         if self._topology is not None and self._topology.tree is not None:
             lines += [self._topology.tree.describe(), f"links: {self._topology.known}"]
         return "\n".join([*lines, *(f"buckets: {count} × {path}" for path, count in self.paths.items())])
@@ -291,10 +299,13 @@ class Handle:
         If updates were exchanged, the weights of the ranks are averaged first, and all ranks get the optimizer state of
         the first one. With `overlap="forward"`, the optimizer gets its whole state again, and the last gradients must
         have been stepped. Residuals are dropped. Inside `synced()`, ranks keep the weights that they agreed on last.
-        A sharded model returns to FSDP's own collectives, with PyTorch's all-reduce between its replicas.
+        A sharded model returns to FSDP's own collectives, with PyTorch's all-reduce between its replicas. Gradients are
+        no longer weighted by samples.
         """
         _ = self._attached  # raises if the handle is detached
         self._switch.turn_to(None)
+        if isinstance(self._switch, Switch):
+            self._switch.weigh(None)
         if isinstance(self._model, DDP):
             reducer.set_caps(self._model, ())
 

@@ -31,6 +31,7 @@ from syncline.measure.hooks import Unseen
 from syncline.measure.step_watcher import Pass, in_backward
 from syncline.measure.steps import Subject
 from syncline.plan.ladder import Choice, choice_of
+from syncline.predict.diagnosis import shares_hint
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
@@ -189,8 +190,8 @@ class Following(LiveModel):
             if optimizer is not None:
                 self._attach_updates(optimizer)
             elif settings.exchange is not None:
-                links, scaler = settings.network, self._find_scaler()
-                attach(self.model, settings.exchange, timeout_s=settings.timeout_s, network=links, scaler=scaler)
+                options = {"timeout_s": settings.timeout_s, "network": settings.network, "shares": settings.shares}
+                attach(self.model, settings.exchange, scaler=self._find_scaler(), **options)  # type: ignore[arg-type]
                 lossy = "" if settings.exchange.lossless else "lossy "
                 self._outcome = f"The {lossy}exchange {settings.exchange!r} is attached, as requested."
             elif settings.plan is not None:
@@ -216,6 +217,7 @@ class Following(LiveModel):
             timeout_s=settings.timeout_s,
             network=settings.network,
             scaler=self._find_scaler(),
+            shares=settings.shares,
             **settings.update_options,
         )
         first = f" from step {self._watcher.step_count} on" if self._watcher.step_count else ""
@@ -254,6 +256,7 @@ class Following(LiveModel):
             yield from self._tune()
             (cost_s,) = reduced(self._group, [self.seconds - before_s], dist.ReduceOp.MAX)
             self._outcome += f" {repaid_after(cost_s, 0.0 if self.trial is None else self.trial.saved_s)}"
+            self._outcome += "" if self.profile is None else shares_hint(self.profile)
         except CannotChangeError as reason:
             kept = "The trial was stopped and the plan stays" if self._is_ours else "Left alone"
             self._outcome = f"{kept}: {reason}."

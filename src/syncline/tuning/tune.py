@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from syncline.ddp import reducer
 from syncline.ddp.handle import Handle
-from syncline.ddp.hook import switches
+from syncline.ddp.hook import switch_of, switches, weights_of
 from syncline.ddp.overlap_setup import why_not_overlap
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import bound_group, gather_bytes
@@ -35,9 +35,11 @@ from syncline.measure.backward_watch import watch_backward
 from syncline.measure.preserve_state import Weights, restored_on_exit
 from syncline.measure.steps import run_on_all_ranks
 from syncline.plan.ladder import Choice, choice_of
+from syncline.predict.diagnosis import shares_hint
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
+from syncline.runtime.sample_weights import SampleWeights
 from syncline.runtime.topology import NetworkOrFile
 from syncline.runtime.validation import check_steps_all, ddp_of, only_device, parameters_of
 from syncline.tuning.apply import apply_choice, undone_steps, without_warmup
@@ -126,7 +128,7 @@ def tune(
     """Find the gentlest fast way for a DDP model to exchange its gradients, and apply it in place.
 
     All ranks of the model's process group must call `tune` with the same arguments. An exchange that was attached
-    before is detached first, as by `handle.detach()`, and its residual is dropped. From then on each rank logs one line
+    before is detached first, as by `handle.detach()`, and its residual is dropped; weights by samples are kept. From then on each rank logs one line
     when another rank stops sending heartbeats, with plain DDP too.
 
     Args:
@@ -201,6 +203,7 @@ def tune(
         settings, links = agreed_network(group, device, "tune", checked, optimizer)
         bound_group(group, timeout_s)
         # Detaching may change weights, buffers and the optimizer's state, so it comes before these are saved.
+        shares = None if (weights := weights_of(ddp)) is None else weights.shares
         if was_attached := ddp in switches:
             _detach(ddp)
         with restored_on_exit(ddp.module, device):
@@ -229,7 +232,7 @@ def tune(
                 else:
                     able = {"updates": optimizer is not None, "overlap": tuner.can_overlap()}
                     profile, choice = choose_for_live(ddp, profile, links, settings, device, **able)
-                if hint:
+                if hint := hint + ("" if shares is not None else shares_hint(profile)):
                     choice = msgspec.structs.replace(choice, reason=choice.reason + hint)
                 trial: Trial | None = None
                 if not choice.nothing:
@@ -244,10 +247,12 @@ def tune(
             handle = None
             if trial is not None and trial.won:
                 handle = apply_choice(
-                    ddp, choice, network=links, timeout_s=timeout_s, scaler=scaler, optimizer=optimizer
+                    ddp, choice, network=links, timeout_s=timeout_s, scaler=scaler, optimizer=optimizer, shares=shares
                 )
             else:
                 watch_plain(ddp)
+                if shares is not None:
+                    switch_of(ddp).weigh(SampleWeights(group, shares))
             if hasattr(ddp.module, "_orig_mod"):  # compiled: DDP splits the graph where its buckets end
                 torch.compiler.reset()
     (seconds,) = reduced(group, [time.monotonic() - began_s], dist.ReduceOp.MAX)
