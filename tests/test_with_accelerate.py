@@ -73,7 +73,7 @@ def test_unequal_batches_train_as_the_large_batch_does(runs: Any) -> None:
                 optimizer.step()
         assert kwargs.handle is not None and kwargs.handle.shares == shares
         assert distance(net, trained_on_large_batches(73, 2)) < 1e-6
-        with pytest.raises(syncline.UsageError, match="do not pass it to accelerator.prepare"):
+        with pytest.raises(syncline.UsageError, match=r"do not pass it to accelerator\.prepare"):
             accelerator.prepare(batches)
 
     on_torchrun_ranks(main)

@@ -13,17 +13,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from syncline.integrations.transformers import SynclineTrainer
 
-__all__ = [
-    "GPT2LMHeadModel",
-    "ShortWindows",
-    "SynclineTrainer",
-    "Trainer",
-    "get_last_checkpoint",
-    "large_batches",
-    "losses",
-    "small_gpt2",
-    "trainer",
-]
+__all__ = ["GPT2LMHeadModel", "ShortWindows", "SynclineTrainer", "Trainer", "get_last_checkpoint", "large_batches"]
+__all__ += ["losses", "small_gpt2", "trainer"]
 CONTEXT = 16
 TEXT = Path(torch.__file__).read_bytes()[: 256 * CONTEXT]
 

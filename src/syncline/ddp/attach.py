@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
+from syncline.balance.sample_weights import SampleWeights
 from syncline.balance.shares import Shares
 from syncline.ddp import reducer
 from syncline.ddp.engine import Engine
@@ -39,7 +40,6 @@ from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 from syncline.runtime import validation
 from syncline.runtime.bucket_policy import BucketPolicy, Planned, Uniform, difference_of, read_plan
-from syncline.runtime.sample_weights import SampleWeights
 from syncline.runtime.topology import NetworkOrFile, RankTopology, find_topology, read_network
 from syncline.runtime.validation import ddp_of, described_fully, named_parameters, only_device, parameters_of
 from syncline.updates.engine import UpdateEngine

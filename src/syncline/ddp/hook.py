@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
+from syncline.balance.sample_weights import SampleWeights
 from syncline.errors import UsageError
 from syncline.measure.hooks import Unseen
 from syncline.runtime.bucket_runner import BucketRunner
-from syncline.runtime.sample_weights import SampleWeights
 from syncline.runtime.switch import Closable, EngineSwitch
 
 

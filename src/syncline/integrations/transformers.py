@@ -40,8 +40,8 @@ class SynclineTrainer(Trainer, TrainerCallback):
             exchange nor a plan, the model is tuned during its first steps.
         updates, every, warmup, delay, outer: With `updates=True`, the optimizer's updates are exchanged instead of
             gradients. The other settings are those of `syncline.attach`.
-        shares: The batches of the ranks, which replace `per_device_train_batch_size`. Gradients are weighted by samples,
-            or, if the Trainer averages the loss over the tokens of all ranks, by tokens as without `shares`.
+        shares: The batches of the ranks, instead of `per_device_train_batch_size`. Gradients are weighted by samples,
+            or by tokens, as without `shares`, if the Trainer averages the loss over the tokens of all ranks.
         on_world_size: What a run that is resumed on another number of ranks does with residuals, as in `Handle.load`.
         *arguments, **options: Arguments of Trainer.
 
@@ -70,7 +70,7 @@ class SynclineTrainer(Trainer, TrainerCallback):
 
     @property
     def _averages_tokens(self) -> bool:
-        """Whether the Trainer divides each rank's loss by the tokens of all ranks, which weights gradients by tokens."""
+        """Whether the Trainer divides each rank's loss by the tokens of all ranks, and so weights gradients by them."""
         counts = getattr(self, "model_accepts_loss_kwargs", False) or getattr(self, "compute_loss_func", None)
         return bool(counts and getattr(self.args, "average_tokens_across_devices", False))
 

@@ -22,6 +22,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
+from syncline.balance.sample_weights import SampleWeights
 from syncline.ddp import reducer
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import switch_of, switches, weights_of
@@ -39,7 +40,6 @@ from syncline.predict.diagnosis import shares_hint
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
-from syncline.runtime.sample_weights import SampleWeights
 from syncline.runtime.topology import NetworkOrFile
 from syncline.runtime.validation import check_steps_all, ddp_of, only_device, parameters_of
 from syncline.tuning.apply import apply_choice, undone_steps, without_warmup
@@ -128,8 +128,9 @@ def tune(
     """Find the gentlest fast way for a DDP model to exchange its gradients, and apply it in place.
 
     All ranks of the model's process group must call `tune` with the same arguments. An exchange that was attached
-    before is detached first, as by `handle.detach()`, and its residual is dropped; weights by samples are kept. From then on each rank logs one line
-    when another rank stops sending heartbeats, with plain DDP too.
+    before is detached first, as by `handle.detach()`, and its residual is dropped, but gradients are still weighted by
+    samples if they were (`shares=` of `attach`). From then on each rank logs one line when another rank stops sending
+    heartbeats, with plain DDP too.
 
     Args:
         model: A DistributedDataParallel model.

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from syncline.balance.sample_weights import Counted, SampleWeights
 from syncline.dist.agreement import agree, current_device
 from syncline.dist.comm import gather_bytes
 from syncline.errors import warn
@@ -31,7 +32,6 @@ from syncline.runtime.bucket_runner import BucketRunner, Residuals, Step, Watche
 from syncline.runtime.bucketing import join_residuals, layout_of, split_residuals
 from syncline.runtime.checkpoint import digest_of_bits, misfit_of
 from syncline.runtime.local_tensors import local_part
-from syncline.runtime.sample_weights import Counted, SampleWeights
 from syncline.runtime.topology import RankTopology
 from syncline.runtime.validation import broadcast_from_first
 from syncline.updates.fragment import Fragment

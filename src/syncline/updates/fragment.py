@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from syncline.balance.sample_weights import Counted
 from syncline.records.pieces import Piece
 from syncline.runtime.bucket_runner import Bucket, Residuals
-from syncline.runtime.sample_weights import Counted
 from syncline.updates.policy import Nesterov
 
 Tensors = Mapping[str, Tensor]
