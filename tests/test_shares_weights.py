@@ -365,6 +365,16 @@ def test_a_checkpoint_of_weighted_training_continues_exactly(tmp_path: Path) -> 
         resumed, _ = run(True, range(2, 4), half)
         assert all(map(torch.equal, whole_run.parameters(), resumed.parameters()))
 
+        for shares, text in (
+            (None, "in batches of 7, 2, 3: pass shares="),
+            ((1, 1, 1), "12 samples per step, and .* 3"),
+        ):
+            model = DDP(seeded(Mlp))
+            other = None if shares is None else syncline.Shares(shares)
+            handle = syncline.attach(model, syncline.Quantized(bits=4), shares=other)
+            with pytest.warns(match=text) if rank.rank == 0 else contextlib.nullcontext():
+                handle.load(tmp_path)
+
     on_ranks(3, main)
 
 

@@ -19,7 +19,7 @@ from syncline.ddp.hook import Switch, switches
 from syncline.ddp.overlapping import Overlapping, OverlapPolicy
 from syncline.ddp.updating import DdpUpdating
 from syncline.dist.lane import span_of
-from syncline.errors import ExchangeError, UsageError
+from syncline.errors import ExchangeError, UsageError, warn
 from syncline.exchange import Exchange, Tree, wire
 from syncline.fsdp.attach import AnyShardEngine
 from syncline.fsdp.hook import Switch as ShardSwitch
@@ -247,6 +247,8 @@ class Handle:
         if engine.runner.error is not None:
             raise ExchangeError(f"the state is unusable, because an exchange failed: {engine.runner.explained}")
         state = {"steps": engine.steps, "buckets": engine.bucket_names, "tensors": copied(engine.residuals())}
+        if self.shares is not None:
+            state["batches"] = list(self.shares.batches)
         return {**self._checkpoints.identity, **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -259,7 +261,7 @@ class Handle:
             UsageError: The state belongs to another exchange, model, rank or number of ranks.
         """
         self._checkpoints.check(state)
-        self._concluded.load(state["tensors"], state["buckets"], state["steps"])
+        self._apply(state)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save the state of the exchange, one file per rank. All ranks call this between steps.
@@ -290,8 +292,19 @@ class Handle:
             UsageError: This rank's file is missing, damaged, or that of another exchange or model.
             MismatchError: Another rank cannot load its file, or the files do not belong to the same checkpoint.
         """
-        state = self._checkpoints.load(folder, on_world_size)
+        self._apply(self._checkpoints.load(folder, on_world_size))
+
+    def _apply(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that was checked. Residuals fit any batches, but training with others differs."""
         self._concluded.load(state["tensors"], state["buckets"], state["steps"])
+        saved, own = state.get("batches"), self.shares
+        if saved is None or self._checkpoints.group.rank():
+            return
+        if own is None:
+            text = f"the checkpoint's steps were weighted by samples, in batches of {', '.join(map(str, saved))}"
+            warn(f"{text}: pass shares= to attach again, unless all ranks have equal batches now")
+        elif sum(saved) != own.total:
+            warn(f"the checkpoint was saved with {sum(saved)} samples per step, and there are {own.total} now")
 
     def detach(self) -> None:
         """Return the model to plain DDP, with the buckets that it has without a plan. All ranks call this.
