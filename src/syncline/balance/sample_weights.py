@@ -59,6 +59,7 @@ class SampleWeights:
         self._unsynced = 0  # samples of passes that only accumulate, since the last one that synchronises
         self._everything = 0.0
         self._step: Counted | None = None
+        self._weight: Tensor | None = None  # of the current step, once it is needed
         self._was_used = self._was_checked = False
 
     # --- in forward ---------------------------------------------------------------------------------------------
@@ -71,7 +72,7 @@ class SampleWeights:
             self._unsynced, self._was_used = 0, False
         if synchronises:
             # A pass that is repeated before backward counts once, because only the ratios between ranks matter.
-            self._step = self._summed(float(self._unsynced + samples))
+            self._step, self._weight = self._summed(float(self._unsynced + samples)), None
         else:
             self._unsynced += samples
 
@@ -99,11 +100,12 @@ class SampleWeights:
         if self._step is None:
             raise UsageError("gradients are weighted by samples, but no forward pass of the DDP model has counted them")
         self._was_used = True
-        weight = self._step.weight(self.ranks)
-        if not self._was_checked:
-            self._was_checked = True
-            self._check(float(weight))
-        return weight
+        if self._weight is None:
+            self._weight = self._step.weight(self.ranks)
+            if not self._was_checked:
+                self._was_checked = True
+                self._check(float(self._weight))
+        return self._weight
 
     def _check(self, weight: float) -> None:
         expected = self.shares.batch * self.ranks / self.shares.total
