@@ -82,7 +82,7 @@ class Switch(EngineSwitch[Attached]):
             self._counts.remove()
         ddp, self.weights, self._counts = self._ddp(), weights, None
         if ddp is not None and weights is not None:
-            self._counts = ddp.register_forward_pre_hook(Unseen(_count_samples), with_kwargs=True)
+            self._counts = ddp.register_forward_pre_hook(Unseen(count_samples), with_kwargs=True)
 
 
 def _syncline_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP wants these names, and no annotations
@@ -127,7 +127,8 @@ def other_hook(ddp: DDP) -> str | None:
     return name if name not in ("", _syncline_hook.__qualname__) else None
 
 
-def _count_samples(ddp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def count_samples(ddp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count the samples of a forward pass with these arguments, if gradients are weighted by them."""
     switch = switches.get(cast(DDP, ddp))
     if switch is None or switch.weights is None or not torch.is_grad_enabled():
         return

@@ -12,6 +12,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 
 from syncline.ddp import reducer
 from syncline.ddp.attach import attach
+from syncline.ddp.hook import count_samples, weights_of
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import backend_of, bound_group, gather_bytes
 from syncline.errors import SynclineError, UsageError
@@ -97,7 +99,8 @@ class Following(LiveModel):
         # the generator, which holds the model while it is profiled: a reference cycle that goes with the model.
         self._watches_drift = settings.retune == "auto"
         work = self._tune_and_watch() if settings.tunes else self._apply_requested()
-        self._hook = ddp.register_forward_pre_hook(Unseen(lambda *_: self._before_forward(work)))
+        before = Unseen(lambda _, *arguments: self._before_forward(work, *arguments))
+        self._hook = ddp.register_forward_pre_hook(before, with_kwargs=True)
         self._work = weakref.ref(work)
         self._watcher.watch(ddp, ddp, lambda: self._exchanges_updates)
         self._caps = reducer.own_caps(ddp) if reducer.can_change() else ()
@@ -138,7 +141,7 @@ class Following(LiveModel):
         self._log.step_ended(step)
         self._watchdog.step = self._watcher.step_count
 
-    def _before_forward(self, work: Steps) -> None:
+    def _before_forward(self, work: Steps, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Continue in the first training forward after a step, which is the same forward on all ranks."""
         ddp = self.model
         if self._closed or not self._is_first_forward or not torch.is_grad_enabled() or in_backward():
@@ -156,7 +159,7 @@ class Following(LiveModel):
             # Another set of trained parameters, as when two models train in turns, is not the step that is tuned.
             if (self.done and not self._watches_drift) or trained_ids(ddp) != self._trained:
                 return
-            self.working = True
+            self.working, counted = True, weights_of(ddp) is not None
             try:
                 next(work)
             except SynclineError as error:
@@ -168,6 +171,8 @@ class Following(LiveModel):
                 self._watches_drift = False
             finally:
                 self.working = False
+            if not counted and weights_of(ddp) is not None:
+                count_samples(ddp, arguments, options)  # the hook that counts was attached in this forward
 
     def _decided(self) -> None:
         """Note that the steps from now on are those that count."""
