@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import signal
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,7 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import syncline
 from ddp_helpers import SMALL_BUCKETS, Mlp, on_ranks, refusal, seeded
 from exchanges import VARIANTS
-from syncline.cluster import Rank
+from survivors import wait_for
+from syncline.cluster import ClusterSpec, Rank, launch_outcomes
 from syncline.exchange import EXCHANGES, for_updates
 from syncline.records.pieces import fragments_of
 
@@ -401,3 +404,25 @@ def test_tune_keeps_the_weights_and_names_shares_where_a_rank_is_slow() -> None:
 
     for text in on_ranks(3, main):
         assert re.search(r"Rank 1 computes for .*\(syncline\.shares\) would save about \d", text), text
+
+
+@pytest.mark.waits
+def test_a_rank_that_dies_is_named_by_the_others() -> None:
+    def main(rank: Rank) -> str:
+        rank.init_process_group(8.0)
+        model = DDP(seeded(Mlp))
+        handle = syncline.attach(model, shares=syncline.Shares(BATCHES))
+        inputs = torch.ones(BATCHES[rank.rank], 16)
+        for _ in range(3):  # in the second step, DDP itself exchanges something
+            model(inputs).mean().backward()
+        if rank.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(RuntimeError):
+            for _ in range(3):
+                model(inputs).mean().backward()
+        wait_for(rank, 0, 1)
+        return str(handle.error)
+
+    outcomes = launch_outcomes(ClusterSpec(hosts=3), main, deadline_s=60.0, grace_s=30.0, shaped=False)
+    for outcome in outcomes[:2]:
+        assert "rank 2" in str(outcome.value), outcome

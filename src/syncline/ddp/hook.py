@@ -6,7 +6,9 @@ state is a `Switch`, which selects plain all-reduce, as DDP does it without a ho
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any, Protocol, cast
 
 import torch
@@ -16,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.hooks import RemovableHandle
 
 from syncline.balance.sample_weights import SampleWeights
-from syncline.errors import UsageError
+from syncline.errors import SynclineError, UsageError
 from syncline.measure.hooks import Unseen
 from syncline.runtime.bucket_runner import BucketRunner
 from syncline.runtime.switch import Closable, EngineSwitch
@@ -61,10 +63,8 @@ class Switch(EngineSwitch[Attached]):
             text = "no DDP hook can support join(divide_by_initial_world_size=False), and results would be wrong"
             raise UsageError(f"{text}: use join() with its default")
         if self.weights is not None and (self.engine is None or self.engine.exchanges_gradients):
-            try:
+            with self.explained():
                 bucket.buffer().mul_(self.weights.of_gradients())
-            except RuntimeError as error:
-                raise self._explained(error) from error
         if self.engine is not None:
             return self.engine.submit(bucket)
         flat = bucket.buffer()
@@ -72,9 +72,15 @@ class Switch(EngineSwitch[Attached]):
         work = dist.all_reduce(flat, group=self.group, async_op=True)
         return work.get_future().then(lambda finished: finished.value()[0])
 
-    def _explained(self, error: RuntimeError) -> BaseException:
-        """Return the error for users of an all-reduce that failed, with suspects if there is an engine."""
-        return error if self.engine is None else self.engine.runner.fail("the numbers of samples", error)
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
+        """Name suspects if the all-reduce of the numbers of samples fails in this context."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.engine is None or isinstance(error, SynclineError):
+                raise
+            raise self.engine.runner.fail("the numbers of samples", error) from error
 
     def weigh(self, weights: SampleWeights | None) -> None:
         """Multiply gradients by these weights from now on, or by none."""
@@ -136,7 +142,8 @@ def count_samples(ddp: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         text = "join() is not supported with shares, because a rank that has joined counts no samples"
         raise UsageError(f"{text}. shares.sampler gives all ranks the same number of steps")
     exchanges = switch.engine is None or switch.engine.exchanges_gradients
-    switch.weights.forward(args, kwargs, synchronises=exchanges and bool(ddp.require_backward_grad_sync))
+    with switch.explained():
+        switch.weights.forward(args, kwargs, synchronises=exchanges and bool(ddp.require_backward_grad_sync))
 
 
 def _refuse_no_sync(ddp: nn.Module, args: Any) -> None:

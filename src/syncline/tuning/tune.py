@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from syncline.balance.sample_weights import SampleWeights
+from syncline.balance.shares import Shares
 from syncline.ddp import reducer
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import switch_of, switches, weights_of
@@ -242,6 +243,7 @@ def tune(
                 run_on_all_ranks(group, lambda: _check_unchanged(weights))
             except BaseException:
                 _restore_plain(ddp)
+                _weigh(ddp, shares)
                 raise
             if rebuild:
                 _restore_plain(ddp)
@@ -252,8 +254,7 @@ def tune(
                 )
             else:
                 watch_plain(ddp)
-                if shares is not None:
-                    switch_of(ddp).weigh(SampleWeights(group, shares))
+                _weigh(ddp, shares)
             if hasattr(ddp.module, "_orig_mod"):  # compiled: DDP splits the graph where its buckets end
                 torch.compiler.reset()
     (seconds,) = reduced(group, [time.monotonic() - began_s], dist.ReduceOp.MAX)
@@ -384,3 +385,9 @@ def _detach(ddp: DDP) -> None:
 def _restore_plain(ddp: DDP) -> None:
     ddp.zero_grad()  # gradients may be views of the buckets that are about to go
     reducer.make_plain(ddp)
+
+
+def _weigh(ddp: DDP, shares: Shares | None) -> None:
+    """Weight the gradients of plain DDP by samples again, if they were before."""
+    if shares is not None:
+        switch_of(ddp).weigh(SampleWeights(ddp.process_group, shares))

@@ -162,7 +162,10 @@ class UpdateEngine:
 
     def _samples_so_far(self) -> Counted | None:
         """Collective: return the samples of all ranks, if updates are weighted by them."""
-        return None if self._sample_weights is None else self._sample_weights.so_far()
+        try:
+            return None if self._sample_weights is None else self._sample_weights.so_far()
+        except RuntimeError as error:
+            raise self.runner.fail("the numbers of samples", error) from error
 
     def _exchange(self, fragment: Fragment, flat: Tensor, counted: Counted | None) -> Work | None:
         """Exchange an update, weighted by the samples since the last exchange of the fragment. Runs on the lane."""
@@ -303,6 +306,7 @@ class UpdateEngine:
                 flat = fragment.update_from(now).mul_(1 / self.group.size())
                 if counted is not None:
                     flat.mul_(counted.weight(self.runner.ranks, fragment.counted))
+                    fragment.counted = counted
                 dist.all_reduce(flat, group=self.group)
                 fragment.apply(flat, torch.isfinite(flat).all(), None)
                 fragment.scatter(fragment.anchor.to(now.dtype), self._tensors)
