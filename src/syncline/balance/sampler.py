@@ -49,10 +49,10 @@ class ShareSampler(Sampler[list[int]]):
         return len(self.totals)
 
     def __iter__(self) -> Iterator[list[int]]:
-        order = range(self._samples)
+        order: Sequence[int] = range(self._samples)
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + self.epoch)
-            order = torch.randperm(self._samples, generator=generator).tolist()  # type: ignore[assignment]
+            order = torch.randperm(self._samples, generator=generator).tolist()
         begin = 0
         for total in self.totals:
             ends = [begin, *(begin + end for end in accumulate(dealt(total, self._batches)))]

@@ -71,8 +71,9 @@ class Shares:
             if self.rank == -1:
                 text = "there is neither a process group nor torchrun, so this rank is not known"
             raise UsageError(f"{text}: pass one batch for each rank, and rank= if it is not known")
-        if self.count is not None and not callable(self.count):
-            raise UsageError(f"count is {self.count!r}: pass a function of the arguments of the model's forward")
+        count: Any = self.count
+        if count is not None and not callable(count):
+            raise UsageError(f"count is {count!r}: pass a function of the arguments of the model's forward")
 
     @property
     def batch(self) -> int:

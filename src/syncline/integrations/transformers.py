@@ -85,7 +85,7 @@ class SynclineTrainer(Trainer, TrainerCallback):
             raise UsageError("shares deals samples at random: leave out train_sampling_strategy and group_by_length")
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         return _ShareLoader(
-            self.train_dataset,  # type: ignore[arg-type] # Trainer removes unused columns in its own loader only
+            cast(Any, self.train_dataset),
             batch_sampler=self._shares.sampler(self.train_dataset, seed=seed, drop_last=self.args.dataloader_drop_last),
             collate_fn=self._get_collator_with_removed_columns(self.data_collator, description="training"),
             num_workers=self.args.dataloader_num_workers,

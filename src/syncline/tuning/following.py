@@ -195,8 +195,9 @@ class Following(LiveModel):
             if optimizer is not None:
                 self._attach_updates(optimizer)
             elif settings.exchange is not None:
-                options = {"timeout_s": settings.timeout_s, "network": settings.network, "shares": settings.shares}
-                attach(self.model, settings.exchange, scaler=self._find_scaler(), **options)  # type: ignore[arg-type]
+                options: dict[str, Any] = {"timeout_s": settings.timeout_s, "network": settings.network}
+                scaler = self._find_scaler()
+                attach(self.model, settings.exchange, scaler=scaler, shares=settings.shares, **options)
                 lossy = "" if settings.exchange.lossless else "lossy "
                 self._outcome = f"The {lossy}exchange {settings.exchange!r} is attached, as requested."
             elif settings.plan is not None:

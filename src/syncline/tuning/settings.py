@@ -55,9 +55,10 @@ class TuneSettings:
     """The batches of the ranks, by which gradients or updates are weighted. Then there is no tuning."""
 
     def __post_init__(self) -> None:
-        if self.shares is not None:
-            if not isinstance(self.shares, Shares):
-                raise UsageError(f"shares is {self.shares!r}: pass what syncline.shares returned")
+        shares: Any = self.shares
+        if shares is not None:
+            if not isinstance(shares, Shares):
+                raise UsageError(f"shares is {shares!r}: pass what syncline.shares returned")
             if self.plan is not None:
                 raise UsageError("shares and plan exclude each other here: pass an exchange, or tune after attach")
             object.__setattr__(self, "exchange", Dense() if self.exchange is None else self.exchange)
