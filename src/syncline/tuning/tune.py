@@ -205,7 +205,7 @@ def tune(
         settings, links = agreed_network(group, device, "tune", checked, optimizer)
         bound_group(group, timeout_s)
         # Detaching may change weights, buffers and the optimizer's state, so it comes before these are saved.
-        shares = None if (weights := weights_of(ddp)) is None else weights.shares
+        shares = None if (weighted := weights_of(ddp)) is None else weighted.shares
         if was_attached := ddp in switches:
             _detach(ddp)
         with restored_on_exit(ddp.module, device):
