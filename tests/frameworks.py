@@ -9,13 +9,14 @@ import os
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
 import torch._dynamo  # DDP imports it, and that takes seconds: once here, not in every rank
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -80,6 +81,30 @@ def distance(one: nn.Module, other: nn.Module) -> float:
         return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
     return float((flat(one) - flat(other)).abs().max())
+
+
+SHARES = (20, 12)
+"""Unequal batches of two ranks, for `large_batches`."""
+
+
+def large_batches(size: int, epochs: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the batches of both ranks together, in the order in which `Shares.sampler` deals them."""
+    pixels, labels = images(size).tensors
+    for epoch in range(epochs):
+        order = torch.randperm(size, generator=torch.Generator().manual_seed(epoch))
+        for indices in order.split(sum(SHARES)):
+            yield pixels[indices], labels[indices]
+
+
+def trained_on_large_batches(size: int, epochs: int) -> nn.Module:
+    """Return a small net that one process has trained on `large_batches`."""
+    net = small_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
+    for pixels, labels in large_batches(size, epochs):
+        optimizer.zero_grad()
+        F.cross_entropy(net(pixels), labels).backward()
+        optimizer.step()
+    return net
 
 
 @contextlib.contextmanager

@@ -74,6 +74,7 @@ def fit(
     epochs: int = 2,
     resume: Path | None = None,
     ranks: int = 2,
+    batches: DataLoader[Any] | None = None,
     **options: Any,
 ) -> Digits:
     """Train on three batches per rank and epoch, with a validation before the first epoch and after each."""
@@ -88,7 +89,8 @@ def fit(
         **options,
     )
     model = model or Digits()
-    trainer.fit(model, *loaders(ranks), ckpt_path=resume)
+    usual, validation = loaders(ranks)
+    trainer.fit(model, batches or usual, validation, ckpt_path=resume)
     return model
 
 

@@ -262,7 +262,35 @@ def _main(rank: Rank) -> dict[str, Any]:
     ):
         seen[f"layerwise, {name}"] = _layerwise(rank.rank, exchange, plain, dict(options))
     seen["sharded model"] = _sharded(rank.rank)
+    seen["weighted"] = _weighted(rank.rank)
     return seen
+
+
+def _weighted(rank: int) -> dict[str, float]:
+    """Return how far the weights after steps with unequal batches are from those of the large batch."""
+    batches = (7, 2, 3, 4)
+    inputs = [torch.randn(sum(batches), 256, generator=torch.Generator().manual_seed(step)).cuda() for step in range(3)]
+
+    def trained(model: nn.Module, optimizer: torch.optim.Optimizer, parts: list[Tensor]) -> Tensor:
+        for part in parts:
+            optimizer.zero_grad()
+            model(part).square().mean().backward()
+            optimizer.step()
+        return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+    net = _net()
+    expected = trained(net, torch.optim.SGD(net.parameters(), lr=0.1), inputs)
+    own = [part.split(batches)[rank] for part in inputs]
+    found = {}
+    for name in ("gradients", "lanes", "updates"):
+        ddp = _ddp()
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        options: dict[str, Any] = {"optimizer": optimizer} if name == "updates" else {}
+        options |= {"lanes": 2} if name == "lanes" else {}
+        handle = syncline.attach(ddp, syncline.Dense(), shares=syncline.Shares(batches), **options)
+        found[name] = (trained(ddp, optimizer, own) - expected).abs().max().item()
+        handle.detach()
+    return found
 
 
 SHARDED: dict[str, tuple[syncline.Exchange, bool]] = {
@@ -434,6 +462,11 @@ def test_overlap_with_fewer_bits_stays_close_and_ranks_agree(overlapped: list[di
 @pytest.mark.parametrize("name", [name for name in (*LOSSLESS_CASES, *LOSSY_CASES) if name != "overlap, unused"])
 def test_overlap_never_waits_on_the_host(overlapped: list[dict[str, Any]], name: str) -> None:
     assert [rank[name]["synchronised"] for rank in overlapped] == [""] * len(overlapped)
+
+
+@pytest.mark.parametrize("name", ["gradients", "lanes", "updates"])
+def test_unequal_batches_train_as_the_large_batch_does(seen: list[dict[str, Any]], name: str) -> None:
+    assert all(rank["weighted"][name] < 1e-5 for rank in seen)
 
 
 @pytest.mark.parametrize("where", ["run", "settle"])

@@ -10,8 +10,9 @@ import pytest
 import made_up
 from made_up import CASES, Case
 from syncline.predict import Losses, Schedule, predict
-from syncline.predict.diagnosis import CAUSES, Diagnosis, diagnose, lost_to
+from syncline.predict.diagnosis import CAUSES, Diagnosis, diagnose, lost_to, shares_hint
 from syncline.records.profile import Buffers, Overheads
+from syncline.units import milliseconds_text
 
 
 @functools.cache
@@ -99,6 +100,22 @@ def test_jitter_is_distinguished_from_one_slow_rank() -> None:
     found = diagnose(profile, made_up.network(mbit=10_000.0), Schedule.of(profile))
     assert found.culprit == "straggler"
     assert found.why == "in each step some rank is late, by 30.0 ms (median)"
+
+
+def test_batches_by_speed_are_a_remedy_against_a_slow_rank() -> None:
+    case, found = CASES["one slow rank"], diagnosed("one slow rank")
+    remedy = next(remedy for remedy in found.remedies if remedy.name == "shares")
+    assert "syncline.shares" in remedy.what and not remedy.lossy
+    forward_backward_s = case.profile.forward_s + case.profile.backward_s
+    update_s = 1.5 * case.profile.update_s  # an optimizer's step does not depend on the batch
+    balanced_s = 4 / (3 + 1 / 1.5) * forward_backward_s + update_s
+    assert remedy.prediction.profile.step_s == pytest.approx(balanced_s)
+    saved_s = found.prediction.iteration_s - remedy.prediction.iteration_s
+    assert saved_s == pytest.approx(0.09 - balanced_s, rel=0.15)
+    hint = shares_hint(case.profile)
+    assert "Rank 2 computes for 90.0 ms per step, a typical rank for 60.0 ms" in hint
+    assert f"(syncline.shares) would save about {milliseconds_text(0.09 - balanced_s)}." in hint
+    assert shares_hint(made_up.with_slow_rank(1, 1.02)) == shares_hint(made_up.profile()) == ""
 
 
 def test_buffers_and_copies_are_causes_too() -> None:

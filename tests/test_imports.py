@@ -23,7 +23,7 @@ ALLOWED: dict[str, set[str]] = {
     "run.__main__": {"cli", "startup"},
     "syncline": {
         *("_version", "errors"),
-        *("ddp", "exchange", "layerwise", "measure", "plan", "records", "runtime", "tuning", "updates"),
+        *("balance", "ddp", "exchange", "layerwise", "measure", "plan", "records", "runtime", "tuning", "updates"),
     },
     "testing": {"dist", "errors", "exchange"},
     # What people start.
@@ -39,19 +39,20 @@ ALLOWED: dict[str, set[str]] = {
         *("_version", "errors", "memory_meter", "units"),
         *("cluster", "ddp", "exchange", "layerwise", "measure", "models", "plan", "predict", "records", "tuning"),
     },
-    "integrations": {"ddp", "errors", "exchange", "health", "measure", "records", "runtime", "tuning"},
+    "integrations": {"balance", "ddp", "errors", "exchange", "health", "measure", "records", "runtime", "tuning"},
     # Training.
     "tuning": {
-        *("ddp", "dist", "errors", "exchange", "health", "measure", "plan", "predict", "records", "runtime"),
-        *("units", "updates"),
+        *("balance", "ddp", "dist", "errors", "exchange", "health", "measure", "plan", "predict", "records"),
+        *("runtime", "units", "updates"),
     },
     "ddp": {
-        *("dist", "errors", "exchange", "fsdp", "health", "measure", "overlap", "predict", "records", "runtime"),
-        "updates",
+        *("balance", "dist", "errors", "exchange", "fsdp", "health", "measure", "overlap", "predict", "records"),
+        *("runtime", "updates"),
     },
     "fsdp": {"dist", "errors", "exchange", "health", "runtime", "updates"},
     "overlap": {"dist", "errors", "exchange", "health", "records", "runtime"},
-    "updates": {"dist", "errors", "exchange", "health", "records", "runtime"},
+    "updates": {"balance", "dist", "errors", "exchange", "health", "records", "runtime"},
+    "balance": {"dist", "errors", "files", "health", "measure", "memory_meter", "runtime", "units"},
     "layerwise": {
         *("errors", "memory_meter", "units"),
         *("dist", "exchange", "health", "measure", "predict", "records", "runtime"),

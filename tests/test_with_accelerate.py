@@ -13,7 +13,19 @@ from safetensors.torch import load_file
 from torch.amp.grad_scaler import GradScaler
 
 import syncline
-from frameworks import distance, fingerprint, on_torchrun_ranks, run_example, said, small_net, states_in, type_example
+from frameworks import (
+    SHARES,
+    distance,
+    fingerprint,
+    images,
+    on_torchrun_ranks,
+    run_example,
+    said,
+    small_net,
+    states_in,
+    trained_on_large_batches,
+    type_example,
+)
 from syncline.cluster import Rank
 
 SPARSE = syncline.OkTopk(density=0.05)
@@ -39,6 +51,30 @@ def test_dense_trains_as_accelerates_own_ddp_does(runs: Any) -> None:
             assert kwargs.handle is not None
             assert kwargs.handle.stats().steps == 6 // accumulated
             assert kwargs.figures()["syncline/sent_bytes"] > 0
+
+    on_torchrun_ranks(main)
+
+
+def test_unequal_batches_train_as_the_large_batch_does(runs: Any) -> None:
+    def main(rank: Rank) -> None:
+        shares = syncline.Shares(SHARES)
+        data = images(73)
+        kwargs = runs.SynclineKwargs(shares=shares)
+        accelerator = runs.Accelerator(cpu=True, kwargs_handlers=[kwargs])
+        kwargs.join(accelerator)
+        net = small_net()
+        batches = runs.DataLoader(data, batch_sampler=shares.sampler(data))
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9))
+        for epoch in range(2):
+            batches.batch_sampler.set_epoch(epoch)
+            for pixels, labels in batches:
+                optimizer.zero_grad()
+                accelerator.backward(torch.nn.functional.cross_entropy(model(pixels), labels))
+                optimizer.step()
+        assert kwargs.handle is not None and kwargs.handle.shares == shares
+        assert distance(net, trained_on_large_batches(73, 2)) < 1e-6
+        with pytest.raises(syncline.UsageError, match=r"do not pass it to accelerator\.prepare"):
+            accelerator.prepare(batches)
 
     on_torchrun_ranks(main)
 

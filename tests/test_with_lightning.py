@@ -14,7 +14,18 @@ from torch.amp.grad_scaler import GradScaler
 
 import made_up
 import syncline
-from frameworks import distance, fingerprint, on_torchrun_ranks, run_example, said, sparse_plan, states_in
+from frameworks import (
+    SHARES,
+    distance,
+    fingerprint,
+    images,
+    on_torchrun_ranks,
+    run_example,
+    said,
+    sparse_plan,
+    states_in,
+    trained_on_large_batches,
+)
 from syncline.cluster import Rank
 
 SPARSE = syncline.OkTopk(density=0.05)
@@ -41,6 +52,21 @@ def test_dense_trains_as_lightnings_own_ddp_does(runs: Any) -> None:
         plain = runs.fit(runs.DDPStrategy())
         for model in (runs.Digits(), runs.Manual()):
             assert distance(runs.fit(runs.SynclineStrategy(syncline.Dense(), updates=True), model=model), plain) < 1e-6
+
+    on_torchrun_ranks(main)
+
+
+def test_unequal_batches_train_as_the_large_batch_does(runs: Any) -> None:
+    def main(rank: Rank) -> None:
+        shares = syncline.Shares(SHARES)
+        data = images(73)
+        strategy = runs.SynclineStrategy(shares=shares)
+        batches = runs.DataLoader(data, batch_sampler=shares.sampler(data))
+        model = runs.fit(strategy, batches=batches, use_distributed_sampler=False)
+        assert strategy.handle is not None and strategy.handle.shares == shares
+        assert distance(model.net, trained_on_large_batches(73, 2)) < 1e-6
+        with pytest.raises(Exception, match="use_distributed_sampler=False"):
+            runs.fit(runs.SynclineStrategy(shares=shares), batches=batches)
 
     on_torchrun_ranks(main)
 

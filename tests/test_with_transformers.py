@@ -40,6 +40,25 @@ def test_dense_trains_as_trainers_own_ddp_does(runs: Any, tmp_path: Path) -> Non
     on_torchrun_ranks(main)
 
 
+@pytest.mark.parametrize("by_tokens", [True, False])
+def test_unequal_batches_train_as_the_large_batch_does(by_tokens: bool, runs: Any, tmp_path: Path) -> None:
+    def main(rank: Rank) -> None:
+        shares = syncline.Shares((8, 4))
+        wanted = {"shares": shares, "model": runs.small_gpt2(dropout=0.0), "train_dataset": runs.ShortWindows()}
+        options = {"num_train_epochs": 2, "max_steps": -1, "optim": "sgd", "lr_scheduler_type": "constant"}
+        options["average_tokens_across_devices"] = by_tokens
+        run = runs.trainer(runs.SynclineTrainer, tmp_path, wanted=wanted, **options)
+        run.train()
+        assert run.state.global_step == 8
+        assert run.handle is not None and (run.handle.shares is None) == by_tokens
+        assert distance(run.model, runs.large_batches(12, 2)) < 1e-6
+        with pytest.raises(syncline.UsageError, match="updates cannot be weighted by samples"):
+            options["average_tokens_across_devices"] = True
+            runs.trainer(runs.SynclineTrainer, tmp_path, wanted={**wanted, "updates": True}, **options)
+
+    on_torchrun_ranks(main)
+
+
 def test_a_run_resumed_from_a_checkpoint_equals_the_uninterrupted_one(runs: Any, tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 3}
 

@@ -13,7 +13,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from syncline.integrations.transformers import SynclineTrainer
 
-__all__ = ["GPT2LMHeadModel", "SynclineTrainer", "Trainer", "get_last_checkpoint", "losses", "trainer"]
+__all__ = ["GPT2LMHeadModel", "ShortWindows", "SynclineTrainer", "Trainer", "get_last_checkpoint", "large_batches"]
+__all__ += ["losses", "small_gpt2", "trainer"]
 CONTEXT = 16
 TEXT = Path(torch.__file__).read_bytes()[: 256 * CONTEXT]
 
@@ -29,9 +30,10 @@ class Windows(Dataset[dict[str, Tensor]]):
         return {"input_ids": row, "labels": row}
 
 
-def small_gpt2() -> GPT2LMHeadModel:
+def small_gpt2(dropout: float = 0.1) -> GPT2LMHeadModel:
     torch.manual_seed(7)
-    sizes = {"n_positions": CONTEXT, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    sizes: dict[str, Any] = {"n_positions": CONTEXT, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    sizes |= {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
     return GPT2LMHeadModel(GPT2Config(vocab_size=256, bos_token_id=0, eos_token_id=0, **sizes))
 
 
@@ -47,7 +49,29 @@ def trainer(kind: type[Trainer], folder: Path, *, wanted: dict[str, Any] | None 
         **{"max_steps": 6, "logging_steps": 1, "save_strategy": "no", **options},
     )
     data = {"train_dataset": Windows(), "eval_dataset": Windows() if "eval_strategy" in options else None}
-    return kind(model=small_gpt2(), args=arguments, **data, **(wanted or {}))
+    return kind(**{"model": small_gpt2(), "args": arguments, **data, **(wanted or {})})
+
+
+class ShortWindows(Windows):
+    """39 windows, with as many tokens in each."""
+
+    def __len__(self) -> int:
+        return 39
+
+
+def large_batches(total: int, epochs: int) -> GPT2LMHeadModel:
+    """Train one process on the batches of all ranks together, as `trainer` does with SGD and without dropout."""
+    model, data = small_gpt2(dropout=0.0), ShortWindows()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for epoch in range(epochs):
+        order = torch.randperm(len(data), generator=torch.Generator().manual_seed(42 + epoch))
+        for indices in order.split(total):
+            rows = torch.stack([data[int(index)]["input_ids"] for index in indices])
+            optimizer.zero_grad()
+            model(input_ids=rows, labels=rows).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+    return model
 
 
 def losses(of: Trainer) -> list[float]:

@@ -16,6 +16,8 @@ from syncline._version import __version__
 from syncline.errors import ClusterError, ExchangeError, MismatchError, SynclineError, UsageError
 
 if TYPE_CHECKING:
+    from syncline.balance.measure import shares
+    from syncline.balance.shares import Shares
     from syncline.ddp.attach import attach, wrap
     from syncline.ddp.handle import Handle, handle_of
     from syncline.exchange import ChunkedTopk, Dense, Exchange, Hierarchical, OkTopk, Quantized
@@ -34,11 +36,13 @@ if TYPE_CHECKING:
 
 __all__ = ["BucketTiming", "ChunkedTopk", "ClusterError", "Dense", "Exchange", "ExchangeError", "Following", "Handle"]
 __all__ += ["Hierarchical", "Layerwise", "MismatchError", "Nesterov", "Network", "OkTopk", "PhaseTiming", "Plan"]
-__all__ += ["Profile", "Quantized", "Stats"]
+__all__ += ["Profile", "Quantized", "Shares", "Stats"]
 __all__ += ["SynclineError", "Tuned", "UsageError", "__version__", "attach", "follow", "handle_of", "make_plan"]
-__all__ += ["measure_backward", "tune", "watch_backward", "wrap"]
+__all__ += ["measure_backward", "shares", "tune", "watch_backward", "wrap"]
 
 _MODULES = {
+    "syncline.balance.measure": ("shares",),
+    "syncline.balance.shares": ("Shares",),
     "syncline.ddp.attach": ("attach", "wrap"),
     "syncline.ddp.handle": ("Handle", "handle_of"),
     "syncline.exchange": ("ChunkedTopk", "Dense", "Exchange", "Hierarchical", "OkTopk", "Quantized"),

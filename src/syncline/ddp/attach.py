@@ -17,6 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
+from syncline.balance.sample_weights import SampleWeights
+from syncline.balance.shares import Shares
 from syncline.ddp import reducer
 from syncline.ddp.engine import Engine
 from syncline.ddp.handle import Handle
@@ -64,6 +66,7 @@ def attach(
     network: NetworkOrFile = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     scaler: GradScaler | None = None,
+    shares: Shares | None = None,
 ) -> Handle:
     """Make a DDP or FSDP2 model exchange its gradients, or its optimizer's updates, through an exchange.
 
@@ -112,6 +115,9 @@ def attach(
             `attach`.
         scaler: The GradScaler of the loss, if there is one. Residuals must follow changes of its scale. With updates, a
             rank whose scaler skips a step must still take part in the exchange.
+        shares: The result of `syncline.shares`, or `syncline.Shares(batches)`, if ranks have batches of different
+            sizes. Gradients, or updates, are then weighted by the samples that each rank has computed. The loss of each
+            rank must be the mean over its own samples.
 
     Returns:
         A handle, for statistics, checkpoints and `detach`.
@@ -127,6 +133,8 @@ def attach(
     exchange = validation.checked_exchange(exchange)
     validation.check_positive(timeout_s=timeout_s)
     if replicate is not None or is_sharded(model):
+        if shares is not None:
+            raise UsageError("shares is for DDP: FSDP averages gradients inside a replica before they can be weighted")
         if overlap is not None:
             raise UsageError("overlap='forward' is for DDP: FSDP gathers parameters behind the forward pass by itself")
         updating = (optimizer, every, warmup, delay, outer)
@@ -159,7 +167,8 @@ def attach(
         policy = checked_policy(exchange, lanes, every, warmup, delay, outer)
     elif (every, warmup, delay, outer) != (1, None, 0, None):
         raise UsageError(_FOR_UPDATES)
-    return attach_policy(ddp, policy, timeout_s=timeout_s, network=network, scaler=scaler, optimizer=optimizer)
+    options: dict[str, Any] = {"timeout_s": timeout_s, "network": network, "scaler": scaler}
+    return attach_policy(ddp, policy, optimizer=optimizer, shares=shares, **options)
 
 
 def _attach_sharded(
@@ -191,6 +200,7 @@ def attach_policy(
     network: NetworkOrFile,
     scaler: GradScaler | None,
     optimizer: Optimizer | None = None,
+    shares: Shares | None = None,
 ) -> Handle:
     """Attach the exchanges of a policy. See `attach` for the arguments."""
     validation.check_scaler(scaler)
@@ -209,6 +219,7 @@ def attach_policy(
             described = {name: described_fully(parameter) for name, parameter in parameters.items()}
             fields |= flatten({**policy.fingerprint(), "ddp": flags, "version": versions, "parameter": described})
             fields["scaler"] = scaler is not None and scaler.is_enabled()
+            fields |= flatten({"shares": None if shares is None else _checked(shares, group).fingerprint()})
             if optimizer is not None:
                 validation.check_steps_all(optimizer, parameters)
                 if not isinstance(policy, UpdatePolicy):
@@ -221,6 +232,7 @@ def attach_policy(
                 before.turn_to(None)  # weights are no longer in shards, whatever follows
             else:
                 before.engine.finish()
+        weights = None if shares is None else SampleWeights(group, shares)
         with meeting(group, "attach", users=True):
             topology = find_topology(group, policy.exchanges, links)
             made = partial(Engine, group, parameters, timeout=timeout, topology=topology, reduction=reduction)
@@ -231,7 +243,7 @@ def attach_policy(
             else:
                 assert optimizer is not None  # noqa: S101 - `attach` made the policy because there is one
                 if isinstance(policy, UpdatePolicy):
-                    engine = _updating(ddp, policy, optimizer, scaler, made, topology, timeout)
+                    engine = _updating(ddp, policy, optimizer, scaler, made, topology, timeout, weights)
                 else:
                     scale = partial(validation.scale_of, scaler)
                     engine = make_overlapping(ddp, policy, optimizer, made, reduction, timeout, topology, scale)
@@ -243,7 +255,19 @@ def attach_policy(
         engine.close()
         raise
     switch.turn_to(engine)
+    switch.weigh(weights)
     return Handle(ddp, switch, engine)
+
+
+def _checked(shares: Any, group: dist.ProcessGroup) -> Shares:
+    """Raise a UsageError unless these are the shares of the ranks of this group."""
+    if not isinstance(shares, Shares):
+        raise UsageError(f"shares is {shares!r}: pass what syncline.shares returned, or syncline.Shares(batches)")
+    if (len(shares.batches), shares.rank) != (group.size(), group.rank()):
+        text = f"shares has batches for {len(shares.batches)} ranks, and is that of rank {shares.rank}"
+        here = f"this is rank {group.rank()} of the model's {group.size()}"
+        raise UsageError(f"{text}, but {here}: measure again with syncline.shares")
+    return shares
 
 
 def _updating(
@@ -254,12 +278,13 @@ def _updating(
     make_engine: Callable[..., Engine],
     topology: RankTopology | None,
     timeout: timedelta,
+    weights: SampleWeights | None,
 ) -> DdpUpdating:
     """Collective: create the engine that exchanges updates, and the engine of its warm-up."""
     group: dist.ProcessGroup = ddp.process_group
     trained = {name: parameter for name, parameter in parameters_of(ddp).items() if parameter.requires_grad}
     buffers = validation.buffers_of(ddp) if ddp.broadcast_buffers else {}
-    updates = UpdateEngine(group, trained, buffers, optimizer, policy, timeout, topology)
+    updates = UpdateEngine(group, trained, buffers, optimizer, policy, timeout, topology, weights=weights)
     try:
         warm = None
         if policy.warmup:

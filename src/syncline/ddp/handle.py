@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from syncline.balance.shares import Shares
 from syncline.ddp import reducer
 from syncline.ddp.engine import Engine
 from syncline.ddp.hook import Switch, switches
 from syncline.ddp.overlapping import Overlapping, OverlapPolicy
 from syncline.ddp.updating import DdpUpdating
 from syncline.dist.lane import span_of
-from syncline.errors import ExchangeError, UsageError
+from syncline.errors import ExchangeError, UsageError, warn
 from syncline.exchange import Exchange, Tree, wire
 from syncline.fsdp.attach import AnyShardEngine
 from syncline.fsdp.hook import Switch as ShardSwitch
@@ -58,6 +59,12 @@ class Handle:
     def plan(self) -> Plan | None:
         """The plan that was applied, or None."""
         return self._policy.plan
+
+    @property
+    def shares(self) -> Shares | None:
+        """The batches of the ranks, if gradients or updates are weighted by samples."""
+        weights = self._switch.weights if isinstance(self._switch, Switch) else None
+        return None if weights is None else weights.shares
 
     @property
     def mismatch(self) -> str | None:
@@ -161,6 +168,7 @@ class Handle:
         if self.plan is not None:
             lines = [f"a plan for {self.plan.model} among {ranks} ranks: {self.plan.reason}"]
             lines += [self.mismatch] if self.mismatch else []
+        lines += [] if self.shares is None else [f"weighted by samples: {self.shares.describe()}"]
         if self._topology is not None and self._topology.tree is not None:
             lines += [self._topology.tree.describe(), f"links: {self._topology.known}"]
         return "\n".join([*lines, *(f"buckets: {count} × {path}" for path, count in self.paths.items())])
@@ -239,6 +247,8 @@ class Handle:
         if engine.runner.error is not None:
             raise ExchangeError(f"the state is unusable, because an exchange failed: {engine.runner.explained}")
         state = {"steps": engine.steps, "buckets": engine.bucket_names, "tensors": copied(engine.residuals())}
+        if self.shares is not None:
+            state["batches"] = list(self.shares.batches)
         return {**self._checkpoints.identity, **state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -251,7 +261,7 @@ class Handle:
             UsageError: The state belongs to another exchange, model, rank or number of ranks.
         """
         self._checkpoints.check(state)
-        self._concluded.load(state["tensors"], state["buckets"], state["steps"])
+        self._apply(state)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Save the state of the exchange, one file per rank. All ranks call this between steps.
@@ -282,8 +292,19 @@ class Handle:
             UsageError: This rank's file is missing, damaged, or that of another exchange or model.
             MismatchError: Another rank cannot load its file, or the files do not belong to the same checkpoint.
         """
-        state = self._checkpoints.load(folder, on_world_size)
+        self._apply(self._checkpoints.load(folder, on_world_size))
+
+    def _apply(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that was checked. Residuals fit any batches, but training with others differs."""
         self._concluded.load(state["tensors"], state["buckets"], state["steps"])
+        saved, own = state.get("batches"), self.shares
+        if saved is None or self._checkpoints.group.rank():
+            return
+        if own is None:
+            text = f"the checkpoint's steps were weighted by samples, in batches of {', '.join(map(str, saved))}"
+            warn(f"{text}: pass shares= to attach again, unless all ranks have equal batches now")
+        elif sum(saved) != own.total:
+            warn(f"the checkpoint was saved with {sum(saved)} samples per step, and there are {own.total} now")
 
     def detach(self) -> None:
         """Return the model to plain DDP, with the buckets that it has without a plan. All ranks call this.
@@ -291,10 +312,13 @@ class Handle:
         If updates were exchanged, the weights of the ranks are averaged first, and all ranks get the optimizer state of
         the first one. With `overlap="forward"`, the optimizer gets its whole state again, and the last gradients must
         have been stepped. Residuals are dropped. Inside `synced()`, ranks keep the weights that they agreed on last.
-        A sharded model returns to FSDP's own collectives, with PyTorch's all-reduce between its replicas.
+        A sharded model returns to FSDP's own collectives, with PyTorch's all-reduce between its replicas. Gradients are
+        no longer weighted by samples.
         """
         _ = self._attached  # raises if the handle is detached
         self._switch.turn_to(None)
+        if isinstance(self._switch, Switch):
+            self._switch.weigh(None)
         if isinstance(self._model, DDP):
             reducer.set_caps(self._model, ())
 

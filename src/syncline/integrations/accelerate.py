@@ -50,6 +50,8 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
             exchange nor a plan, the model is tuned during its first steps.
         updates, every, warmup, delay, outer: With `updates=True`, the optimizer's updates are exchanged instead of
             gradients. The other settings are those of `syncline.attach`.
+        shares: The batches of the ranks, by which gradients or updates are weighted, as in `syncline.attach`. Deal them
+            with `DataLoader(batch_sampler=shares.sampler(…))`, and do not pass this loader to `prepare`.
         on_world_size: What `load_state` does with residuals on another number of ranks, as in `Handle.load`.
         **options: Arguments of DistributedDataParallelKwargs.
 
@@ -87,6 +89,10 @@ class SynclineKwargs(DistributedDataParallelKwargs):  # type: ignore[misc] # not
     def figures(self) -> dict[str, float]:
         """Return the bytes sent and the time taken by the first model's last step, for `accelerator.log`."""
         return self.followed[0].figures() if self.followed else {}
+
+    def weigh_by_loss(self) -> None:
+        """Do not weight gradients by samples, because losses are weighted already."""
+        self._follower.settings = dataclasses.replace(self._follower.settings, shares=None)
 
     def join(self, accelerator: Accelerator) -> SynclineKwargs:
         """Include residuals in this accelerator's checkpoints, use its loss scaler, and return this handler.

@@ -42,7 +42,7 @@ from syncline.tuning.settings import TuneSettings, allows_residual, has_residual
 
 _ARGUMENTS = (
     *("exchange", "plan", "allow", "quality", "cache", "retune", "network", "on_world_size", "timeout_s", "quiet"),
-    *("updates", "every", "warmup", "delay", "outer"),
+    *("updates", "every", "warmup", "delay", "outer", "shares"),
 )
 _PLAN = "plan.json"
 SINGLE_PROCESS = "a single process exchanges no gradients: there is nothing to do"

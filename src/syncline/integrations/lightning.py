@@ -44,6 +44,8 @@ class SynclineStrategy(DDPStrategy):
             exchange nor a plan, the model is tuned during its first steps.
         updates, every, warmup, delay, outer: With `updates=True`, the optimizer's updates are exchanged instead of
             gradients. The other settings are those of `syncline.attach`.
+        shares: The batches of the ranks, by which gradients or updates are weighted, as in `syncline.attach`. Deal them
+            with `DataLoader(batch_sampler=shares.sampler(…))`, and pass `use_distributed_sampler=False` to the Trainer.
         on_world_size: What a run that is resumed on another number of ranks does with residuals, as in `Handle.load`.
         **options: Arguments of DDPStrategy.
 

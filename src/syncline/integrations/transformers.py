@@ -7,9 +7,14 @@ residual of each rank in its own file. The bytes sent and the time taken by a st
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from torch.utils.data import DataLoader
+
+from syncline.balance.sampler import ShareSampler
+from syncline.balance.shares import Shares
 from syncline.ddp.handle import Handle
 from syncline.errors import UsageError
 from syncline.integrations.accelerate import SynclineKwargs
@@ -20,6 +25,13 @@ with needs("transformers"):
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 
+class _ShareLoader(DataLoader[Any]):
+    """A loader that passes the number of the epoch on to its batch sampler."""
+
+    def set_epoch(self, epoch: int) -> None:
+        cast(ShareSampler, self.batch_sampler).set_epoch(epoch)
+
+
 class SynclineTrainer(Trainer, TrainerCallback):
     """A Trainer whose model exchanges its gradients through Syncline.
 
@@ -28,6 +40,8 @@ class SynclineTrainer(Trainer, TrainerCallback):
             exchange nor a plan, the model is tuned during its first steps.
         updates, every, warmup, delay, outer: With `updates=True`, the optimizer's updates are exchanged instead of
             gradients. The other settings are those of `syncline.attach`.
+        shares: The batches of the ranks, instead of `per_device_train_batch_size`. Gradients are weighted by samples,
+            or by tokens, as without `shares`, if the Trainer averages the loss over the tokens of all ranks.
         on_world_size: What a run that is resumed on another number of ranks does with residuals, as in `Handle.load`.
         *arguments, **options: Arguments of Trainer.
 
@@ -40,10 +54,50 @@ class SynclineTrainer(Trainer, TrainerCallback):
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.syncline = SynclineKwargs(**take_arguments(options))
+        wanted = take_arguments(options)
+        self._shares: Shares | None = wanted.get("shares")
+        self.syncline = SynclineKwargs(**wanted)
         self._resumed: Path | None = None
         super().__init__(*arguments, **options)
         self.add_callback(self)
+        if self._shares is not None and self._averages_tokens:  # losses are parts of a mean over all ranks
+            if wanted.get("updates"):
+                text = (
+                    "the Trainer averages losses over the tokens of all ranks, so updates cannot be weighted by samples"
+                )
+                raise UsageError(f"{text}: pass average_tokens_across_devices=False")
+            self.syncline.weigh_by_loss()
+
+    @property
+    def _averages_tokens(self) -> bool:
+        """Whether the Trainer divides each rank's loss by the tokens of all ranks, and so weights gradients by them."""
+        counts = getattr(self, "model_accepts_loss_kwargs", False) or getattr(self, "compute_loss_func", None)
+        return bool(counts and getattr(self.args, "average_tokens_across_devices", False))
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return Trainer's loader, or one that deals unequal batches."""
+        if self._shares is None or self.args.world_size == 1:
+            return super().get_train_dataloader()
+        if not isinstance(self.train_dataset, Sized):
+            raise UsageError("shares needs a train_dataset with a length: this one has none")
+        strategy = getattr(self.args, "train_sampling_strategy", "random")
+        if strategy != "random" or getattr(self.args, "group_by_length", False):
+            raise UsageError("shares deals samples at random: leave out train_sampling_strategy and group_by_length")
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return _ShareLoader(
+            cast(Any, self.train_dataset),
+            batch_sampler=self._shares.sampler(self.train_dataset, seed=seed, drop_last=self.args.dataloader_drop_last),
+            collate_fn=self._get_collator_with_removed_columns(self.data_collator, description="training"),
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """Train as Trainer does."""
+        if self._shares is not None and self._averages_tokens and num_items_in_batch is None:
+            text = "the Trainer averages losses over the tokens of all ranks, but batches have no labels to count"
+            raise UsageError(f"{text}: pass average_tokens_across_devices=False to weight gradients by samples")
+        return super().training_step(model, inputs, num_items_in_batch)
 
     @property
     def handle(self) -> Handle | None:

@@ -37,6 +37,8 @@ class ReplayModel(nn.Module):
     def __init__(self, profile: Profile, seed: int = 0, rank: int | None = None) -> None:
         super().__init__()
         self._profile = profile = _at_pace_of(profile, rank)
+        self.pace = 1.0
+        """Factor of all times from the next step on, for a rank that computes a larger or smaller batch."""
         self._noise = _Noise(seed)
         # Models list their parameters roughly in forward order, and DDP's first buckets rely on that.
         # Autograd runs the first one last: a model may compute for some time after its last gradient.
@@ -49,10 +51,12 @@ class ReplayModel(nn.Module):
             self.register_buffer(f"_replayed_{entry.dtype}", torch.zeros(elements, dtype=getattr(torch, entry.dtype)))
 
     def forward(self, *_: object, **__: object) -> Tensor:
-        start_s, forward_s, backward_s = time.monotonic(), self._profile.forward_s, self._profile.backward_s
+        start_s, pace = time.monotonic(), self.pace
+        forward_s, backward_s = pace * self._profile.forward_s, pace * self._profile.backward_s
         begun_s: list[float] = []  # when backward began
         x = torch.zeros((), device=next(self.parameters()).device, requires_grad=True)
-        for name, offset_s in self._in_forward_order:
+        for name, recorded_s in self._in_forward_order:
+            offset_s = pace * recorded_s
             parameter = None if name is None else self.get_parameter(name)
             if parameter is not None and type(parameter) is not nn.Parameter:  # it may have to wait for its weights
                 _sleep_until(start_s + forward_s * (1 - offset_s / backward_s if backward_s else 0.0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -172,8 +173,47 @@ def even_ranks(profile: Profile, network: Network, schedule: Schedule) -> Iterat
         yield Remedy("even ranks", "all ranks as fast as a typical one", even)
 
 
+def unequal_batches(profile: Profile, network: Network, schedule: Schedule) -> Iterator[Remedy]:
+    if len(profile.ranks) > 1 and network.ranks > 1 and (balanced := _balanced(profile)) is not None:
+        what = "a batch for each rank, by its speed (syncline.shares)"
+        yield Remedy("shares", what, predict(balanced, network, schedule))
+
+
+def shares_hint(profile: Profile) -> str:
+    """Return a sentence that names `syncline.shares` and what it would save, if a rank makes the others wait."""
+    slowest, balanced = profile.slowest, _balanced(profile)
+    if slowest is None or balanced is None:
+        return ""
+    saved_s = slowest.step_s - balanced.step_s
+    if saved_s < _FINE * slowest.step_s:
+        return ""
+    times = f"{milliseconds_text(slowest.step_s)} per step, a typical rank for {milliseconds_text(profile.step_s)}"
+    remedy = "a batch for each rank by its speed (syncline.shares)"
+    return f" Rank {slowest.rank} computes for {times}: {remedy} would save about {milliseconds_text(saved_s)}."
+
+
+def _balanced(profile: Profile) -> Profile | None:
+    """Return the profile of ranks whose batches are such that all need the same time, if forward and backward take time
+    in proportion to the batch. None if a time is not known."""
+    times_s = [rank.forward_s + rank.backward_s for rank in profile.ranks]
+    typical_s = profile.forward_s + profile.backward_s
+    if not times_s or min(times_s) <= 0 or typical_s <= 0 or profile.slowest is None:
+        return None
+    pace = statistics.harmonic_mean(times_s) / typical_s
+    always_s = max(0.0, profile.slowest.step_s - profile.step_s)
+    return msgspec.structs.replace(
+        profile,
+        gradients=tuple(msgspec.structs.replace(g, ready_s=g.ready_s * pace) for g in profile.gradients),
+        forward_s=profile.forward_s * pace,
+        backward_s=profile.backward_s * pace,
+        update_s=max(rank.update_s for rank in profile.ranks),
+        jitter_s=max(0.0, profile.jitter_s - always_s),
+        ranks=(),
+    )
+
+
 REMEDIES: list[Callable[[Profile, Network, Schedule], Iterator[Remedy]]]
-REMEDIES = [other_buckets, more_lanes, overlap_with_forward, other_exchanges, faster_links, even_ranks]
+REMEDIES = [other_buckets, more_lanes, overlap_with_forward, other_exchanges, faster_links, even_ranks, unequal_batches]
 """Functions that simulate remedies. One yields nothing if its remedy does not apply. Add a new one to this list."""
 
 

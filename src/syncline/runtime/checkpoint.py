@@ -190,6 +190,7 @@ class _StateFields(msgspec.Struct, frozen=True):
     steps: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
     buckets: list[list[str]]
     tensors: dict[str, dict[str, Tensor]]
+    batches: list[int] | None = None  # of the ranks, if gradients or updates were weighted by samples
 
     def __post_init__(self) -> None:
         if self.rank >= self.world_size:

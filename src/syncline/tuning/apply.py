@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
+from syncline.balance.shares import Shares
 from syncline.ddp.attach import attach, make_planned
 from syncline.ddp.handle import Handle
 from syncline.exchange import made_of
@@ -33,9 +34,10 @@ def apply_choice(
     scaler: GradScaler | None,
     optimizer: Optimizer | None = None,
     warmup: int | None = None,
+    shares: Shares | None = None,
 ) -> Handle:
     """Apply a choice between steps. `warmup` replaces that of the choice's updates, to measure what follows it."""
-    options: dict[str, Any] = {"network": network, "timeout_s": timeout_s, "scaler": scaler}
+    options: dict[str, Any] = {"network": network, "timeout_s": timeout_s, "scaler": scaler, "shares": shares}
     arguments = choice.attachment
     if arguments is None:
         return make_planned(ddp, choice.plan, **options)

@@ -8,6 +8,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from syncline.balance.shares import Shares
 from syncline.exchange import Exchange
 from syncline.records.plan import Plan
 from syncline.runtime.topology import NetworkOrFile
@@ -37,6 +38,7 @@ def follow(
     warmup: int | None = None,
     delay: int = 0,
     outer: Nesterov | None = None,
+    shares: Shares | None = None,
 ) -> Following:
     """Make a DDP model exchange its gradients faster, during the training that a script does anyway.
 
@@ -68,6 +70,8 @@ def follow(
         optimizer: The optimizer of the model, to exchange its updates through `exchange`, as in `attach`; or, with
             `quality`, where tuning chooses so.
         every, warmup, delay, outer: As in `attach`, for updates. With `quality="close"`, only `warmup`.
+        shares: The batches of the ranks, as in `attach`. The exchange is then `Dense()` by default: to tune such a
+            model, call `attach(model, shares=shares)` and then `tune`.
 
     Returns:
         The state of the model, which says what was measured and done.
@@ -99,5 +103,6 @@ def follow(
         warmup=warmup,
         delay=delay,
         outer=outer,
+        shares=shares,
     )
     return Following(ddp_of(model, "follow"), settings, find_optimizer=lambda: optimizer, tunes_updates=True)

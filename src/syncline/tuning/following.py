@@ -12,6 +12,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 
 from syncline.ddp import reducer
 from syncline.ddp.attach import attach
+from syncline.ddp.hook import count_samples, weights_of
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import backend_of, bound_group, gather_bytes
 from syncline.errors import SynclineError, UsageError
@@ -31,6 +33,7 @@ from syncline.measure.hooks import Unseen
 from syncline.measure.step_watcher import Pass, in_backward
 from syncline.measure.steps import Subject
 from syncline.plan.ladder import Choice, choice_of
+from syncline.predict.diagnosis import shares_hint
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
@@ -96,7 +99,8 @@ class Following(LiveModel):
         # the generator, which holds the model while it is profiled: a reference cycle that goes with the model.
         self._watches_drift = settings.retune == "auto"
         work = self._tune_and_watch() if settings.tunes else self._apply_requested()
-        self._hook = ddp.register_forward_pre_hook(Unseen(lambda *_: self._before_forward(work)))
+        before = Unseen(lambda _, *arguments: self._before_forward(work, *arguments))
+        self._hook = ddp.register_forward_pre_hook(before, with_kwargs=True)
         self._work = weakref.ref(work)
         self._watcher.watch(ddp, ddp, lambda: self._exchanges_updates)
         self._caps = reducer.own_caps(ddp) if reducer.can_change() else ()
@@ -137,7 +141,7 @@ class Following(LiveModel):
         self._log.step_ended(step)
         self._watchdog.step = self._watcher.step_count
 
-    def _before_forward(self, work: Steps) -> None:
+    def _before_forward(self, work: Steps, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
         """Continue in the first training forward after a step, which is the same forward on all ranks."""
         ddp = self.model
         if self._closed or not self._is_first_forward or not torch.is_grad_enabled() or in_backward():
@@ -155,7 +159,7 @@ class Following(LiveModel):
             # Another set of trained parameters, as when two models train in turns, is not the step that is tuned.
             if (self.done and not self._watches_drift) or trained_ids(ddp) != self._trained:
                 return
-            self.working = True
+            self.working, counted = True, weights_of(ddp) is not None
             try:
                 next(work)
             except SynclineError as error:
@@ -167,6 +171,8 @@ class Following(LiveModel):
                 self._watches_drift = False
             finally:
                 self.working = False
+            if not counted and weights_of(ddp) is not None:
+                count_samples(ddp, arguments, options)  # the hook that counts was attached in this forward
 
     def _decided(self) -> None:
         """Note that the steps from now on are those that count."""
@@ -189,8 +195,9 @@ class Following(LiveModel):
             if optimizer is not None:
                 self._attach_updates(optimizer)
             elif settings.exchange is not None:
-                links, scaler = settings.network, self._find_scaler()
-                attach(self.model, settings.exchange, timeout_s=settings.timeout_s, network=links, scaler=scaler)
+                options: dict[str, Any] = {"timeout_s": settings.timeout_s, "network": settings.network}
+                scaler = self._find_scaler()
+                attach(self.model, settings.exchange, scaler=scaler, shares=settings.shares, **options)
                 lossy = "" if settings.exchange.lossless else "lossy "
                 self._outcome = f"The {lossy}exchange {settings.exchange!r} is attached, as requested."
             elif settings.plan is not None:
@@ -216,6 +223,7 @@ class Following(LiveModel):
             timeout_s=settings.timeout_s,
             network=settings.network,
             scaler=self._find_scaler(),
+            shares=settings.shares,
             **settings.update_options,
         )
         first = f" from step {self._watcher.step_count} on" if self._watcher.step_count else ""
@@ -254,6 +262,7 @@ class Following(LiveModel):
             yield from self._tune()
             (cost_s,) = reduced(self._group, [self.seconds - before_s], dist.ReduceOp.MAX)
             self._outcome += f" {repaid_after(cost_s, 0.0 if self.trial is None else self.trial.saved_s)}"
+            self._outcome += "" if self.profile is None else shares_hint(self.profile)
         except CannotChangeError as reason:
             kept = "The trial was stopped and the plan stays" if self._is_ours else "Left alone"
             self._outcome = f"{kept}: {reason}."

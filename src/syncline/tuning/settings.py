@@ -10,8 +10,9 @@ from typing import Any
 
 from torch.amp.grad_scaler import GradScaler
 
+from syncline.balance.shares import Shares
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES, Exchange
+from syncline.exchange import EXCHANGES, Dense, Exchange
 from syncline.plan.rungs import allowed_names, check_quality, rungs_of
 from syncline.plan.search import ALLOWED, check_allowed
 from syncline.records.network import Network
@@ -50,8 +51,17 @@ class TuneSettings:
     warmup: int | None = None
     delay: int = 0
     outer: Nesterov | None = None
+    shares: Shares | None = None
+    """The batches of the ranks, by which gradients or updates are weighted. Then there is no tuning."""
 
     def __post_init__(self) -> None:
+        shares: Any = self.shares
+        if shares is not None:
+            if not isinstance(shares, Shares):
+                raise UsageError(f"shares is {shares!r}: pass what syncline.shares returned")
+            if self.plan is not None:
+                raise UsageError("shares and plan exclude each other here: pass an exchange, or tune after attach")
+            object.__setattr__(self, "exchange", Dense() if self.exchange is None else self.exchange)
         if self.exchange is not None and self.plan is not None:
             raise UsageError("exchange and plan exclude each other: a plan names the exchanges of its buckets")
         for name, value, kind in (("plan", self.plan, Plan), ("network", self.network, Network)):

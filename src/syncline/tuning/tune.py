@@ -22,9 +22,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
+from syncline.balance.sample_weights import SampleWeights
+from syncline.balance.shares import Shares
 from syncline.ddp import reducer
 from syncline.ddp.handle import Handle
-from syncline.ddp.hook import switches
+from syncline.ddp.hook import switch_of, switches, weights_of
 from syncline.ddp.overlap_setup import why_not_overlap
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import bound_group, gather_bytes
@@ -35,6 +37,7 @@ from syncline.measure.backward_watch import watch_backward
 from syncline.measure.preserve_state import Weights, restored_on_exit
 from syncline.measure.steps import run_on_all_ranks
 from syncline.plan.ladder import Choice, choice_of
+from syncline.predict.diagnosis import shares_hint
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
@@ -126,8 +129,9 @@ def tune(
     """Find the gentlest fast way for a DDP model to exchange its gradients, and apply it in place.
 
     All ranks of the model's process group must call `tune` with the same arguments. An exchange that was attached
-    before is detached first, as by `handle.detach()`, and its residual is dropped. From then on each rank logs one line
-    when another rank stops sending heartbeats, with plain DDP too.
+    before is detached first, as by `handle.detach()`, and its residual is dropped, but gradients are still weighted by
+    samples if they were (`shares=` of `attach`). From then on each rank logs one line when another rank stops sending
+    heartbeats, with plain DDP too.
 
     Args:
         model: A DistributedDataParallel model.
@@ -201,6 +205,7 @@ def tune(
         settings, links = agreed_network(group, device, "tune", checked, optimizer)
         bound_group(group, timeout_s)
         # Detaching may change weights, buffers and the optimizer's state, so it comes before these are saved.
+        shares = None if (weighted := weights_of(ddp)) is None else weighted.shares
         if was_attached := ddp in switches:
             _detach(ddp)
         with restored_on_exit(ddp.module, device):
@@ -229,7 +234,7 @@ def tune(
                 else:
                     able = {"updates": optimizer is not None, "overlap": tuner.can_overlap()}
                     profile, choice = choose_for_live(ddp, profile, links, settings, device, **able)
-                if hint:
+                if hint := hint + ("" if shares is not None else shares_hint(profile)):
                     choice = msgspec.structs.replace(choice, reason=choice.reason + hint)
                 trial: Trial | None = None
                 if not choice.nothing:
@@ -238,16 +243,18 @@ def tune(
                 run_on_all_ranks(group, lambda: _check_unchanged(weights))
             except BaseException:
                 _restore_plain(ddp)
+                _weigh(ddp, shares)
                 raise
             if rebuild:
                 _restore_plain(ddp)
             handle = None
             if trial is not None and trial.won:
                 handle = apply_choice(
-                    ddp, choice, network=links, timeout_s=timeout_s, scaler=scaler, optimizer=optimizer
+                    ddp, choice, network=links, timeout_s=timeout_s, scaler=scaler, optimizer=optimizer, shares=shares
                 )
             else:
                 watch_plain(ddp)
+                _weigh(ddp, shares)
             if hasattr(ddp.module, "_orig_mod"):  # compiled: DDP splits the graph where its buckets end
                 torch.compiler.reset()
     (seconds,) = reduced(group, [time.monotonic() - began_s], dist.ReduceOp.MAX)
@@ -378,3 +385,9 @@ def _detach(ddp: DDP) -> None:
 def _restore_plain(ddp: DDP) -> None:
     ddp.zero_grad()  # gradients may be views of the buckets that are about to go
     reducer.make_plain(ddp)
+
+
+def _weigh(ddp: DDP, shares: Shares | None) -> None:
+    """Weight the gradients of plain DDP by samples again, if they were before."""
+    if shares is not None:
+        switch_of(ddp).weigh(SampleWeights(ddp.process_group, shares))

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from syncline.balance.sample_weights import Counted, SampleWeights
 from syncline.dist.agreement import agree, current_device
 from syncline.dist.comm import gather_bytes
 from syncline.errors import warn
-from syncline.exchange import Dense
+from syncline.exchange import Dense, Work
 from syncline.health.meeting import meeting
 from syncline.records.pieces import buffer_period, fragments_of
 from syncline.runtime.bucket_runner import BucketRunner, Residuals, Step, Watched
@@ -79,8 +80,10 @@ class UpdateEngine:
         timeout: timedelta,
         topology: RankTopology | None,
         watched: Watched | None = None,
+        weights: SampleWeights | None = None,
     ) -> None:
         self.group, self.policy = group, policy
+        self._sample_weights = weights
         self._parameters = parameters
         self._weights = {name: local_part(parameter) for name, parameter in parameters.items()}
         self._buffers = {name: buffer for name, buffer in buffers.items() if buffer.is_floating_point()}
@@ -132,8 +135,10 @@ class UpdateEngine:
         self._find_weights()
         if len(set(gather_bytes(self.group, digest_of_bits(self._tensors).encode()))) > 1:
             broadcast_from_first(self.group, list(self._tensors.values()))
+        counted = self._samples_so_far()
         for fragment in self.fragments:
             fragment.start(self._tensors, self.policy.outer)
+            fragment.counted = counted
 
     # --- after each step of the optimizer -----------------------------------------------------------------------
 
@@ -145,22 +150,37 @@ class UpdateEngine:
         with torch.no_grad(), current_device(self._device):
             self.steps += 1
             self.apply(self.steps - self.policy.delay)
-            for fragment in self.fragments:
-                if (self.steps - 1 - fragment.turn) % fragment.period == 0:
-                    self._send(step, fragment)
+            due = [fragment for fragment in self.fragments if (self.steps - 1 - fragment.turn) % fragment.period == 0]
+            counted = self._samples_so_far() if due else None
+            for fragment in due:
+                self._send(step, fragment, counted)
             if self.policy.delay == 0:
                 self.apply(self.steps)
         self.runner.end(step)
         if self._device.type != "cuda":
             self.recover()
 
-    def _send(self, step: Step, fragment: Fragment) -> None:
+    def _samples_so_far(self) -> Counted | None:
+        """Collective: return the samples of all ranks, if updates are weighted by them."""
+        try:
+            return None if self._sample_weights is None else self._sample_weights.so_far()
+        except RuntimeError as error:
+            raise self.runner.fail("the numbers of samples", error) from error
+
+    def _exchange(self, fragment: Fragment, flat: Tensor, counted: Counted | None) -> Work | None:
+        """Exchange an update, weighted by the samples since the last exchange of the fragment. Runs on the lane."""
+        if counted is not None:
+            flat.mul_(counted.weight(self.runner.ranks, fragment.counted))
+            fragment.counted = counted
+        return self.runner.exchange(fragment, flat)
+
+    def _send(self, step: Step, fragment: Fragment, counted: Counted | None) -> None:
         sent = fragment.gathered(self._tensors) if self.policy.delay else None
         update = fragment.update(self._tensors) if sent is None else fragment.update_from(sent)
         flight = Flight(fragment, self.steps, sent, update)
-        run = partial(self.runner.exchange, fragment, flight.flat)
-        done = partial(self._settle, flight)
-        flight.future = self.runner.submit(step, fragment, flight.flat, run, waits=fragment.exchange.waits, done=done)
+        run = partial(self._exchange, fragment, flight.flat, counted)
+        done, waits = partial(self._settle, flight), fragment.exchange.waits or counted is not None
+        flight.future = self.runner.submit(step, fragment, flight.flat, run, waits=waits, done=done)
         self._flights.append(flight)
 
     def _settle(self, flight: Flight, mean: Tensor) -> None:
@@ -280,9 +300,13 @@ class UpdateEngine:
             else:
                 self._land()
                 self._own = None
+            counted = self._samples_so_far()
             for fragment in self.fragments:
                 now = fragment.gathered(self._tensors)
                 flat = fragment.update_from(now).mul_(1 / self.group.size())
+                if counted is not None:
+                    flat.mul_(counted.weight(self.runner.ranks, fragment.counted))
+                    fragment.counted = counted
                 dist.all_reduce(flat, group=self.group)
                 fragment.apply(flat, torch.isfinite(flat).all(), None)
                 fragment.scatter(fragment.anchor.to(now.dtype), self._tensors)

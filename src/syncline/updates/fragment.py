@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from syncline.balance.sample_weights import Counted
 from syncline.records.pieces import Piece
 from syncline.runtime.bucket_runner import Bucket, Residuals
 from syncline.updates.policy import Nesterov
@@ -31,6 +32,7 @@ class Fragment(Bucket):
     anchor: Tensor = field(default_factory=lambda: torch.empty(0))
     """The weights that all ranks agreed on last, flat, in fp32 or fp64."""
     velocity: Tensor | None = None  # the momentum of an outer optimizer
+    counted: Counted | None = None  # the samples of all ranks at the last exchange, if updates are weighted by them
     work: Tensor | None = None
     """Memory for the update, which is reused on the CPU: new memory would cost a page fault for every page."""
 

@@ -1,0 +1,1 @@
+"""Unequal batches for ranks of unequal speed: measure the ranks, divide a batch among them, and deal a dataset."""
