@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
         *("dist", "exchange", "health", "measure", "predict", "records", "runtime"),
     },
     "runtime": {"dist", "errors", "exchange", "files", "health", "measure", "predict", "records"},
-    "health": {"_version", "dist", "errors", "files", "units"},
+    "health": {"dist", "errors", "files", "records", "units"},
     "measure": {"dist", "errors", "exchange", "records"},
     "dist": {"_version", "errors", "exchange", "memory_meter", "units"},
     # Without a process group.
@@ -65,7 +65,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"errors", "records"},
     "plan": {"errors", "exchange", "predict", "records", "units"},
     "predict": {"errors", "exchange", "records", "units"},
-    "records": {"errors", "exchange", "files"},
+    "records": {"_version", "errors", "exchange", "files"},
     "exchange": {"errors", "kernels"},
     "kernels": {"errors"},
     "files": {"errors"},

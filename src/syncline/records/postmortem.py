@@ -11,8 +11,7 @@ import msgspec
 
 from syncline.errors import UsageError
 from syncline.files import FileError
-from syncline.health.failure import FOLDER, FOLDER_VARIABLE, FailureReport, chosen_folder
-from syncline.health.suspects import Kind, Suspect
+from syncline.records.failure_report import FOLDER, FOLDER_VARIABLE, FailureReport, Kind, Suspect, chosen_folder
 from syncline.records.run_record import FINISHED, RunRecord
 
 _APART_S = 300.0
