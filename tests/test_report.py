@@ -701,7 +701,7 @@ def test_a_demo_is_read_with_and_without_what_tuning_found(folder: Path) -> None
         (["newer.json"], "newer.json: schema: is 2, and this release reads up to 1"),
         (["nan.json"], "must be a finite number"),
         (["predicted.json"], "was written by syncline predict --json: pass the profile and the network"),
-        (["empty"], "empty: has no rank-*.json: name the folder that syncline run wrote"),
+        (["empty"], "empty: has no rank-*.json: name the folder of a run or of failure reports"),
         (["profile.json", "again.json"], "profile.json and again.json are both a profile"),
         (["plan.json", "gpt.json"], "the plan has 1.69 MB of gradients, but the profile has"),
         (["profile.json", "--trace", "trace.json"], "--trace needs a run"),

@@ -26,6 +26,9 @@ KINDS = {
     "lossy": "changes numerics",
     "hardware": "needs different hardware",
     "predicted": "predicted",
+    "between": "between steps: optimizer, data, logging",
+    "ended": "exchanges that ended",
+    "failed": "exchanges that failed",
 }
 """What a bar's colour means, the same on every chart."""
 _SMALLEST = 1e-300  # anything smaller is drawn as 0: there are no round numbers below it
