@@ -262,7 +262,7 @@ def test_a_waterfall_adds_up_to_the_step_that_is_predicted() -> None:
     found = diagnose(PROFILE, NETWORK, Schedule.of(PROFILE))
     one = found.prediction
     marks = [mark for mark in seen.of("step", "data-seconds") if mark.attributes["data-kind"] != "hidden"]
-    shown = {name: lost for name, lost in lost_to(one.losses).items() if lost >= 5e-4 * one.iteration_s}
+    shown = {name: lost for name, lost in lost_to(one.losses).items() if lost >= 0.01 * one.iteration_s}
     causes = [mark.value("seconds") for mark in marks[: 1 + len(shown)]]
     assert causes == near([one.compute_s, *shown.values()])
     assert sum(mark.value("seconds") for mark in marks[1 + len(shown) :]) == pytest.approx(one.iteration_s, rel=1e-4)

@@ -95,7 +95,7 @@ def best_quality(result: DemoResult) -> str:
     if (best := _best(result)) is None:
         return "Keep plain DDP: no quality is clearly faster here."
     quality = best.method.removeprefix("tune-")
-    return f'On such links, call syncline.tune(model, step, optimizer=optimizer, quality="{quality}").'
+    return f'Call syncline.tune(model, step, optimizer=optimizer, quality="{quality}").'
 
 
 def kept(record: ModelRecord) -> str:
@@ -104,14 +104,14 @@ def kept(record: ModelRecord) -> str:
 
 
 def best_method(result: BenchResult) -> str:
-    """Recommend the method of a bench that was fastest, if it was clearly faster than plain DDP."""
-    best = min((row for row in result.rows if row.method != "nosync"), key=lambda row: row.step_ms, default=None)
-    if best is None or best.vs_ddp is None:
-        return ""
-    if best.method == "ddp" or best.vs_ddp > 1 - _SAME:
-        return "Keep plain DDP: no other method is clearly faster here."
-    lossy = "" if best.method in _LOSSLESS else ", lossy"
-    return f"Use {best.method}{lossy}: measured {speedup_text(best.vs_ddp)} than plain DDP."
+    """Recommend the fastest method of a bench, a lossless one if any of these is clearly faster than plain DDP."""
+    faster = {row.method: row.vs_ddp for row in result.rows if row.vs_ddp is not None and row.vs_ddp < 1 - _SAME}
+    faster.pop("nosync", None)
+    if not faster:
+        return "Keep plain DDP: no other method is clearly faster here." if len(result.rows) > 2 else ""
+    best = min(faster, key=lambda method: (method not in _LOSSLESS, faster[method]))
+    lossy = "" if best in _LOSSLESS else ", lossy"
+    return f"Use {best}{lossy}: measured {speedup_text(faster[best])} than plain DDP."
 
 
 def best_of_plan(plan: Plan) -> str:
@@ -124,14 +124,20 @@ def best_of_plan(plan: Plan) -> str:
 
 
 def best_remedy(found: Diagnosis) -> str:
-    """Recommend the change that saves most: a lossless one if there is one, and hardware last."""
-    remedies = sorted(found.remedies, key=lambda remedy: (remedy.hardware, remedy.lossy))
-    if not remedies:
+    """Recommend the change that saves most, or a lossless one that saves nearly as much.
+
+    Changes of hardware, and of what is applied in a step, are recommended only where nothing else helps.
+    """
+    if not found.remedies:
         return "Change nothing: no simulated change saves more than 2 % of a step."
-    best = remedies[0]
+    easiest = min((remedy.last, remedy.hardware) for remedy in found.remedies)
+    remedies = [remedy for remedy in found.remedies if (remedy.last, remedy.hardware) == easiest]
+    least_s = min(remedy.prediction.iteration_s for remedy in remedies)
+    near = [remedy for remedy in remedies if remedy.prediction.iteration_s <= 1.05 * least_s]
+    best = min(near, key=lambda remedy: (remedy.lossy, remedy.prediction.iteration_s))
     now, before = (milliseconds_text(made.iteration_s) for made in (best.prediction, found.prediction))
-    lossy = ", lossy" if best.lossy else ""
-    return f"{capitalized(best.what)}: {now} per step instead of {before}, predicted{lossy}."
+    lossy = " (lossy)" if best.lossy else ""
+    return f"First change: {best.what}{lossy}, predicted to take {now} per step instead of {before}."
 
 
 def _demo_quality(row: DemoRow, result: DemoResult) -> str:
@@ -233,7 +239,7 @@ def failure(found: Postmortem) -> list[str]:
         start = f"{rank} probably made the job fail in {where}" if index == 0 else f"{rank} is suspected"
         own = "" if accused.left_report else " It wrote no failure report itself."
         said.append(f"{start}: {accused.why}, as {ranks_text(accused.by, 8)} saw it.")
-        said.append(f"{accused.what_to_do[:1].upper()}{accused.what_to_do[1:]}.{own}")
+        said.append(f"Next: {accused.what_to_do}.{own}")
     if found.apart:
         places = "; ".join(f"{ranks_text(ranks, 8)} in {place}" for place, ranks in found.apart)
         others = tuple(sorted(rank for _, ranks in found.apart[1:] for rank in ranks))

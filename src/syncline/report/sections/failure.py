@@ -30,7 +30,8 @@ def failure_section(inputs: Inputs) -> Iterator[Section]:
         lead, charts = sentences.unfinished(inputs.runs), [_states(inputs.runs)]
         points = ["No rank wrote a failure report: a process that is killed cannot write one."]
     else:
-        lead, *points = sentences.failure(failure)
+        lead, _, *points = [*sentences.failure(failure), ""]  # the second is at the top of the page, too
+        points = list(filter(None, points))
         charts = [_what_ranks_saw(failure, inputs.runs), *_timeline(failure)]
     folder = next(iter(inputs.files.get("failure", ())), "")
     commands = [("Read the last events", f"syncline failure {shlex.quote(folder)} --events 20")] if folder else []
@@ -62,7 +63,7 @@ def _what_ranks_saw(failure: Postmortem, runs: Sequence[RunRecord]) -> Table:
     note = "Times of ranks on different hosts are only as close as the clocks of these hosts."
     if hidden := len(rows) - _MOST_RANKS:
         note += f" {count_text(hidden, 'more rank')} not shown." if hidden > 0 else ""
-    columns = ("rank", "host", "step", "failed", "with", "was waiting for", "suspects")
+    columns = ("rank", "host", "step", "when", "error", "was waiting for", "suspects")
     return Table(f"What each rank saw; the first failed at {date} UTC", columns, rows[:_MOST_RANKS], "recorded", note)
 
 
@@ -73,14 +74,16 @@ def _waited_for(report: FailureReport) -> str:
     oldest = max(report.pending, key=lambda pending: pending.age_s)
     text = f"bucket {oldest.bucket} of step {oldest.step}, {size_text(oldest.bytes)}"
     text += f", {oldest.exchange}" if oldest.exchange else ""
-    if (last := _last_collective(report.events)) is not None:
+    if (last := _last_collective(report.events, (oldest.step, oldest.bucket))) is not None:
         text += f", in {last.what}" + (f" ({last.level})" if last.level else "")
     more = f", and {count_text(len(report.pending) - 1, 'more bucket')}" if len(report.pending) > 1 else ""
     return f"{text}, for {duration_text(oldest.age_s)}{more}"
 
 
-def _last_collective(events: Sequence[Event]) -> Event | None:
-    return next((event for event in reversed(events) if event.what not in ("ready", "start", "end", "failed")), None)
+def _last_collective(events: Sequence[Event], bucket: tuple[int, int]) -> Event | None:
+    others = ("ready", "start", "end", "failed")
+    known = (event for event in reversed(events) if event.what not in others and (event.step, event.bucket) == bucket)
+    return next(known, None)
 
 
 def _timeline(failure: Postmortem) -> Iterator[Bars]:
@@ -97,7 +100,7 @@ def _timeline(failure: Postmortem) -> Iterator[Bars]:
     if not unfinished:
         return
     first_s, end_s = min(span[0] for span in unfinished), max(span[1] for span in unfinished)
-    zero_s = first_s - _CONTEXT * (end_s - first_s)
+    zero_s = max(first_s - _CONTEXT * (end_s - first_s), min(span[0] for of_rank in spans.values() for span in of_rank))
     rows = []
     for rank, of_rank in spans.items():
         bars = []
