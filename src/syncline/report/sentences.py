@@ -254,10 +254,9 @@ def failure(found: Postmortem) -> list[str]:
     return [*said, *(f"Cannot be used: {problem}" for problem in found.damaged)]
 
 
-def failed_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the records of ranks that failed or were killed, that of the likely cause first."""
-    failed = [run for run in runs if run.ended != FINISHED and not _runs(run)]
-    return sorted(failed, key=_likely_cause)
+def has_failed(run: RunRecord) -> bool:
+    """Return whether a rank raised an exception or was killed, and does not still run."""
+    return run.ended != FINISHED and (run.ended != RUNNING or run.state.startswith(LOST))
 
 
 def unfinished(runs: Sequence[RunRecord]) -> str:
@@ -269,11 +268,6 @@ def unfinished(runs: Sequence[RunRecord]) -> str:
     text = first.state if len(first.state) <= 160 else f"{first.state[:159]}…"
     before = f", before {count_text(len(records) - 1, 'other rank')}" if len(records) > 1 else ""
     return f"The run did not finish: rank {first.rank}{before}: {text}."
-
-
-def _runs(run: RunRecord) -> bool:
-    """Return whether a rank still runs, or may."""
-    return run.ended == RUNNING and not run.state.startswith(LOST)
 
 
 def _likely_cause(run: RunRecord) -> tuple[bool, bool, float]:

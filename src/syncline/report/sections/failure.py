@@ -14,16 +14,16 @@ from syncline.report.charts import Bar, Bars, Chart, Row, Section, Table
 from syncline.report.inputs import Inputs
 from syncline.units import count_text, duration_text, ranks_text, size_text
 
-_MOST_RANKS = 64  # rows of the table; the suspects and the ranks that failed first come first
-_MOST_LANES = 16  # rows of the timeline
+_MOST_RANKS, _MOST_MISSING = 64, 16  # rows of the table, and those of ranks without a failure report
+_MOST_ROWS, _MOST_LANES, _MOST_EVENTS = 16, 4, 400  # of the timeline
 _CONTEXT = 0.5
 """How long before the failed exchanges the timeline begins, as a part of how long they lasted."""
 _WRITES_NONE = "–"
 
 
 def failure_section(inputs: Inputs) -> Iterator[Section]:
-    failure, failed = inputs.failure, sentences.failed_runs(inputs.runs)
-    if failure is None and not failed:
+    failure = inputs.failure
+    if failure is None and not any(map(sentences.has_failed, inputs.runs)):
         return
     charts: list[Chart]
     if failure is None:
@@ -47,7 +47,7 @@ def _what_ranks_saw(failure: Postmortem, runs: Sequence[RunRecord]) -> Table:
     """List the ranks by the time of their failure; ranks without a failure report come first."""
     began, run_of = min(report.moment() for report in failure.reports), {run.rank: run for run in runs}
     rows: list[tuple[str, ...]] = []
-    for rank in failure.missing:
+    for rank in failure.missing[:_MOST_MISSING]:
         run = run_of.get(rank)
         state = "no failure report" + ("" if run is None else f"; its record says: {_short(run.state)}")
         rows.append((f"{rank}", "" if run is None else run.host, _WRITES_NONE, "", state, "", ""))
@@ -61,8 +61,8 @@ def _what_ranks_saw(failure: Postmortem, runs: Sequence[RunRecord]) -> Table:
         rows.append((f"{report.rank}", report.host, step, when, error, _waited_for(report), suspects + more))
     date = began.astimezone(datetime.timezone.utc).isoformat(" ", "milliseconds").removesuffix("+00:00")
     note = "Times of ranks on different hosts are only as close as the clocks of these hosts."
-    if hidden := len(rows) - _MOST_RANKS:
-        note += f" {count_text(hidden, 'more rank')} not shown." if hidden > 0 else ""
+    if hidden := len(failure.missing) + len(failure.reports) - len(rows[:_MOST_RANKS]):
+        note += f" {count_text(hidden, 'more rank')} not shown."
     columns = ("rank", "host", "step", "when", "error", "was waiting for", "suspects")
     return Table(f"What each rank saw; the first failed at {date} UTC", columns, rows[:_MOST_RANKS], "recorded", note)
 
@@ -90,9 +90,9 @@ def _timeline(failure: Postmortem) -> Iterator[Bars]:
     """Show the last exchanges of each rank on the ranks' wall clocks, up to the moment when each failed."""
     began = min(report.moment() for report in failure.reports)
     spans: dict[int, list[tuple[float, float, Event, bool]]] = {}
-    for report in failure.reports[:_MOST_LANES]:
+    for report in failure.reports[:_MOST_ROWS]:
         failed_s = (report.moment() - began).total_seconds()
-        if exchanges := list(_exchanges(report.events)):
+        if exchanges := list(_exchanges(report.events[-_MOST_EVENTS:])):
             spans[report.rank] = [
                 (failed_s - event.before_s, failed_s - before_s, event, ended) for event, before_s, ended in exchanges
             ]
@@ -103,15 +103,15 @@ def _timeline(failure: Postmortem) -> Iterator[Bars]:
     zero_s = max(first_s - _CONTEXT * (end_s - first_s), min(span[0] for of_rank in spans.values() for span in of_rank))
     rows = []
     for rank, of_rank in spans.items():
-        bars = []
+        bars, lines = [], sorted({event.lane for _, _, event, _ in of_rank})[:_MOST_LANES]
         for start_s, stop_s, event, ended in of_rank:
-            if stop_s > zero_s:
+            if stop_s > zero_s and event.lane in lines:
                 start_s, stop_s = max(0.0, start_s - zero_s), stop_s - zero_s
                 kind, what = ("ended", "exchanged in") if ended else ("failed", "not exchanged after")
                 tooltip = f"rank {rank}, step {event.step}, bucket {event.bucket}, lane {event.lane}: {what} "
                 tooltip += duration_text(stop_s - start_s)
                 data: dict[str, str | float] = {"rank": rank, "step": event.step, "bucket": event.bucket}
-                bars.append(Bar(kind, start_s, stop_s, tooltip, data, line=event.lane))
+                bars.append(Bar(kind, start_s, stop_s, tooltip, data, line=lines.index(event.lane)))
         rows.append(Row(f"rank {rank}", tuple(bars)))
     note = "Of each bucket, from the start of its exchange to its end, or to the failure; one line per lane."
     if absent := [rank for rank in failure.missing if rank not in spans]:
