@@ -47,7 +47,7 @@ def _train(rank: Rank) -> None:
             raise
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The failure reports of three ranks, of which one was killed."""
     folder = tmp_path_factory.mktemp("job") / FOLDER
