@@ -29,12 +29,12 @@ ALLOWED: dict[str, set[str]] = {
     # What people start.
     "cli": {
         *("_version", "errors", "files", "startup", "units"),
-        *("bench", "cluster", "dist", "doctor", "exchange", "health", "layerwise", "measure", "models", "plan"),
+        *("bench", "cluster", "dist", "doctor", "exchange", "layerwise", "measure", "models", "plan"),
         *("predict", "records", "report", "run", "tuning"),
     },
     "run": {"_version", "ddp", "errors", "fsdp", "health", "records", "runtime", "tuning"},
     "report": {"_version", "errors", "exchange", "files", "predict", "records", "units"},
-    "doctor": {"_version", "cluster", "ddp", "dist", "errors", "files", "health", "measure", "records", "units"},
+    "doctor": {"_version", "cluster", "ddp", "dist", "errors", "measure", "units"},
     "bench": {
         *("_version", "errors", "memory_meter", "units"),
         *("cluster", "ddp", "exchange", "layerwise", "measure", "models", "plan", "predict", "records", "tuning"),

@@ -242,7 +242,7 @@ def near(values: list[float]) -> list[object]:
         ),
         (
             Inputs(runs=tuple(a_run(rank) for rank in range(4))),
-            ["step", "timeline", "remedies", "plan", "scaling", "training", "model", "links"],
+            ["ranks", "step", "timeline", "remedies", "plan", "scaling", "training", "model", "links"],
         ),
     ],
     ids=["profile", "network", "plan", "bench", "profile+network", "all but a run", "demo", "run"],

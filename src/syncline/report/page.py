@@ -221,11 +221,12 @@ def _warnings(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[str]:
     """Say what readers must know before they believe the rest."""
     made = [*inputs.benches, *filter(None, [inputs.demo])]
     rates = [result.cluster.rate_bps for result in made if result.cluster.emulated]
-    if rates or any(network.one_machine for network in all_networks(models)):
-        limited = f"behind links that are limited to {rate_text(rates[0])}" if rates else "and share its processors"
-        yield f"Emulated: the hosts are processes on one machine, {limited}."
+    if rates:
+        yield f"Emulated: the hosts are processes on one machine, behind links that are limited to {rate_text(rates[0])}."
     elif made:
         yield "The hosts are processes on one machine, and its links were not slowed down."
+    elif any(network.one_machine for network in all_networks(models)):
+        yield "Emulated: the links were measured between processes on one machine, which share its processors."
     if inputs.failure is None and (unfinished := sentences.unfinished(inputs.runs)):
         yield unfinished
     if 0 < len(inputs.runs) < inputs.runs[0].ranks:
