@@ -222,7 +222,8 @@ def _warnings(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[str]:
     made = [*inputs.benches, *filter(None, [inputs.demo])]
     rates = [result.cluster.rate_bps for result in made if result.cluster.emulated]
     if rates:
-        yield f"Emulated: the hosts are processes on one machine, behind links that are limited to {rate_text(rates[0])}."
+        limited = f"links that are limited to {rate_text(rates[0])}"
+        yield f"Emulated: the hosts are processes on one machine, behind {limited}."
     elif made:
         yield "The hosts are processes on one machine, and its links were not slowed down."
     elif any(network.one_machine for network in all_networks(models)):
