@@ -762,3 +762,38 @@ def test_a_plan_made_with_other_measurements_says_so() -> None:
     seen = page_of(Inputs(PROFILE, slower, {"the plan": PLAN}))
     assert "It was made with other measurements" in seen.text
     assert isinstance(PLAN, Plan) and not PLAN.lossless and "changes numerics" in seen.text
+
+
+@pytest.mark.parametrize(
+    ("inputs", "advice"),
+    [
+        (Inputs(PROFILE, NETWORK), "First change: bf16 on the wire (lossy), predicted to take "),
+        (Inputs(PROFILE, NETWORK, {"the plan": PLAN}), "Apply the lossy plan: "),
+        (Inputs(PROFILE, NETWORK, {"the plan": make_plan(PROFILE, NETWORK)}), "Keep plain DDP: "),
+        (Inputs(benches=(BENCH,)), "Use powersgd, lossy: measured 2.22× faster than plain DDP."),
+        (Inputs(demo=GPT_DEMO), 'Call syncline.tune(model, step, optimizer=optimizer, quality="same").'),
+        (Inputs(runs=(a_run(),)), "Keep the plan: the run ended with it."),
+    ],
+    ids=["profile+network", "plan", "no plan", "bench", "demo", "run"],
+)
+def test_a_page_recommends_one_thing_and_says_what_was_emulated(inputs: Inputs, advice: str) -> None:
+    page, seen = build_page(inputs), page_of(inputs)
+    assert page.recommendation.startswith(advice) and "\n" not in page.recommendation
+    assert f"Recommendation {page.recommendation}" in seen.text
+    assert page.warning.startswith("Emulated: ") and page.warning in seen.text
+
+
+def test_legends_name_what_can_be_seen() -> None:
+    tiny = charts.Bar("own", 0.0, 1e-4, "")
+    chart = charts.Bars("", [charts.Row("", (charts.Bar("compute", 0.0, 1.0, ""), tiny))])
+    assert chart.legend_entries == [("k-compute", "computation")]
+    small = msgspec.structs.replace(chart, rows=[charts.Row("", (tiny,))])
+    assert small.legend_entries == [("k-own", charts.KINDS["own"])], "on its own scale"
+
+
+def test_causes_that_cannot_be_drawn_share_a_row() -> None:
+    seen = page_of(Inputs(PROFILE, NETWORK))
+    one = predict(PROFILE, NETWORK, Schedule.of(PROFILE))
+    small_s = sum(lost for lost in lost_to(one.losses).values() if lost < 0.01 * one.iteration_s)
+    shown = f"other causes, too small to draw {milliseconds_text(small_s)}"
+    assert (shown in seen.text) == (small_s >= 5e-4 * one.iteration_s)
