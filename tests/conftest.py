@@ -36,9 +36,10 @@ ALONE = frozenset(
         "test_cluster_mps",
         "test_links",
         "test_probe",
+        "test_with_ray",
     }
 )
-"""They measure times, rates or traffic: not beside other tests."""
+"""They measure times, rates or traffic, or start many processes: not beside other tests."""
 WAITS = frozenset({"test_silence", "test_faults", "test_watching", "test_hierarchical_wire"})
 """They wait for most of their time, with deadlines that a busy machine would miss: only beside each other."""
 LONG = (

@@ -29,8 +29,8 @@ from exchanges import ErrorFeedback, Residual
 from survivors import wait_for
 from syncline.cluster import ClusterSpec, Rank, launch, launch_outcomes
 from syncline.exchange import Comm, Layout, State, Work
-from syncline.health.failure import FailureReport
 from syncline.overlap.guards import PendingParameter
+from syncline.records.failure_report import FailureReport
 
 if __name__ != "__main__":  # asking for a GPU is already enough to keep CUDA from forked ranks
     pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")

@@ -29,12 +29,12 @@ ALLOWED: dict[str, set[str]] = {
     # What people start.
     "cli": {
         *("_version", "errors", "files", "startup", "units"),
-        *("bench", "cluster", "dist", "doctor", "exchange", "health", "layerwise", "measure", "models", "plan"),
+        *("bench", "cluster", "dist", "doctor", "exchange", "layerwise", "measure", "models", "plan"),
         *("predict", "records", "report", "run", "tuning"),
     },
     "run": {"_version", "ddp", "errors", "fsdp", "health", "records", "runtime", "tuning"},
     "report": {"_version", "errors", "exchange", "files", "predict", "records", "units"},
-    "doctor": {"_version", "cluster", "ddp", "dist", "errors", "files", "health", "measure", "records", "units"},
+    "doctor": {"_version", "cluster", "ddp", "dist", "errors", "measure", "units"},
     "bench": {
         *("_version", "errors", "memory_meter", "units"),
         *("cluster", "ddp", "exchange", "layerwise", "measure", "models", "plan", "predict", "records", "tuning"),
@@ -58,7 +58,7 @@ ALLOWED: dict[str, set[str]] = {
         *("dist", "exchange", "health", "measure", "predict", "records", "runtime"),
     },
     "runtime": {"dist", "errors", "exchange", "files", "health", "measure", "predict", "records"},
-    "health": {"_version", "dist", "errors", "files", "units"},
+    "health": {"dist", "errors", "files", "records", "units"},
     "measure": {"dist", "errors", "exchange", "records"},
     "dist": {"_version", "errors", "exchange", "memory_meter", "units"},
     # Without a process group.
@@ -66,7 +66,7 @@ ALLOWED: dict[str, set[str]] = {
     "models": {"errors", "records"},
     "plan": {"errors", "exchange", "predict", "records", "units"},
     "predict": {"errors", "exchange", "records", "units"},
-    "records": {"errors", "exchange", "files"},
+    "records": {"_version", "errors", "exchange", "files"},
     "exchange": {"errors", "kernels"},
     "kernels": {"errors"},
     "files": {"errors"},

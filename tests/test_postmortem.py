@@ -12,9 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from syncline.cli import app
-from syncline.doctor import examine_reports
-from syncline.health.failure import FOLDER_VARIABLE, Event, FailureReport, Pending
-from syncline.health.suspects import Kind, Suspect
+from syncline.records.failure_report import FOLDER_VARIABLE, Event, FailureReport, Kind, Pending, Suspect
+from syncline.records.postmortem import examine_reports
 
 runner = CliRunner()
 GONE = Suspect(2, Kind.SILENT, "no heartbeat for 2 s")

@@ -12,7 +12,9 @@ import pytest
 
 from syncline.report.inputs import Inputs
 from syncline.report.page import write_report
+from syncline.report.read_inputs import read_inputs
 from test_report import BENCH, EVIL, GPT_DEMO, NETWORK, PLAN, PROFILE, a_run
+from test_report_failure import reports as reports
 
 playwright = pytest.importorskip("playwright.sync_api")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
@@ -30,8 +32,8 @@ def browser() -> Iterator[playwright.Browser]:
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A page of everything, one of a run, one of the demo, and one with a parameter that would like to be a script."""
+def paths(tmp_path_factory: pytest.TempPathFactory, reports: Path) -> dict[str, Path]:
+    """Pages of everything, a run, the demo, a killed rank, and a parameter that would like to be a script."""
     folder = tmp_path_factory.mktemp("pages")
     gradients = tuple(
         msgspec.structs.replace(gradient, name=f"{EVIL}{place}") for place, gradient in enumerate(PROFILE.gradients)
@@ -40,6 +42,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "all": Inputs(PROFILE, NETWORK, {"the plan": PLAN}, benches=(BENCH,)),
         "run": Inputs(runs=tuple(a_run(rank) for rank in range(4))),
         "demo": Inputs(demo=GPT_DEMO),
+        "failure": read_inputs([reports]),
         "evil": Inputs(msgspec.structs.replace(PROFILE, gradients=gradients, model=EVIL), NETWORK),
     }
     for name, inputs in pages.items():
@@ -166,7 +169,7 @@ def test_the_keyboard_reaches_marks_and_shows_the_same(browser: playwright.Brows
         assert opened.said == ""
 
 
-@pytest.mark.parametrize("name", ["all", "run", "demo", "evil"])
+@pytest.mark.parametrize("name", ["all", "run", "demo", "failure", "evil"])
 def test_a_narrow_screen_never_scrolls_sideways(name: str, browser: playwright.Browser, paths: dict[str, Path]) -> None:
     with Opened(browser, paths[name], width=360) as opened:
         assert opened.page.evaluate("document.documentElement.scrollWidth") == 360
@@ -224,6 +227,21 @@ def test_text_can_be_read_by_day_and_by_night(dark: bool, browser: playwright.Br
         marks = opened.page.evaluate("[...document.querySelectorAll('rect.mark')].map((m) => getComputedStyle(m).fill)")
         assert len(set(marks)) >= 6  # kinds are told apart
         assert ground not in marks
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_a_failure_can_be_seen_by_day_and_by_night(
+    dark: bool, browser: playwright.Browser, paths: dict[str, Path]
+) -> None:
+    with Opened(browser, paths["failure"], dark=dark) as opened:
+        assert [entry for entry in opened.page.evaluate(CONTRASTS) if entry[0] < 4.5] == []
+        fills = opened.page.evaluate(
+            """() => Object.fromEntries([...document.querySelectorAll("#failure rect.mark")]
+                .map((mark) => [mark.dataset.kind, getComputedStyle(mark).fill]))"""
+        )
+        assert set(fills) == {"ended", "failed"} and len(set(fills.values())) == 2
+        opened.page.locator('#failure rect[data-kind="failed"]').first.hover()
+        assert "not exchanged after" in opened.said
 
 
 def test_on_paper_there_is_no_menu_and_nothing_is_cut_off(browser: playwright.Browser, paths: dict[str, Path]) -> None:

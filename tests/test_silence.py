@@ -35,8 +35,9 @@ from syncline.cluster.environment import reserved_port
 from syncline.dist.comm import group_timeout
 from syncline.errors import UsageError
 from syncline.health import heartbeat, suspects
-from syncline.health.suspects import Beat, Heartbeats, Kind
+from syncline.health.suspects import Beat, Heartbeats
 from syncline.measure.assumed_network import assumed_links
+from syncline.records.failure_report import Kind
 from syncline.records.run_record import LOST, RUNNING, RunRecord
 from syncline.report.inputs import Inputs
 from syncline.report.page import build_page

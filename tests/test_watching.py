@@ -29,22 +29,21 @@ from syncline.cluster import ClusterSpec, Outcome, Rank, launch_outcomes
 from syncline.cluster.environment import reserved_port
 from syncline.dist import agreement
 from syncline.dist.lane import Job, Marks
-from syncline.doctor import examine_reports
 from syncline.exchange import Comm, Layout, State, Work
 from syncline.health import failure, heartbeat, meeting, watchdog
-from syncline.health.failure import FailureReport
 from syncline.health.stragglers import Stragglers
 from syncline.health.suspects import (
     Awaited,
     Beat,
     Heartbeats,
-    Kind,
     Progress,
     StoreState,
     is_backends,
     is_collective,
 )
 from syncline.health.watchdog import Watchdog
+from syncline.records.failure_report import FOLDER_VARIABLE, FailureReport, Kind
+from syncline.records.postmortem import examine_reports
 
 LOST = 1
 
@@ -69,7 +68,7 @@ def failing_step(rank: Rank, model: DDP) -> str:
 def test_every_survivor_names_a_dead_rank_and_reports_its_last_events(
     exchange: syncline.Exchange, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path / "reports"))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "reports"))
 
     def main(rank: Rank) -> dict[str, Any]:
         rank.init_process_group(TIMEOUT_S)
@@ -194,7 +193,7 @@ def test_an_error_of_this_rank_in_a_common_call_is_raised_as_it_is(
 def test_a_rank_that_does_not_call_attach_is_named_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
 
     def main(rank: Rank) -> str:
         rank.init_process_group(3.0)
@@ -236,7 +235,7 @@ def run_falls(python: Interpreter, server: str, end: str, folder: Path) -> list[
             port = store.port
         else:
             port = ends.enter_context(reserved_port())
-        environment = {**os.environ, failure.FOLDER_VARIABLE: str(folder)}
+        environment = {**os.environ, FOLDER_VARIABLE: str(folder)}
         arguments = [[str(script), "127.0.0.1", str(port), str(rank), server, end] for rank in range(3)]
         ranks = [ends.enter_context(python.start(one, environment, Path.cwd())) for one in arguments]
         printed = [rank.stderr.read() for rank in ranks]
@@ -416,7 +415,7 @@ def test_a_report_that_cannot_be_written_does_not_hide_the_error(
 ) -> None:
     (tmp_path / "file").write_text("")
     folder = {"nowhere": "/proc/nowhere", "a file": str(tmp_path / "file"), "asked not to": ""}[where]
-    monkeypatch.setenv(failure.FOLDER_VARIABLE, folder)
+    monkeypatch.setenv(FOLDER_VARIABLE, folder)
     explanation = watchdog_of_one(5).explain("it failed", RuntimeError("Connection closed by peer"))
     expected = "" if where == "asked not to" else "; this rank's failure report could not be written: "
     assert explanation.startswith(expected) and bool(explanation) == bool(expected)
@@ -433,7 +432,7 @@ def test_an_error_is_explained_even_if_the_device_does_not_answer(
     def nothing(*_: object) -> None:
         return None
 
-    monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     dog = watchdog_of_one(5)
     job = Job(bucket=3, lane=0, flat=torch.zeros(2), run=nothing, waits=False, on_done=nothing, marks=Broken())
     dog.bucket_submitted(job, 7)
@@ -554,7 +553,7 @@ def test_a_stuck_exchange_on_a_device_is_warned_about_once_each_time(
         on_host = False
 
     warned: list[str] = []
-    monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr(watchdog, "warn", warned.append)
     dog = watchdog_of_one(10)
 
@@ -584,7 +583,7 @@ def test_a_stuck_exchange_on_a_device_is_warned_about_once_each_time(
 
 
 def test_only_its_owner_can_read_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
-    monkeypatch.setenv(failure.FOLDER_VARIABLE, str(tmp_path / "reports"))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "reports"))
     dog = watchdog_of_one(5)
     explanation = dog.explain("it failed")
     path = tmp_path / "reports" / "rank-0.json"

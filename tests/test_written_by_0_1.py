@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 import syncline
 from syncline.cli import app
 from syncline.cli.predict import PredictResult
-from syncline.doctor import examine_reports
 from syncline.files import read_json
+from syncline.records.postmortem import examine_reports
 from syncline.report.read_inputs import read_inputs
 
 OLD = Path(__file__).parent / "written_by_0_1"

@@ -15,10 +15,9 @@ from hostile.mutations import Trees
 from hostile.oracle import Files, Format
 from syncline.exchange import Dense, Hierarchical, OkTopk, settings
 from syncline.files import read_json, write_json
-from syncline.health.failure import Event, FailureReport, Pending
-from syncline.health.suspects import Kind, Suspect
 from syncline.records.activations import Activations, Block, Line
 from syncline.records.bench_result import BenchResult, Cluster, Model, Row
+from syncline.records.failure_report import Event, FailureReport, Kind, Pending, Suspect
 from syncline.records.network import Network
 from syncline.records.plan import Plan, PlannedBucket, PlannedGradient, Where
 from syncline.records.profile import Buffers, Overheads, Profile, Spread

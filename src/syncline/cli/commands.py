@@ -13,7 +13,7 @@ import msgspec
 from typer import Argument, Option
 
 RUN_FOLDER = Path("syncline-run")
-_FILES = "Files from profile, probe, plan, bench or demo; folders from run. Any order."
+_FILES = "Files from profile, probe, plan, bench or demo; folders of runs or failure reports."
 _PLANS = "ddp, hierarchical, dense,lanes=4, bf16,bucket_mb=5, local-15. Can be repeated. Default: ddp."
 _RESULT = "Same as --out; with --quality or --memory-budget: write the result."
 _BUDGET = "Instead: find the fastest method that fits in this memory per rank, as in 8GiB."

@@ -15,11 +15,12 @@ from syncline.cli import commands, options, screen
 from syncline.cli.screen import say
 from syncline.cluster import format_rate
 from syncline.dist.deadline import left_behind
-from syncline.doctor import Checkup, Postmortem, examine, examine_reports, unfinished_runs
+from syncline.doctor import Checkup, examine
 from syncline.doctor.interfaces import Interface
 from syncline.errors import UsageError
 from syncline.files import one_line
-from syncline.health.failure import FailureReport
+from syncline.records.failure_report import FailureReport
+from syncline.records.postmortem import Postmortem, examine_reports, unfinished_runs
 from syncline.records.run_record import LOST, RunRecord
 from syncline.units import count_text, format_bytes, ranks_text, size_text
 

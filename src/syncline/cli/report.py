@@ -33,7 +33,7 @@ def write_page(path: Path | None, inputs: Inputs, json: Path | None = None, *, s
         return
     page = build_page(inputs)
     write_text(path, render(page))
-    contents = {name: getattr(page, name) for name in ("verdict", "more", "warning")}
+    contents = {name: getattr(page, name) for name in ("verdict", "more", "warning", "recommendation")}
     facts = [fact._asdict() for fact in page.facts]
     titles = {section.name: section.title for section in page.sections}
     screen.save(json, {"schema": 1, **contents, "facts": facts, "sections": titles})
@@ -42,7 +42,8 @@ def write_page(path: Path | None, inputs: Inputs, json: Path | None = None, *, s
             say(page.about)
         if page.warning:
             say(page.warning, style="yellow")
-        say("\n" + "\n\n".join([page.verdict, *page.more]) + "\n")
+        advice = [f"Recommendation: {page.recommendation}"] if page.recommendation else []
+        say("\n" + "\n\n".join([page.verdict, *advice, *page.more]) + "\n")
     say(f"Report: {path}", soft_wrap=True)
 
 

@@ -15,6 +15,7 @@ from syncline.errors import SynclineError, UsageError, first_line
 from syncline.exchange import EXCHANGES
 from syncline.records.network import Network
 from syncline.records.plan import Plan
+from syncline.records.postmortem import examine_reports
 from syncline.records.run_record import FINISHED, RUNNING, RunRecord
 from syncline.run.runner import PAGE, Runner, check_script
 from syncline.tuning.settings import TuneSettings
@@ -118,9 +119,11 @@ def _write_report(runner: Runner) -> None:
     try:
         from syncline.report.inputs import Inputs
         from syncline.report.page import write_report
+        from syncline.report.read_inputs import failure_folder
 
         records = _records(runner, _WAIT_S if finished else _WAIT_S / 10)
-        write_report(folder / PAGE, Inputs(runs=records))
+        failure = None if (reports := failure_folder([folder], records)) is None else examine_reports(reports)
+        write_report(folder / PAGE, Inputs(runs=records, failure=failure))
         _log(f"report: {folder / PAGE}")
     except Exception as error:  # noqa: BLE001 - the training has ended, and its result counts
         _log(f"the report was not written: {first_line(error)}")

@@ -1,108 +1,17 @@
-"""Failure reports: the small JSON file that each rank writes when an exchange, or a call that all ranks make, fails.
-
-A report contains names, sizes and times, and no gradients. It is written to the folder `syncline-failure`, or to the
-one that `SYNCLINE_FAILURES` names. If this variable is set but empty, no report is written.
-"""
+"""Write a failure report when an exchange fails, and look for suspects among the other ranks."""
 
 from __future__ import annotations
 
-import datetime
-import os
-import socket
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
-import torch
 
-from syncline._version import __version__
 from syncline.dist import torchrun
 from syncline.errors import first_line
-from syncline.files import JsonFile, write_json
+from syncline.files import write_json
 from syncline.health.heartbeat import shared_heartbeat
-from syncline.health.suspects import Awaited, Suspect
-
-FOLDER_VARIABLE = "SYNCLINE_FAILURES"
-FOLDER = "syncline-failure"
-_MOST_RANKS = 1_000_000
-
-
-class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Something that happened in an exchange before the failure."""
-
-    before_s: float  # time between the event and the failure
-    what: str
-    """`ready`, `start`, `end`, `failed`, or the name of a collective that was started, such as `all_reduce`."""
-    lane: int
-    step: int
-    bucket: int
-    level: str = ""
-    sent_bytes: int = 0
-
-
-class Pending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A bucket whose exchange had not finished."""
-
-    lane: int
-    step: int
-    bucket: int
-    bytes: int
-    exchange: str
-    age_s: float  # time since the bucket was ready
-
-
-class FailureReport(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The knowledge of one rank about a failure."""
-
-    schema: int = 2
-    rank: int
-    world_size: int
-    host: str = msgspec.field(default_factory=socket.gethostname)
-    process: int = msgspec.field(default_factory=os.getpid)
-    date: str = msgspec.field(
-        default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")
-    )
-    syncline: str = __version__
-    torch: str = str(torch.__version__)
-    backend: str
-    timeout_s: float
-    run: str = msgspec.field(default_factory=torchrun.run_id)
-    attempt: str = msgspec.field(default_factory=torchrun.attempt)
-    """torchrun's ids of the job (`run`) and of this start of it (`attempt`)."""
-    job: str = ""  # a name that all ranks of one start share; empty if they could not agree on one
-    where: str
-    """`step 6`, or a call that all ranks make, such as `save`."""
-    step: int | None = None  # None for a call outside training steps
-    error: str
-    suspects: tuple[Suspect, ...] = ()
-    pending: tuple[Pending, ...] = ()
-    events: tuple[Event, ...] = ()  # the last events, oldest first
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size <= _MOST_RANKS:
-            raise ValueError(f"rank: is {self.rank} of {self.world_size}: there is no such rank")
-        if not self.timeout_s >= 0:
-            raise ValueError(f"timeout_s: is {self.timeout_s}; it must not be negative")
-        self.moment()
-
-    def moment(self) -> datetime.datetime:
-        try:
-            moment = datetime.datetime.fromisoformat(self.date)
-        except ValueError:
-            raise ValueError("date: is not a date in ISO 8601") from None
-        return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.timezone.utc)
-
-    def write(self) -> str:
-        """Write the report. Return a text that says where it is, or why it could not be written; never raise."""
-        if (folder := chosen_folder()) is None:
-            return ""
-        try:
-            path = folder / f"rank-{self.rank}.json"
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_json(path, self)
-        except Exception as problem:  # noqa: BLE001
-            return f"; this rank's failure report could not be written: {first_line(problem)}"
-        return f"; this rank's failure report is {path.absolute()}"
+from syncline.health.suspects import Awaited
+from syncline.records.failure_report import FailureReport, chosen_folder
 
 
 def explain_failure(
@@ -113,22 +22,30 @@ def explain_failure(
     With `own`, the cause is on this rank, and there are no suspects. Returns a text to append to the error: the
     suspects, and where the report is.
     """
+    report = msgspec.structs.replace(report, run=torchrun.run_id(), attempt=torchrun.attempt())
     heartbeat = shared_heartbeat()
     if heartbeat is None:
-        return report.write()
+        return _write(report)
     if announce:
         heartbeat.announce_failure(report.error, own=own)
     report = msgspec.structs.replace(report, job=heartbeat.store.job)
-    written = report.write()  # now, because a launcher may end this process before suspects are known
+    written = _write(report)  # now, because a launcher may end this process before suspects are known
     suspects = [] if own else heartbeat.find_suspects(ranks, awaited)
     if not suspects:
         return written
-    written = msgspec.structs.replace(report, suspects=tuple(suspects)).write()
+    written = _write(msgspec.structs.replace(report, suspects=tuple(suspects)))
     more = f" and {len(suspects) - 3} more" if len(suspects) > 3 else ""
     return f"; suspect: {', '.join(map(str, suspects[:3]))}{more}{written}"
 
 
-def chosen_folder() -> Path | None:
-    """Return the folder of failure reports; None if none are to be written."""
-    folder = os.environ.get(FOLDER_VARIABLE, FOLDER)
-    return Path(folder) if folder else None
+def _write(report: FailureReport) -> str:
+    """Write a report. Return a text that says where it is, or why it could not be written; never raise."""
+    if (folder := chosen_folder()) is None:
+        return ""
+    try:
+        path = folder / f"rank-{report.rank}.json"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(path, report)
+    except Exception as problem:  # noqa: BLE001
+        return f"; this rank's failure report could not be written: {first_line(problem)}"
+    return f"; this rank's failure report is {path.absolute()}"

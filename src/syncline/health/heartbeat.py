@@ -32,7 +32,8 @@ from syncline.dist import torchrun
 from syncline.errors import first_line
 from syncline.files import one_line
 from syncline.health.store import ANSWER_S, Store
-from syncline.health.suspects import Awaited, Beat, Heartbeats, Kind, Suspect, is_backends
+from syncline.health.suspects import Awaited, Beat, Heartbeats, is_backends
+from syncline.records.failure_report import Kind, Suspect
 
 if TYPE_CHECKING:
     from syncline.health.watchdog import Watchdog

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from syncline.dist.agreement import agree, current_device
 from syncline.dist.comm import backend_of, group_timeout
 from syncline.errors import MismatchError, SynclineError, first_line
-from syncline.health.failure import FailureReport, explain_failure
+from syncline.health.failure import explain_failure
 from syncline.health.heartbeat import shared_heartbeat
 from syncline.health.suspects import Awaited, is_collective
+from syncline.records.failure_report import FailureReport
 
 
 def meet(

@@ -7,7 +7,6 @@ and the rank that reads it measures its age.
 
 from __future__ import annotations
 
-import enum
 import math
 import re
 import time
@@ -18,6 +17,7 @@ from typing import Literal, NamedTuple
 import msgspec
 import torch.distributed as dist
 
+from syncline.records.failure_report import Kind, Suspect
 from syncline.units import ranks_text
 
 ALARM_S = 5.0  # time without a heartbeat, or without an answer from the store, that is worth a line in the log
@@ -26,21 +26,6 @@ _ALARM_BEATS, _SILENT_BEATS, _READING_BEATS = 3.0, 2.2, 2.0
 the longest time between two reads that counts as time without a heartbeat."""
 _INSIDE_S = 1.0
 """Time that a rank may compute inside an exchange before it starts a collective, without being suspected."""
-
-
-class Kind(enum.Enum):
-    """The reason why a rank is suspected."""
-
-    FAILED = "failed"  # an error of its own
-    ENDED = "ended"  # its program ended, with or without an exception
-    VICTIM = "victim"  # it failed in a collective too
-    SILENT = "silent"
-    UNSEEN = "unseen"  # it has never sent a heartbeat
-    ELSEWHERE = "elsewhere"  # it is alive, but has not reached the collective
-    DETACHED = "detached"
-    INSIDE = "inside"  # it is inside an exchange, but not in a collective
-    STORE_GONE = "store-gone"  # it served the store, or its launcher did, and the store has ended
-    STORE_MUTE = "store-mute"  # the store does not answer, or the link of this rank is down
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True):
@@ -63,17 +48,6 @@ class Beat(msgspec.Struct, frozen=True, omit_defaults=True):
     """FAILED, VICTIM or ENDED. Then no more heartbeats need to follow."""
     why: str = ""
     asking: bool = False  # True while the rank looks for suspects, and therefore needs the store
-
-
-class Suspect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A rank that may have caused a failure."""
-
-    rank: int
-    kind: Kind
-    why: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} ({self.why})"
 
 
 StoreState = Literal["answers", "mute", "gone", "unusable"]

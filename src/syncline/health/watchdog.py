@@ -21,10 +21,11 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from syncline.dist.comm import LaneGroups, backend_of, group_timeout
 from syncline.dist.lane import Job, Lane
 from syncline.errors import first_line, warn
-from syncline.health.failure import Event, FailureReport, Pending, explain_failure
+from syncline.health.failure import explain_failure
 from syncline.health.heartbeat import shared_heartbeat
 from syncline.health.stragglers import Stragglers
 from syncline.health.suspects import Awaited, Progress, is_collective
+from syncline.records.failure_report import Event, FailureReport, Pending
 
 _EVENTS = 400
 _GRACE, _GRACE_S = 0.5, 5.0

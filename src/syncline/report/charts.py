@@ -26,8 +26,12 @@ KINDS = {
     "lossy": "changes numerics",
     "hardware": "needs different hardware",
     "predicted": "predicted",
+    "between": "between steps: optimizer, data, logging",
+    "ended": "exchanges that ended",
+    "failed": "exchanges that failed",
 }
 """What a bar's colour means, the same on every chart."""
+_SEEN = 0.002  # part of a chart's width from which a bar can be seen, and its colour is in the legend
 _SMALLEST = 1e-300  # anything smaller is drawn as 0: there are no round numbers below it
 
 
@@ -89,11 +93,12 @@ class Bars(msgspec.Struct, frozen=True):
     @property
     def ticks(self) -> list[tuple[float, str]]:
         text = size_text if self.unit == "bytes" else duration_text
-        return [(tick, text(tick)) for tick in _round_numbers(self.end, 4)]
+        return [(tick, text(tick) if tick else "0") for tick in _round_numbers(self.end, 4)]
 
     @property
     def legend_entries(self) -> list[tuple[str, str]]:
-        drawn = {bar.kind for row in self.rows for bar in row.bars}
+        bars = [bar for row in self.rows for bar in row.bars]
+        drawn = {bar.kind for bar in bars if bar.kind == "predicted" or bar.end - bar.start >= _SEEN * self.end}
         return [(f"k-{kind}", text) for kind, text in KINDS.items() if kind in drawn]
 
 

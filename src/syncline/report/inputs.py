@@ -18,6 +18,7 @@ from syncline.records.bench_result import BenchResult, DemoResult
 from syncline.records.bucket_caps import filled
 from syncline.records.network import Network
 from syncline.records.plan import Plan
+from syncline.records.postmortem import Postmortem
 from syncline.records.profile import Profile
 from syncline.records.run_record import ModelRecord, RunRecord
 from syncline.units import count_text, rate_text, size_text
@@ -52,6 +53,7 @@ class Inputs:
     benches: tuple[BenchResult, ...] = ()
     demo: DemoResult | None = None
     runs: tuple[RunRecord, ...] = ()  #: records of one run, of some or all of its ranks
+    failure: Postmortem | None = None  #: the failure reports of its ranks, and what follows from them
     schedules: tuple[str, ...] = ("ddp",)
     """Schedules to predict, as `syncline predict --plan` takes them; the first is analysed in detail."""
     hosts: tuple[int, ...] = ()
@@ -63,6 +65,8 @@ class Inputs:
 
     def __post_init__(self) -> None:
         _check_runs(self.runs)
+        if self.failure is not None and self.runs and not belongs_to(self.failure, self.runs):
+            raise UsageError("the failure reports are not of this run: make a page for each, or remove old files")
         _check_consistent(self)
         if self.demo is not None:
             for method in self.demo.methods:
@@ -167,6 +171,12 @@ def _check_runs(runs: tuple[RunRecord, ...]) -> None:
             raise UsageError(f"these records are of two runs, with {ranks}: pass one run, or remove old records")
         if any(run.rank == other.rank for other in runs[:index]):
             raise UsageError(f"two records are of rank {run.rank}: pass the records of one run")
+
+
+def belongs_to(failure: Postmortem, runs: Sequence[RunRecord]) -> bool:
+    """Return whether a rank that wrote a failure report also wrote a record. Both name its host and process."""
+    process_of = {run.rank: (run.host, run.process) for run in runs}
+    return any(process_of.get(report.rank) in ((report.host, report.process), ("", None)) for report in failure.reports)
 
 
 def _check_consistent(inputs: Inputs) -> None:

@@ -19,7 +19,6 @@ from syncline._version import __version__
 from syncline.files import write_text
 from syncline.records.bench_result import DemoResult, DemoRow
 from syncline.records.bench_result import Row as BenchRow
-from syncline.records.run_record import FINISHED, RUNNING, RunRecord
 from syncline.report import sentences
 from syncline.report.charts import Section
 from syncline.report.inputs import Inputs, ModelData, all_networks, forecast_for
@@ -46,6 +45,7 @@ class Page(msgspec.Struct, frozen=True):
     facts: Sequence[Fact]
     sections: Sequence[Section]
     warning: str
+    recommendation: str  # one line, if there is one
 
 
 def write_report(path: str | os.PathLike[str], inputs: Inputs) -> None:
@@ -63,7 +63,9 @@ def build_page(inputs: Inputs) -> Page:
     models = [msgspec.structs.replace(model, forecast=forecast_for(inputs, model)) for model in shown]
     verdict, *more = [sentence for sentence in _said(inputs, models) if sentence] or ["There is nothing to show yet."]
     facts, sections = list(_facts(inputs, models))[:_MOST_FACTS], list(all_sections(inputs, models))
-    return Page(_about(inputs, models), verdict, more, facts, sections, " ".join(_warnings(inputs, models)))
+    warning = " ".join(_warnings(inputs, models))
+    advice = _recommendation(inputs, models[0]) if len(models) == 1 else ""
+    return Page(_about(inputs, models), verdict, more, facts, sections, warning, advice)
 
 
 def render(page: Page) -> str:
@@ -122,7 +124,8 @@ def _cluster(inputs: Inputs, model: ModelData) -> str:
     known += [(network.host_of_rank, network.backend)] if network is not None else []
     known += [(plan.where.host_of_rank, plan.where.backend) for plan in model.plans.values()]
     if not known:
-        return ""
+        last = None if inputs.failure is None else inputs.failure.last
+        return "" if last is None else f"{count_text(last.world_size, 'rank')} · {last.backend}"
     host_of_rank, backend = known[0]
     hosts, ranks = len(set(host_of_rank)), len(host_of_rank)
     parts = [count_text(hosts, "host")] if hosts else []  # a run may not know its hosts
@@ -134,7 +137,8 @@ def _cluster(inputs: Inputs, model: ModelData) -> str:
 
 def _said(inputs: Inputs, models: Sequence[ModelData]) -> list[str]:
     """Return the verdict and the sentences below it: measurements before predictions."""
-    said = [] if inputs.demo is None else sentences.demo(inputs.demo)
+    said = [] if inputs.failure is None else sentences.failure(inputs.failure)[:2]
+    said += [] if inputs.demo is None else sentences.demo(inputs.demo)
     if inputs.runs and not any(model.records for model in models):
         said.append("The script built no DistributedDataParallel model, so there was nothing to record.")
     for record in [record for model in models for _, record in model.records[:1]]:
@@ -155,6 +159,21 @@ def _said(inputs: Inputs, models: Sequence[ModelData]) -> list[str]:
         said += [sentences.network(network) for network in all_networks(models)]
         said += [sentences.profile(model.profile) for model in models if model.profile is not None]
     return said
+
+
+def _recommendation(inputs: Inputs, model: ModelData) -> str:
+    """Recommend one thing to do: what was measured counts more than what was predicted."""
+    if inputs.failure is not None:
+        return ""  # the verdict says what to look at
+    if inputs.demo is not None:
+        return sentences.best_quality(inputs.demo)
+    if model.records and (record := model.records[0][1]).way != sentences.PLAIN_DDP:
+        return sentences.kept(record)
+    if inputs.benches:
+        return sentences.best_method(inputs.benches[0])
+    if (plan := next(iter(model.plans.values()), None)) is not None:
+        return sentences.best_of_plan(plan)
+    return "" if model.forecast is None else sentences.best_remedy(model.forecast.diagnosis)
 
 
 def _facts(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[Fact]:
@@ -200,17 +219,17 @@ def _demo_facts(demo: DemoResult) -> Iterator[Fact]:
 
 def _warnings(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[str]:
     """Say what readers must know before they believe the rest."""
-    if inputs.demo is not None and inputs.demo.model is not None:
-        if inputs.demo.cluster.emulated:
-            rate = rate_text(inputs.demo.cluster.rate_bps)
-            yield f"Emulated: the hosts are processes on one machine, behind links that are limited to {rate}."
-        else:
-            yield "The hosts are processes on one machine, and its links were not slowed down."
-    unfinished = sorted((run for run in inputs.runs if run.ended != FINISHED), key=_likely_cause)
-    for run in unfinished[:1]:
-        text = run.state if len(run.state) <= 160 else f"{run.state[:159]}…"
-        before = f", before {count_text(len(unfinished) - 1, 'other rank')}" if len(unfinished) > 1 else ""
-        yield f"The run did not finish: rank {run.rank}{before}: {text}."
+    made = [*inputs.benches, *filter(None, [inputs.demo])]
+    rates = [result.cluster.rate_bps for result in made if result.cluster.emulated]
+    if rates:
+        limited = f"links that are limited to {rate_text(rates[0])}"
+        yield f"Emulated: the hosts are processes on one machine, behind {limited}."
+    elif made:
+        yield "The hosts are processes on one machine, and its links were not slowed down."
+    elif any(network.one_machine for network in all_networks(models)):
+        yield "Emulated: the links were measured between processes on one machine, which share its processors."
+    if inputs.failure is None and (unfinished := sentences.unfinished(inputs.runs)):
+        yield unfinished
     if 0 < len(inputs.runs) < inputs.runs[0].ranks:
         missing = sorted(set(range(inputs.runs[0].ranks)) - {run.rank for run in inputs.runs})
         yield f"There is no record of {ranks_text(missing, 8)}."
@@ -218,9 +237,3 @@ def _warnings(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[str]:
         yield "Link speeds are assumed, not measured: syncline probe measures yours."
     if hidden := len(inputs.models) - len(models):
         yield f"{count_text(hidden, 'more model')} of this script not shown."
-
-
-def _likely_cause(run: RunRecord) -> tuple[bool, bool, float]:
-    """Sort the rank that failed first to the front: an exception says more than a lost connection."""
-    lost = any(word in run.ended for word in ("Connection closed", "Connection reset", "NCCL", "imed out"))
-    return run.ended == RUNNING, lost, run.seconds

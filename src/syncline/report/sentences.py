@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 
 from syncline.predict.diagnosis import CAUSES, Diagnosis, lost_to
 from syncline.records.bench_result import BenchResult, Cluster, DemoResult, DemoRow
 from syncline.records.network import Network
+from syncline.records.plan import Plan
+from syncline.records.postmortem import Postmortem
 from syncline.records.profile import Profile
-from syncline.records.run_record import ModelRecord, Pace
-from syncline.units import count_text, duration_text, milliseconds_text, rate_text, size_text, speedup_text
+from syncline.records.run_record import FINISHED, LOST, RUNNING, ModelRecord, Pace, RunRecord
+from syncline.units import count_text, duration_text, milliseconds_text, ranks_text, rate_text, size_text, speedup_text
 
 PLAN_NAMES = ("plan", "the plan")  # what a run's record calls a plan
 PLAIN_DDP = "plain DDP"
 _METHODS = {"nosync": "no communication", "tune": "tuned, lossless", "tune-bf16": "tuned, 16 bits allowed"}
+_LOSSLESS = frozenset({"dense", "hierarchical", "overlap", "plan", "tune", "tune-exact", "fsdp", "hsdp"})
+_MOST_ACCUSED = 3
 _SAME = 0.03  # relative difference of two step times that is not worth a sentence
 
 
@@ -64,8 +69,7 @@ def demo(result: DemoResult) -> list[str]:
     about = f"Plain DDP spends {exposed:.0%} of each step on communication that computation does not hide, and trains "
     said = [f"{about}for {duration_text(seconds)} to a held-out loss of {plain.equal_steps:.2f} bits per byte."]
     said += [_demo_quality(row, result) for row in tuned]
-    named = [row for row in tuned if not row.same_as and (sooner(row, plain) or 0) > 1 + _SAME]
-    best = next((row for row in named if row.method == "tune-same"), named[0] if named else None)
+    best = _best(result)
     emulated = result.cluster.emulated
     where = f"emulated links of {rate_text(result.cluster.rate_bps)}" if emulated else "links that were not slowed down"
     if best is None:
@@ -74,6 +78,66 @@ def demo(result: DemoResult) -> list[str]:
     now, before = (duration_text(row.reached_s or 0.0) for row in (best, plain))
     verdict = f"{quality}, the model reaches plain DDP's held-out loss {sooner(best, plain):.1f} times sooner: after "
     return [f"{verdict}{now} of training instead of {before}, over {where}.", *said]
+
+
+def _best(result: DemoResult) -> DemoRow | None:
+    """Return the method to recommend: `same` if it is clearly sooner than plain DDP, and else the gentlest that is."""
+    plain = result.row("ddp")
+    tuned = [result.row(name) for name in result.methods if name.startswith("tune-")]
+    named = [row for row in tuned if not row.same_as and (sooner(row, plain) or 0) > 1 + _SAME]
+    return next((row for row in named if row.method == "tune-same"), named[0] if named else None)
+
+
+def best_quality(result: DemoResult) -> str:
+    """Recommend a call of `tune` after a demo."""
+    if result.model is None:
+        return ""
+    if (best := _best(result)) is None:
+        return "Keep plain DDP: no quality is clearly faster here."
+    quality = best.method.removeprefix("tune-")
+    return f'Call syncline.tune(model, step, optimizer=optimizer, quality="{quality}").'
+
+
+def kept(record: ModelRecord) -> str:
+    """Recommend what a run ended with, if it was not plain DDP."""
+    return f"Keep {'the plan' if record.way in PLAN_NAMES else record.way}: the run ended with it."
+
+
+def best_method(result: BenchResult) -> str:
+    """Recommend the fastest method of a bench, a lossless one if any of these is clearly faster than plain DDP."""
+    faster = {row.method: row.vs_ddp for row in result.rows if row.vs_ddp is not None and row.vs_ddp < 1 - _SAME}
+    faster.pop("nosync", None)
+    if not faster:
+        return "Keep plain DDP: no other method is clearly faster here." if len(result.rows) > 2 else ""
+    best = min(faster, key=lambda method: (method not in _LOSSLESS, faster[method]))
+    lossy = "" if best in _LOSSLESS else ", lossy"
+    return f"Use {best}{lossy}: measured {speedup_text(faster[best])} than plain DDP."
+
+
+def best_of_plan(plan: Plan) -> str:
+    """Recommend a plan, or to do nothing if it says so."""
+    if plan.nothing:
+        return "Keep plain DDP: no plan is clearly faster here."
+    now, before = milliseconds_text(plan.iteration_s), milliseconds_text(plan.plain_s)
+    lossy = "" if plan.lossless else "lossy "
+    return f"Apply the {lossy}plan: {now} per step instead of {before}, predicted."
+
+
+def best_remedy(found: Diagnosis) -> str:
+    """Recommend the change that saves most, or a lossless one that saves nearly as much.
+
+    Changes of hardware, and of what is applied in a step, are recommended only where nothing else helps.
+    """
+    if not found.remedies:
+        return "Change nothing: no simulated change saves more than 2 % of a step."
+    easiest = min((remedy.last, remedy.hardware) for remedy in found.remedies)
+    remedies = [remedy for remedy in found.remedies if (remedy.last, remedy.hardware) == easiest]
+    least_s = min(remedy.prediction.iteration_s for remedy in remedies)
+    near = [remedy for remedy in remedies if remedy.prediction.iteration_s <= 1.05 * least_s]
+    best = min(near, key=lambda remedy: (remedy.lossy, remedy.prediction.iteration_s))
+    now, before = (milliseconds_text(made.iteration_s) for made in (best.prediction, found.prediction))
+    lossy = " (lossy)" if best.lossy else ""
+    return f"First change: {best.what}{lossy}, predicted to take {now} per step instead of {before}."
 
 
 def _demo_quality(row: DemoRow, result: DemoResult) -> str:
@@ -164,6 +228,52 @@ def between_steps(model: ModelRecord) -> str:
         return ""
     activities = "backward passes that only accumulate, the optimizer, data loading and whatever else the script does"
     return f"Between two steps of {model.name}, {milliseconds_text(pace.between_s)} pass: {activities}."
+
+
+def failure(found: Postmortem) -> list[str]:
+    """Return the verdict on a failure, and what to look at."""
+    where = statistics.mode(report.where for report in found.reports)
+    said = []
+    for index, accused in enumerate(found.accused[:_MOST_ACCUSED]):
+        rank = f"{'Rank' if index == 0 else 'Also rank'} {accused.rank}"
+        start = f"{rank} probably made the job fail in {where}" if index == 0 else f"{rank} is suspected"
+        own = "" if accused.left_report else " It wrote no failure report itself."
+        said.append(f"{start}: {accused.why}, as {ranks_text(accused.by, 8)} saw it.")
+        said.append(f"Next: {accused.what_to_do}.{own}")
+    if found.apart:
+        places = "; ".join(f"{ranks_text(ranks, 8)} in {place}" for place, ranks in found.apart)
+        others = tuple(sorted(rank for _, ranks in found.apart[1:] for rank in ranks))
+        said.append(f"The ranks waited for each other: {places}.")
+        said.append("All ranks must make the same steps and calls, in the same order.")
+        said.append(f"Look first at {ranks_text(others, 8)}, for a step or a call that was left out or made twice.")
+    elif not found.accused:
+        said.append(f"The job failed in {where}, and no failure report names a suspect.")
+        said += [f"Look first at {ranks_text(found.missing, 8)}, without a failure report."] if found.missing else []
+    if found.earlier:
+        said.append(f"The failure reports of {ranks_text(found.earlier, 8)} are of another failure, and left out.")
+    return [*said, *(f"Cannot be used: {problem}" for problem in found.damaged)]
+
+
+def has_failed(run: RunRecord) -> bool:
+    """Return whether a rank raised an exception or was killed, and does not still run."""
+    return run.ended != FINISHED and (run.ended != RUNNING or run.state.startswith(LOST))
+
+
+def unfinished(runs: Sequence[RunRecord]) -> str:
+    """Say how a run ended if it did not finish; an empty text if it did."""
+    records = sorted((run for run in runs if run.ended != FINISHED), key=_likely_cause)
+    if not records:
+        return ""
+    first = records[0]
+    text = first.state if len(first.state) <= 160 else f"{first.state[:159]}…"
+    before = f", before {count_text(len(records) - 1, 'other rank')}" if len(records) > 1 else ""
+    return f"The run did not finish: rank {first.rank}{before}: {text}."
+
+
+def _likely_cause(run: RunRecord) -> tuple[bool, bool, float]:
+    """Sort the rank that failed first to the front: an exception says more than a lost connection."""
+    lost = any(word in run.ended for word in ("Connection closed", "Connection reset", "NCCL", "imed out"))
+    return run.ended == RUNNING, lost, run.seconds
 
 
 def last_pace(model: ModelRecord) -> Pace | None:

@@ -10,20 +10,23 @@ from syncline.report import sentences
 from syncline.report.charts import Section, Table
 from syncline.report.inputs import Inputs, ModelData, all_networks
 from syncline.report.sections.demo import demo_sections
+from syncline.report.sections.failure import failure_section
 from syncline.report.sections.measured import gradients_section, method_sections, training_section
 from syncline.report.sections.network import network_sections
 from syncline.report.sections.plan import plan_sections, scaling_section
+from syncline.report.sections.ranks import ranks_section
 from syncline.report.sections.step import remedies_section, step_section, timeline_section
 from syncline.units import count_text
 
 _MOST_FILES = 40
 _FOR_EACH_MODEL = (
-    *(step_section, timeline_section, remedies_section, plan_sections),
+    *(ranks_section, step_section, timeline_section, remedies_section, plan_sections),
     *(scaling_section, training_section, gradients_section),
 )
 
 
 def all_sections(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[Section]:
+    yield from failure_section(inputs)
     yield from demo_sections(inputs)
     yield from method_sections(inputs)
     for number, model in enumerate(models, 1):
@@ -68,6 +71,7 @@ def _sources_section(inputs: Inputs) -> Iterator[Section]:
         "demo": [f"{count_text(d.steps, 'step')}, {sentences.bench_cluster(d.cluster)}" for d in [inputs.demo] if d],
         "plan": [f"{plan.model}: {plan.how}" for plan in inputs.plans.values()],
         "bench": [f"{b.model.name}, {count_text(b.rounds, 'round')}, {b.date}" for b in inputs.benches],
+        "failure": [f"{count_text(len(f.reports), 'failure report')}, {f.last.date}" for f in [inputs.failure] if f],
         "run": [f"rank {r.rank} of {r.ranks}, {r.state}, {r.seconds:.0f} s, {r.date}" for r in inputs.runs],
     }
     rows = [(kind, *row) for kind, paths in inputs.files.items() for row in zip(paths, about[kind], strict=True)]

@@ -48,7 +48,11 @@ def _tuned(demo: DemoResult) -> list[DemoRow]:
 
 def _reason(said: str) -> str:
     """Return what `tune` said, without its price, which the table has with the probe, and without Markdown."""
-    return " ".join(line for line in said.splitlines() if not line.startswith("Tuning took")).replace("**", "")
+    return (
+        " ".join(line for line in said.splitlines() if not line.startswith("Tuning took"))
+        .replace("**", "")
+        .replace("`", "")
+    )
 
 
 def _quality(row: DemoRow) -> str:

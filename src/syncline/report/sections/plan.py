@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from syncline.exchange import name_of
 from syncline.predict import Prediction
+from syncline.predict.diagnosis import CAUSES, lost_to
 from syncline.records.plan import Alternative, Plan
 from syncline.report.charts import (
     Bars,
@@ -27,6 +29,7 @@ from syncline.units import count_text, duration_text, milliseconds_range, millis
 
 _MOST_BUCKETS = 40
 _LOGARITHMIC_FROM = 6  # range of step times, as a multiple of the computation, that needs a logarithmic axis
+_STEEP = 1.6  # ratio of step times on two successive numbers of hosts that needs an explanation
 _SIMILAR = 0.03  # relative difference of two predictions that is not worth a sentence
 
 
@@ -93,9 +96,21 @@ def scaling_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
     last = predictions[-1]
     step, low, high = map(milliseconds_text, (last.iteration_s, last.low_s, last.high_s))
     lead = f"On {count_text(last.hosts, 'host')}, a step with {name} is predicted to take {step}, between {low} and "
-    lead += f"{high}: scaling {last.scaling:.0%}."
+    lead = " ".join([f"{lead}{high}: scaling {last.scaling:.0%}.", *_steep(forecast.curves)])
     charts: list[Chart] = [_chart(forecast), numbers(forecast.curves)]
     yield Section("scaling", "Scaling to more hosts", lead, charts, commands=inputs.again(*PREDICT))
+
+
+def _steep(curves: Mapping[str, Sequence[Prediction]]) -> Iterator[str]:
+    """Explain curves that rise steeply: what most of the lost time goes to on the largest number of hosts."""
+    for name, predictions in curves.items():
+        times_s = [prediction.iteration_s for prediction in predictions]
+        last, lost = predictions[-1], lost_to(predictions[-1].losses)
+        if lost and any(after_s > _STEEP * before_s for before_s, after_s in itertools.pairwise(times_s)):
+            cause, seconds = next(iter(lost.items()))
+            grow = ", which grow with the number of hosts" if cause == "startups" else ""
+            hosts = count_text(last.hosts, "host")
+            yield f"With {name}, {share(seconds, last.iteration_s)} of a step on {hosts} go to {CAUSES[cause]}{grow}."
 
 
 def _chart(forecast: Forecast) -> Lines:

@@ -18,6 +18,7 @@ from syncline.report.sentences import PLAIN_DDP, PLAN_NAMES, capitalized, share
 from syncline.units import milliseconds_range, milliseconds_text, size_text
 
 _KIND_OF_CAUSE = {"straggler": "waiting", "overhead": "own"}  # all other causes are communication
+_DRAWN = 0.01  # part of a step from which a cause has a row of its own
 _Activity = tuple[str, float, float, str]  # the kind of bar, start, end, and what the rank does
 
 
@@ -85,14 +86,18 @@ def step_by_cause(forecast: Forecast) -> Bars:
         tooltip = f"hidden behind computation: {milliseconds_text(hidden[0])} of communication that costs no time"
         bar = time_bar("hidden", hidden[0], tooltip, max(0.0, end_s - hidden[0]))
         rows.append(Row("hidden behind it", (bar,), tuple(f"({milliseconds_text(seconds)})" for seconds in hidden)))
-    losses = [lost_to(prediction.losses) for prediction in predictions]
+    losses, small = [lost_to(prediction.losses) for prediction in predictions], [0.0] * len(predictions)
     parts, start_s = {"compute": first.compute_s, "exposed": 0.0, "waiting": 0.0, "own": 0.0}, first.compute_s
     for cause in dict.fromkeys(cause for lost in losses for cause in lost):
         seconds, kind = [lost.get(cause, 0.0) for lost in losses], _KIND_OF_CAUSE.get(cause, "exposed")
         parts[kind] += seconds[0]
-        if max(seconds) >= 5e-4 * first.iteration_s:
+        if any(s >= _DRAWN * made.iteration_s for s, made in zip(seconds, predictions, strict=True)):
             rows.append(_cause(CAUSES[cause], kind, start_s, seconds))
             start_s += seconds[0]
+        else:
+            small = [before + s for before, s in zip(small, seconds, strict=True)]
+    if max(small) >= 5e-4 * first.iteration_s:
+        rows.append(Row("other causes, too small to draw", cells=tuple(map(milliseconds_text, small))))
     whole = stacked(
         (kind, s, f"{KINDS[kind]}: {milliseconds_text(s)}, {share(s, first.iteration_s)} of the step")
         for kind, s in parts.items()
@@ -291,4 +296,5 @@ def remedies(forecast: Forecast) -> Bars:
         bar = time_bar(kind, seconds, f"{remedy.what}: {step} per step, {saved} less{caveat}")
         rows.append(Row(remedy.what, (bar,), (step, saved, scaling, kind if caveat else "")))
     columns, limit = ("per step", "saves", "scaling", ""), (now.compute_s, "computation alone")
-    return Bars("A step with one thing changed", rows, columns, forecast.source, limit)
+    note = "In order of what they save; changes of what is applied in a step come last, however much they save."
+    return Bars("A step with one thing changed", rows, columns, forecast.source, limit, note=note)

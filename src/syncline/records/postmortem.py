@@ -11,8 +11,7 @@ import msgspec
 
 from syncline.errors import UsageError
 from syncline.files import FileError
-from syncline.health.failure import FOLDER, FOLDER_VARIABLE, FailureReport, chosen_folder
-from syncline.health.suspects import Kind, Suspect
+from syncline.records.failure_report import FOLDER, FOLDER_VARIABLE, FailureReport, Kind, Suspect, chosen_folder
 from syncline.records.run_record import FINISHED, RunRecord
 
 _APART_S = 300.0
@@ -92,16 +91,21 @@ def examine_reports(folder: str | os.PathLike[str] | None = None) -> Postmortem:
     if not by_rank:
         more = f"; {len(damaged) - 1} more are damaged, too" if len(damaged) > 1 else ""
         raise FileError(f"{damaged[0]}{more}")
-    last = max(by_rank.values(), key=FailureReport.moment)
-    reports = [by_rank[rank] for rank in sorted(by_rank) if _is_same_failure(by_rank[rank], last)]
+    return postmortem_of(list(by_rank.values()), tuple(map(str, damaged)))
+
+
+def postmortem_of(known: Sequence[FailureReport], damaged: tuple[str, ...] = ()) -> Postmortem:
+    """Work out which ranks are suspected, from at least one failure report and at most one of each rank."""
+    last = max(known, key=FailureReport.moment)
+    reports = sorted((report for report in known if _is_same_failure(report, last)), key=lambda report: report.rank)
     ranks = {report.rank for report in reports}
     accused = _accused(reports)
     return Postmortem(
         reports=tuple(reports),
-        earlier=tuple(sorted(by_rank.keys() - ranks)),
+        earlier=tuple(sorted({report.rank for report in known} - ranks)),
         missing=tuple(rank for rank in range(last.world_size) if rank not in ranks),
         accused=accused,
-        damaged=tuple(map(str, damaged)),
+        damaged=damaged,
         apart=() if accused else _apart(reports),
     )
 
