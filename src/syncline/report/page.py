@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from syncline._version import __version__
 from syncline.files import write_text
-from syncline.records.bench_result import DemoResult, DemoRow
+from syncline.records.bench_result import BenchResult, DemoResult, DemoRow
 from syncline.records.bench_result import Row as BenchRow
 from syncline.report import sentences
 from syncline.report.charts import Section
@@ -219,7 +219,7 @@ def _demo_facts(demo: DemoResult) -> Iterator[Fact]:
 
 def _warnings(inputs: Inputs, models: Sequence[ModelData]) -> Iterator[str]:
     """Say what readers must know before they believe the rest."""
-    made = [*inputs.benches, *filter(None, [inputs.demo])]
+    made: list[BenchResult | DemoResult] = [*inputs.benches, *filter(None, [inputs.demo])]
     rates = [result.cluster.rate_bps for result in made if result.cluster.emulated]
     if rates:
         limited = f"links that are limited to {rate_text(rates[0])}"
