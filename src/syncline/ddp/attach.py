@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
 
 from syncline.ddp import reducer
+from syncline.ddp.elastic import attach_elastic
 from syncline.ddp.engine import Engine
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import other_hook, switch_of, switches
@@ -27,6 +28,7 @@ from syncline.ddp.reducer import Reduction
 from syncline.ddp.updating import DdpUpdating
 from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, bound_group, group_timeout
+from syncline.elastic.manager import Manager
 from syncline.errors import UsageError
 from syncline.exchange import Exchange, default_lanes
 from syncline.fsdp.attach import attach_sharded
@@ -64,6 +66,7 @@ def attach(
     network: NetworkOrFile = None,
     profile: Profile | str | os.PathLike[str] | None = None,
     scaler: GradScaler | None = None,
+    manager: Manager | None = None,
 ) -> Handle:
     """Make a DDP or FSDP2 model exchange its gradients, or its optimizer's updates, through an exchange.
 
@@ -75,6 +78,9 @@ def attach(
     lossless with `Dense()` and `Hierarchical()`.
 
     A model that is sharded with `fully_shard` on a 1-D mesh exchanges between its replicas with `replicate`.
+
+    With a `manager`, each process is a replica that may die, leave and join at any time. The model is a plain module,
+    and there is no process group.
 
     All ranks of the model's process group call this with the same arguments. It replaces an exchange that was attached
     before. If it raises, the model is unchanged, except that an exchange with `overlap` may be detached.
@@ -112,6 +118,10 @@ def attach(
             `attach`.
         scaler: The GradScaler of the loss, if there is one. Residuals must follow changes of its scale. With updates, a
             rank whose scaler skips a step must still take part in the exchange.
+        manager: The `syncline.elastic.Manager` of this process, to exchange updates with the replicas that are there
+            whenever an exchange is due. The call returns when the first exchange can begin, or with the weights and the
+            optimizer's state of a replica that already trains. Pass `optimizer` and `every` too. `timeout_s` is then
+            the time in which 16 MB of weights must be exchanged, by default 8 s.
 
     Returns:
         A handle, for statistics, checkpoints and `detach`.
@@ -126,6 +136,11 @@ def attach(
     """
     exchange = validation.checked_exchange(exchange)
     validation.check_positive(timeout_s=timeout_s)
+    if manager is not None:
+        others = {"replicate": replicate, "overlap": overlap, "gather": gather, "network": network, "profile": profile}
+        unsupported = {name: value is not None for name, value in {**others, "lanes": lanes}.items()}
+        unsupported |= {"warmup": bool(warmup), "delay": bool(delay)}
+        return attach_elastic(model, exchange, manager, optimizer, every, outer, timeout_s, unsupported)
     if replicate is not None or is_sharded(model):
         if overlap is not None:
             raise UsageError("overlap='forward' is for DDP: FSDP gathers parameters behind the forward pass by itself")
