@@ -6,8 +6,13 @@ Moments are drawn with a seed: while the victim computes, exchanges, writes a ch
 signal struck is in the table. The same training without kills is the baseline of the loss. Every replica logs a digest
 of the agreed weights after each exchange.
 
-    python benchmarks/elastic.py --kills 20 --json benchmarks/results/elastic-$(date +%F).json     # ten minutes
+    python benchmarks/elastic.py --kills 10 --seed 1 --json benchmarks/results/elastic-$(date +%F).json  # five minutes
+    python benchmarks/elastic.py --kills 10 --seed 2 --json …
+    python benchmarks/elastic.py --undisturbed --json …
     python benchmarks/elastic.py --cut 30 --json …                       # a link is cut for 30 s; needs namespaces
+
+The learning rate is constant, and falls to zero in the last exchanges, so that a training can end when all kills are
+done.
 
 Exit 1 if a replica raises, stops for over 15 s, does not come back within 60 s, or differs from the others.
 """
@@ -33,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 REPLICAS, EVERY, BATCH, CONTEXT = 4, 10, 8, 64
+WARM_UP, DECAY = 20, 80  # exchanges
 STOP_S, BACK_S, LOSS = 15.0, 60.0, 0.01
 _PHASE_BYTES = 32
 _PHASES = {  # of the engine, by the method that runs it
@@ -84,7 +90,7 @@ def watch_engine(phase: Phase) -> None:
         setattr(Engine, method, watched(name, getattr(Engine, method)))
 
 
-def replica(lighthouse: str, name: str, incarnation: int, exchanges: int, folder: Path, cut: Any = None) -> None:
+def replica(lighthouse: str, name: str, incarnation: int, folder: Path, cut: Any = None) -> None:
     import numpy as np
     import torch
     import torch.nn.functional as F
@@ -102,7 +108,7 @@ def replica(lighthouse: str, name: str, incarnation: int, exchanges: int, folder
     watch_engine(phase)
     train, held_out = (torch.from_numpy(np.fromfile(folder / f"{part}.bin", np.uint8)) for part in ("train", "held"))
     torch.manual_seed(0)
-    net = GPT(width=96, layers=3, heads=4, context=CONTEXT)
+    net = GPT(width=64, layers=2, heads=4, context=CONTEXT)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.0, weight_decay=0.01)
     generator = torch.Generator().manual_seed(1000 * int(name) + incarnation)
 
@@ -130,10 +136,12 @@ def replica(lighthouse: str, name: str, incarnation: int, exchanges: int, folder
     if cut is not None:
         cut()
     before_s, gap_s, before = time.monotonic(), 0.0, stats.exchanges
-    while stats.exchanges < exchanges:
-        done = stats.exchanges / exchanges
+    end = math.inf
+    while before < end:
+        if end == math.inf and (folder / "end").exists():
+            end = int((folder / "end").read_text())
         for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1.0, stats.exchanges / 20) * 0.5 * (1 + math.cos(math.pi * done))
+            group["lr"] = 2e-3 * min(1.0, before / WARM_UP, (end - before) / DECAY)
         optimizer.zero_grad()
         loss_of(batch(train, BATCH, generator)).backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -162,22 +170,31 @@ def replica(lighthouse: str, name: str, incarnation: int, exchanges: int, folder
     manager.shutdown()
 
 
+def write_task(folder: Path, exchange: str) -> None:
+    from syncline.models.data import library_text
+
+    text = library_text()
+    (folder / "train.bin").write_bytes(text.train)
+    (folder / "held.bin").write_bytes(text.held_out)
+    (folder / "exchange").write_text(exchange)
+
+
+def end_after(folder: Path, exchanges: int) -> None:
+    (folder / "end.draft").write_text(str(exchanges))
+    (folder / "end.draft").rename(folder / "end")
+
+
 # --- the supervisor ---------------------------------------------------------------------------------------------
 
 
 class Training:
     """Replicas, and what they have logged."""
 
-    def __init__(self, folder: Path, exchange: str, exchanges: int) -> None:
+    def __init__(self, folder: Path, exchange: str) -> None:
         from torchft.coordination import LighthouseServer
 
-        from syncline.models.data import library_text
-
-        self.folder, self.exchanges = folder, exchanges
-        text = library_text()
-        (folder / "train.bin").write_bytes(text.train)
-        (folder / "held.bin").write_bytes(text.held_out)
-        (folder / "exchange").write_text(exchange)
+        self.folder = folder
+        write_task(folder, exchange)
         options = {"min_replicas": 1, "join_timeout_ms": 10_000, "heartbeat_timeout_ms": 5_000}
         self.lighthouse = LighthouseServer(bind="127.0.0.1:0", **options)
         self._address = f"http://127.0.0.1:{self.lighthouse.address().rpartition(':')[2]}"
@@ -190,7 +207,7 @@ class Training:
     def start(self, name: str) -> None:
         number = self.incarnations[name] = self.incarnations.get(name, -1) + 1
         command = [sys.executable, __file__, "--replica", name, "--incarnation", str(number)]
-        command += ["--lighthouse", self._address, "--exchanges", str(self.exchanges), "--folder", str(self.folder)]
+        command += ["--lighthouse", self._address, "--folder", str(self.folder)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
         with (self.folder / f"output-{name}-{number}").open("wb") as output:
             streams = {"stdout": output, "stderr": output}
@@ -246,7 +263,9 @@ class Training:
         self.start(name)
         return now_s, phase
 
-    def end(self, limit_s: float) -> None:
+    def end(self, exchanges: int, limit_s: float) -> None:
+        """Let all replicas train until this number of exchanges, and wait for them."""
+        end_after(self.folder, exchanges)
         self.wait("the end", lambda: all(p.poll() is not None for p in self.processes.values()), limit_s)
         self.check()
 
@@ -321,17 +340,19 @@ def finish(training: Training, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "held_out_loss": {entry["replica"]: entry["held_out_loss"] for entry in ends},
         "longest_stop_s": round(max(entry["gap_s"] for entry in gaps), 2),
         "replicas_at_end": len(ends),
+        "failed_exchanges": sum(entry["stats"]["failed"] for entry in ends),
+        "skipped_exchanges": sum(entry["stats"]["skipped"] for entry in ends),
         "seconds": round(max(e["time_s"] for e in entries) - min(e["time_s"] for e in entries), 1),
     }
 
 
 def run(exchange: str, exchanges: int, kills: int, seed: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
-        training = Training(Path(name), exchange, exchanges)
+        training = Training(Path(name), exchange)
         try:
             rows = kill_all(training, kills, seed)
             print(f"all kills done at exchange {training.latest()}", flush=True)
-            training.end(420)
+            training.end(max(exchanges, training.latest() + DECAY), 420)
             return {**finish(training, rows), "kills": rows}
         finally:
             training.close()
@@ -373,16 +394,12 @@ def run_cut(exchange: str, exchanges: int, cut_s: float) -> dict[str, Any]:
 
             time.sleep(1.0)
             victim = rank.rank == REPLICAS
-            replica(f"http://{address}", str(rank.rank - 1), 0, exchanges, folder, cut if victim else None)
+            replica(f"http://{address}", str(rank.rank - 1), 0, folder, cut if victim else None)
             (folder / f"done-{rank.rank - 1}").touch()
             return moments
 
-        from syncline.models.data import library_text
-
-        text = library_text()
-        (folder / "train.bin").write_bytes(text.train)
-        (folder / "held.bin").write_bytes(text.held_out)
-        (folder / "exchange").write_text(exchange)
+        write_task(folder, exchange)
+        end_after(folder, exchanges)
         os.environ["RUST_LOG"] = "error"
         moments = launch(ClusterSpec(hosts=REPLICAS + 1, rate_bps=200_000_000), main, deadline_s=400, shaped=True)
         logs = {n: [json.loads(x) for x in (folder / f"log-{n}-0.jsonl").read_text().splitlines()] for n in range(4)}
@@ -410,34 +427,33 @@ def run_cut(exchange: str, exchanges: int, cut_s: float) -> dict[str, Any]:
 
 def problems_of(result: dict[str, Any]) -> list[str]:
     problems = []
-    for part in filter(None, (result.get("disturbed"), result.get("undisturbed"), result.get("cut"))):
+    runs = list(result.get("disturbed", {}).values())
+    for part in [*runs, *(result[name] for name in ("undisturbed", "cut") if name in result)]:
         if part["differing_exchanges"]:
             problems.append("replicas differ")
-    disturbed, undisturbed, cut = (result.get(name) for name in ("disturbed", "undisturbed", "cut"))
-    if cut and (cut["others_stopped_s"] > STOP_S or cut["back_after_mending_s"] > BACK_S):
+    if (cut := result.get("cut")) and (cut["others_stopped_s"] > STOP_S or cut["back_after_mending_s"] > BACK_S):
         problems.append("the cut link stopped the others, or its host did not come back in time")
-    if disturbed:
-        if any(row["others_stopped_s"] > STOP_S for row in disturbed["kills"]):
+    for run_ in runs:
+        if any(row["others_stopped_s"] > STOP_S for row in run_["kills"]):
             problems.append(f"a replica stopped for over {STOP_S:g} s")
-        # A victim that is killed again while it joins comes back after its last kill.
-        if any(row["back_after_s"] > BACK_S for row in disturbed["kills"]):
+        if any(row["back_after_s"] > BACK_S for row in run_["kills"]):
             problems.append(f"a replica was away for over {BACK_S:g} s")
-    if disturbed and undisturbed:
-        losses = [max(part["held_out_loss"].values()) for part in (disturbed, undisturbed)]
-        result["loss_ratio"] = round(losses[0] / losses[1], 5)
-        if result["loss_ratio"] > 1 + LOSS:
-            problems.append("the loss is worse")
+        if "undisturbed" in result:
+            losses = [max(part["held_out_loss"].values()) for part in (run_, result["undisturbed"])]
+            run_["loss_ratio"] = round(losses[0] / losses[1], 5)
+            if run_["loss_ratio"] > 1 + LOSS:
+                problems.append("the loss is worse")
     return problems
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--exchange", default="dense")
-    parser.add_argument("--exchanges", type=int, default=1000)
+    parser.add_argument("--exchanges", type=int, default=600, help="fewest exchanges")
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument("--undisturbed", action="store_true")
     parser.add_argument("--cut", type=float, default=0.0)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
     for name in ("--replica", "--lighthouse"):
         parser.add_argument(name, help=argparse.SUPPRESS)
@@ -445,12 +461,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.replica is not None:
-        replica(given.lighthouse, given.replica, given.incarnation, given.exchanges, given.folder)
+        replica(given.lighthouse, given.replica, given.incarnation, given.folder)
         return
     result: dict[str, Any] = json.loads(given.json.read_text()) if given.json and given.json.exists() else {"schema": 1}
-    result["training"] = {"replicas": REPLICAS, "every": EVERY, "exchange": given.exchange, "batch": BATCH}
+    result["training"] = {"replicas": REPLICAS, "every": EVERY, "batch": BATCH}
     if given.kills:
-        result["disturbed"] = {"seed": given.seed, **run(given.exchange, given.exchanges, given.kills, given.seed)}
+        done = run(given.exchange, given.exchanges, given.kills, given.seed)
+        result.setdefault("disturbed", {})[f"{given.exchange}, seed {given.seed}"] = done
     if given.undisturbed:
         result["undisturbed"] = run(given.exchange, given.exchanges, 0, given.seed)
     if given.cut:

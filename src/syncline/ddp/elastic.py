@@ -42,7 +42,9 @@ def attach_elastic(
         kind = f"{type(manager).__module__}.{type(manager).__name__}"
         text = "torchft's own Manager cannot be used" if kind.startswith("torchft.") else "that is not a manager"
         raise UsageError(f"manager is a {kind}: {text}: pass a syncline.elastic.Manager")
-    if manager.is_shut_down or manager.is_used:
+    net: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
+    before = _ATTACHED.get(net)
+    if manager.is_shut_down or (manager.is_used and (before is None or before.manager is not manager)):
         state = "was shut down" if manager.is_shut_down else "is used by another model"
         raise UsageError(f"the manager {state}: create another one")
     if optimizer is None:
@@ -50,7 +52,6 @@ def attach_elastic(
     for name, is_set in unsupported.items():
         if is_set:
             raise UsageError(f"{name} cannot be used with a manager: leave it out")
-    net: nn.Module = getattr(model, "_orig_mod", model)  # of torch.compile
     if isinstance(net, DDP) or is_sharded(net):
         kind = "a DistributedDataParallel" if isinstance(net, DDP) else "sharded"
         raise UsageError(f"the model is {kind}, but each process is a replica by itself: pass the plain module")
@@ -66,7 +67,7 @@ def attach_elastic(
     described = {name: validation.described_fully(tensor) for name, tensor in (parameters | buffers).items()}
     settings = {**policy.fingerprint(), "model": described, "version": versions_here()}
     settings["optimizer"] = type(optimizer).__name__
-    if (before := _ATTACHED.get(net)) is not None:
+    if before is not None:
         before.detach()
     weights = Weights(trained, buffers, optimizer, policy)
     engine = Engine(weights, policy, manager, TIMEOUT_S if timeout_s is None else timeout_s, settings)
@@ -95,6 +96,11 @@ class ElasticHandle(Handle):
             optimizer.register_step_pre_hook(lambda *_: _call(alive, Engine.before_step)),
             optimizer.register_step_post_hook(lambda *_: _call(alive, Engine.after_step)),
         ]
+
+    @property
+    def manager(self) -> Manager:
+        """The manager that was passed to `attach`."""
+        return self._elastic.manager
 
     @property
     def _attached(self) -> AnyEngine:
@@ -128,10 +134,11 @@ class ElasticHandle(Handle):
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def detach(self) -> None:
-        """Stop exchanging. The model keeps this replica's own weights, and the manager must be shut down."""
+        """Stop exchanging. The model keeps this replica's own weights. Shut the manager down, or use it again."""
         for hook in self._hooks:
             hook.remove()
         self._elastic.close()
+        self.manager.is_used = False
         _ATTACHED.pop(self._model, None)
 
 

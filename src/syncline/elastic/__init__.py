@@ -4,5 +4,6 @@ A replica is a process with a complete copy of the model. The lighthouse of torc
 """
 
 from syncline.elastic.manager import Manager
+from syncline.elastic.stats import ElasticStats
 
-__all__ = ["Manager"]
+__all__ = ["ElasticStats", "Manager"]

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as NotYetError
 from contextlib import contextmanager
 from dataclasses import replace
@@ -118,7 +118,7 @@ class Engine:
             self._pending = self._pending or self.manager.ask(self._standing)
             try:
                 quorum = self._pending.result(max(0.0, until_s - time.monotonic()))
-            except NotYetError:
+            except (NotYetError, CancelledError):  # the second after `Manager.shutdown`
                 break
             self._pending = None
             self._take_part(quorum)

@@ -8,6 +8,8 @@ address of the replica's manager only.
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,7 +43,7 @@ class Connections:
     groups: list[Any] = field(default_factory=list)
     comm: GroupComm | None = None
     sockets: set[tuple[int, str]] = field(default_factory=set)
-    """Sockets that this process opened meanwhile: gloo's, and perhaps unrelated ones."""
+    """The sockets that this process opened meanwhile, and that lead to members."""
     topology: RankTopology | None = None
     is_closed: bool = False
 
@@ -117,7 +119,7 @@ def _connect(
     made.groups.append(group)
     comm = GroupComm(group, Topology.flat(size))
     open_connections(comm)
-    made.sockets |= open_sockets() - before
+    made.sockets |= _connected(open_sockets() - before, made.members)
     made.topology = find_topology(group, exchanges, None)
     topology = comm.topology if made.topology is None else made.topology.topology
     comm = GroupComm(group, topology)
@@ -132,7 +134,7 @@ def _connect(
             sibling = GroupComm(own, topology.among(level), comm.counter, comm.siblings)
             comm.siblings[level.name] = sibling
             open_connections(sibling)
-            made.sockets |= open_sockets() - before
+            made.sockets |= _connected(open_sockets() - before, made.members)
     for group in made.groups:  # connecting has its own limit
         group._get_backend(torch.device("cpu"))._set_default_timeout(timeout)
     comm.counter.sent_bytes.clear()
@@ -154,6 +156,17 @@ def _group(store: Any, rank: int, size: int, address: str, timeout: timedelta) -
     _world.pg_group_ranks[group] = {number: number for number in range(size)}
     _world.pg_backend_config[group] = "cpu:gloo"
     return group
+
+
+def _connected(sockets: set[tuple[int, str]], members: Sequence[Member]) -> set[tuple[int, str]]:
+    """Return the sockets that lead to members: other threads may have opened some at the same time."""
+    addresses = {member.store.rpartition("/")[0] for member in members}
+    connected = set()
+    for descriptor, name in sockets:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            if connection.getpeername()[0] in addresses:
+                connected.add((descriptor, name))
+    return connected
 
 
 def run_within(limit_s: float, action: Callable[[], T]) -> T:
