@@ -3,48 +3,45 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import nn
 from torch.optim import AdamW
 
 import syncline
+from ddp_helpers import on_ranks
+from syncline.cluster import Rank
 from syncline.dist.comm import gather_bytes
 from syncline.elastic import manager as managers
 from syncline.elastic.groups import Connections, connect
 from syncline.elastic.standing import Member, Standing
 from syncline.elastic.transfer import receive, send
 from syncline.errors import ExchangeError, UsageError
+from syncline.exchange import Layout, Slot
 
 HOST = "127.0.0.1"
 
 
 def together(count: int, main: Callable[[Connections], Any], exchange: Any = None) -> list[Any]:
-    """What `main` returns on each of some members, which are threads with connections to each other."""
-    stores = [managers._store_on(HOST) for _ in range(count)]
-    members = [Member(f"m{n}:1", f"{HOST}/{store.port}", Standing("same")) for n, store in enumerate(stores)]
-    results: list[Any] = [None] * count
+    """What `main` returns on each of some members, which are processes with connections to each other."""
 
-    def run(number: int) -> None:
+    def on_rank(rank: Rank) -> Any:
+        store = managers._store_on(HOST)
+        addresses = [data.decode() for data in gather_bytes(dist.group.WORLD, f"{HOST}/{store.port}".encode())]
+        members = [Member(f"m{number}:1", address, Standing("same")) for number, address in enumerate(addresses)]
         exchanges = () if exchange is None else (exchange,)
-        made = connect("key", members, members[number].replica, HOST, exchanges, 10.0, 10.0)
+        made = connect("key", members, members[rank.rank].replica, HOST, exchanges, 10.0, 10.0)
         try:
-            results[number] = main(made)
-        except Exception as error:  # noqa: BLE001 - compared by the test
-            results[number] = error
+            return main(made)
         finally:
+            dist.barrier()
             made.close()
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
+    return on_ranks(count, on_rank)
 
 
 def test_a_joining_replica_receives_the_same_bits() -> None:
@@ -62,54 +59,54 @@ def test_a_joining_replica_receives_the_same_bits() -> None:
         if made.rank == 0:
             send(made.group, {"number": 3}, tensors)
             return None
-        return receive(made.group, lambda shapes: None if shapes["a"] == (3, 5) else "a")
-
-    for about, received in together(3, main)[1:]:
-        assert about == {"number": 3}
+        about, received = receive(made.group, lambda shapes: None if shapes["a"] == (3, 5) else "a")
         assert {key: t.dtype for key, t in received.items()} == {key: t.dtype for key, t in tensors.items()}
         assert all(torch.equal(received[key], tensor) for key, tensor in tensors.items())
+        return about
+
+    assert together(3, main)[1:] == [{"number": 3}, {"number": 3}]
 
 
 def test_state_that_does_not_fit_is_refused_before_memory_is_allocated() -> None:
     def main(made: Connections) -> Any:
         if made.rank == 0:
             header = {"about": {}, "tensors": {"a": {"dtype": "float32", "shape": [99999999999]}}, "digest": ""}
-            return gather_bytes(made.group, json.dumps(header).encode())
-        return receive(made.group, lambda shapes: f"a has the shape {shapes['a']}")
+            gather_bytes(made.group, json.dumps(header).encode())
+            return None
+        with pytest.raises(ExchangeError) as refused:
+            receive(made.group, lambda shapes: f"a has the shape {shapes['a']}")
+        return str(refused.value)
 
-    refused = together(2, main)[1]
-    assert isinstance(refused, ExchangeError)
-    assert "a has the shape (99999999999,)" in str(refused)
+    assert "a has the shape (99999999999,)" in together(2, main)[1]
 
 
 def test_a_member_that_closes_its_connections_ends_the_collectives_of_the_others() -> None:
     """Also of those that do not wait for it directly: otherwise they would wait for the timeout of 10 s."""
 
     def main(made: Connections) -> Any:
-        flat = torch.ones(100)
+        flat = torch.ones(1_000_000)
         made.ready.all_reduce(flat).wait()
-        if made.rank == 0:
-            return float(flat[0])
         try:
-            made.ready.all_reduce(flat).wait()
+            if made.rank > 0:
+                made.ready.all_reduce(flat).wait()
+        except RuntimeError as error:
+            return str(error)
         finally:
             made.close()
-        return None
+        return float(flat[0])
 
     alive, *failed = together(4, main)
     assert alive == 4.0
-    assert all(isinstance(error, RuntimeError) and "Timed out" not in str(error) for error in failed)
+    assert all(isinstance(error, str) and "Timed out" not in error for error in failed)
 
 
 @pytest.mark.parametrize(
     "exchange",
     [syncline.Dense(), syncline.OkTopk(density=0.1), syncline.Hierarchical(across=syncline.Quantized(bits=4))],
-    ids=repr,
+    ids=["dense", "sparse", "in levels"],
 )
 def test_exchanges_run_on_connections_without_a_default_process_group(exchange: Any) -> None:
-    from syncline.exchange import Layout, Slot
-
-    def main(made: Connections) -> Tensor:
+    def main(made: Connections) -> list[float]:
         layout = Layout((Slot("w", (4096,), (1,), 0, 4096),), torch.float32, torch.device("cpu"))
         state = exchange.prepare(layout, made.ready)
         flat = torch.randn(4096, generator=torch.Generator().manual_seed(made.rank))
@@ -120,10 +117,10 @@ def test_exchanges_run_on_connections_without_a_default_process_group(exchange: 
         work = exchange.run(flat, state, made.ready)
         if work is not None:
             work.wait()
-        return flat
+        return [float(value) for value in flat]
 
     first, *others = together(3, main, exchange)
-    assert all(torch.equal(first, other) for other in others)
+    assert all(first == other for other in others)
 
 
 def test_a_store_listens_on_one_address_only() -> None:
@@ -148,8 +145,9 @@ def test_an_interface_must_exist() -> None:
         syncline.elastic.Manager("http://127.0.0.1:9", interface="203.0.113.7")
 
 
-def test_a_lighthouse_that_does_not_answer_is_named() -> None:
+def test_a_lighthouse_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torchft")
+    monkeypatch.setattr(managers, "_CONNECT_S", 0.3)
     with pytest.raises(UsageError, match=r"the lighthouse at http://127.0.0.1:9 does not answer"):
         syncline.elastic.Manager("http://127.0.0.1:9")
 

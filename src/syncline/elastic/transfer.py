@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
@@ -49,6 +50,7 @@ def send(group: Any, about: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     gather_bytes(group, msgspec.json.encode(Header(dict(about), named, digest_of_bits(tensors))))
     for tensor in tensors.values():
         _broadcast(group, tensor)
+    gather_bytes(group, b"")  # closing the connections earlier might lose what is still on its way
 
 
 def receive(group: Any, check: Check) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -75,6 +77,8 @@ def receive(group: Any, check: Check) -> tuple[dict[str, Any], dict[str, Tensor]
         _broadcast(group, tensors[key])
     if digest_of_bits(tensors) != header.digest:
         raise ExchangeError("the state from a live replica was damaged on its way")
+    with contextlib.suppress(RuntimeError):  # this rank has everything, whatever happens to the others
+        gather_bytes(group, b"")
     return header.about, tensors
 
 
