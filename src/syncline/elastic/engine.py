@@ -128,7 +128,7 @@ class Engine:
         self._count(skipped=1)
         _log.warning("%s: no exchange within %.0f s, so training continues without one", self.manager.name, _LIMIT_S)
 
-    def _count(self, **more: int) -> None:
+    def _count(self, **more: Any) -> None:
         self.stats = replace(self.stats, **{name: getattr(self.stats, name) + count for name, count in more.items()})
 
     # --- one quorum ---------------------------------------------------------------------------------------------
