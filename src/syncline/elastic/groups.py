@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from syncline.dist.comm import GroupComm, LaneGroups, open_connections, open_sockets
 from syncline.dist.deadline import TooLateError, within
@@ -112,10 +113,10 @@ def _connect(
 ) -> None:
     host, _, port = made.members[0].store.rpartition("/")
     before = open_sockets()
-    client = dist.TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
-    store = dist.PrefixStore(f"syncline/{made.key}", client)
+    client = TCPStore(host, int(port), None, False, limit, wait_for_workers=False)
+    store = PrefixStore(f"syncline/{made.key}", client)
     size = len(made.members)
-    group = _group(dist.PrefixStore("world", store), made.rank, size, address, limit)
+    group = _group(PrefixStore("world", store), made.rank, size, address, limit)
     made.groups.append(group)
     comm = GroupComm(group, Topology.flat(size))
     open_connections(comm)
@@ -127,9 +128,7 @@ def _connect(
     for level in topology.levels:
         index, mine = next(((i, ranks) for i, ranks in enumerate(level.groups) if made.rank in ranks), (0, ()))
         if len(mine) > 1:
-            own = _group(
-                dist.PrefixStore(f"{level.name}/{index}", store), mine.index(made.rank), len(mine), address, limit
-            )
+            own = _group(PrefixStore(f"{level.name}/{index}", store), mine.index(made.rank), len(mine), address, limit)
             made.groups.append(own)
             sibling = GroupComm(own, topology.among(level), comm.counter, comm.siblings)
             comm.siblings[level.name] = sibling

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import psutil
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from syncline.elastic.standing import Member, Standing
 from syncline.errors import UsageError, first_line
@@ -172,7 +172,7 @@ def _address_of(interface: object) -> str:
     raise UsageError(f"interface is {interface!r}, which this host does not have: pass one of {known}, or its address")
 
 
-def _store_on(address: str) -> dist.TCPStore:
+def _store_on(address: str) -> TCPStore:
     """Start a store that listens on one address only. torch's own would listen on all of them."""
     family = socket.AF_INET6 if ipaddress.ip_address(address.partition("%")[0]).version == 6 else socket.AF_INET
     listening = socket.socket(family)
@@ -183,6 +183,6 @@ def _store_on(address: str) -> dist.TCPStore:
         listening.close()
         raise UsageError(f"this process cannot listen on {address}: {error.strerror or error}") from error
     port = listening.getsockname()[1]
-    return dist.TCPStore(
+    return TCPStore(
         address, port, None, True, timedelta(seconds=_CONNECT_S), False, master_listen_fd=listening.detach()
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -134,12 +135,11 @@ class Weights:
     def residual_norm(self) -> float:
         """Return the norm of what this replica's exchanges have not applied yet."""
         kept = [t for of in self._residuals for kinds in of.values() for t in kinds.values()]
-        return float(sum(float(torch.linalg.vector_norm(t, dtype=torch.float64)) ** 2 for t in kept)) ** 0.5
+        return _norm(kept)
 
     def update_norm(self) -> float:
         """Return the norm of what this replica has changed since the weights that were agreed on last."""
-        squares = [torch.linalg.vector_norm(u, dtype=torch.float64) ** 2 for u in self.updates(self.gathered())]
-        return float(sum(map(float, squares))) ** 0.5
+        return _norm(self.updates(self.gathered()))
 
     def anchor_digest(self) -> str:
         """Return a digest of the weights that replicas agreed on last."""
@@ -207,6 +207,11 @@ class Weights:
             fragment.scatter(now, self._tensors)
         self.optimizer_state.load(state)
         self._residuals = [{} for _ in self.fragments]
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    norms = [float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) for tensor in tensors]
+    return math.hypot(*norms)
 
 
 def _residuals_of(fragment: Fragment) -> Residuals:
