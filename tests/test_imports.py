@@ -46,9 +46,10 @@ ALLOWED: dict[str, set[str]] = {
         *("runtime", "units", "updates"),
     },
     "ddp": {
-        *("balance", "dist", "errors", "exchange", "fsdp", "health", "measure", "overlap", "predict", "records"),
-        *("runtime", "updates"),
+        *("balance", "dist", "elastic", "errors", "exchange", "fsdp", "health", "measure", "overlap", "predict"),
+        *("records", "runtime", "updates"),
     },
+    "elastic": {"dist", "errors", "exchange", "records", "runtime", "updates"},
     "fsdp": {"dist", "errors", "exchange", "health", "runtime", "updates"},
     "overlap": {"dist", "errors", "exchange", "health", "records", "runtime"},
     "updates": {"balance", "dist", "errors", "exchange", "health", "records", "runtime"},

@@ -62,7 +62,7 @@ _MODULES = {
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 """The module of each public name. Modules are imported on first use, because torch takes seconds to import and
 `syncline --help` does not need it."""
-_PACKAGES = frozenset({"exchange", "measure", "plan"})
+_PACKAGES = frozenset({"elastic", "exchange", "measure", "plan"})
 """Packages that are attributes after `import syncline` alone."""
 
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from syncline.balance.sample_weights import SampleWeights
 from syncline.balance.shares import Shares
 from syncline.ddp import reducer
+from syncline.ddp.elastic import attach_elastic
 from syncline.ddp.engine import Engine
 from syncline.ddp.handle import Handle
 from syncline.ddp.hook import other_hook, switch_of, switches
@@ -29,6 +30,7 @@ from syncline.ddp.reducer import Reduction
 from syncline.ddp.updating import DdpUpdating
 from syncline.dist.agreement import current_device, flatten, versions_here
 from syncline.dist.comm import backend_of, bound_group, group_timeout
+from syncline.elastic.manager import Manager
 from syncline.errors import UsageError
 from syncline.exchange import Exchange, default_lanes
 from syncline.fsdp.attach import attach_sharded
@@ -67,6 +69,7 @@ def attach(
     profile: Profile | str | os.PathLike[str] | None = None,
     scaler: GradScaler | None = None,
     shares: Shares | None = None,
+    manager: Manager | None = None,
 ) -> Handle:
     """Make a DDP or FSDP2 model exchange its gradients, or its optimizer's updates, through an exchange.
 
@@ -78,6 +81,9 @@ def attach(
     lossless with `Dense()` and `Hierarchical()`.
 
     A model that is sharded with `fully_shard` on a 1-D mesh exchanges between its replicas with `replicate`.
+
+    With a `manager`, each process is a replica that may die, leave and join at any time. The model is a plain module,
+    and there is no process group.
 
     All ranks of the model's process group call this with the same arguments. It replaces an exchange that was attached
     before. If it raises, the model is unchanged, except that an exchange with `overlap` may be detached.
@@ -118,6 +124,10 @@ def attach(
         shares: The result of `syncline.shares`, or `syncline.Shares(batches)`, if ranks have batches of different
             sizes. Gradients, or updates, are then weighted by the samples that each rank has computed. The loss of each
             rank must be the mean over its own samples.
+        manager: The `syncline.elastic.Manager` of this process, to exchange updates with the replicas that are there
+            whenever an exchange is due. The call returns when the first exchange can begin, or with the weights and the
+            optimizer's state of a replica that already trains. Pass `optimizer` and `every` too. `timeout_s` is then
+            the time in which 16 MB of weights must be exchanged, by default 8 s.
 
     Returns:
         A handle, for statistics, checkpoints and `detach`.
@@ -132,6 +142,11 @@ def attach(
     """
     exchange = validation.checked_exchange(exchange)
     validation.check_positive(timeout_s=timeout_s)
+    if manager is not None:
+        others = {"replicate": replicate, "overlap": overlap, "gather": gather, "network": network, "profile": profile}
+        unsupported = {name: value is not None for name, value in {**others, "lanes": lanes, "shares": shares}.items()}
+        unsupported |= {"warmup": bool(warmup), "delay": bool(delay)}
+        return attach_elastic(model, exchange, manager, optimizer, every, outer, timeout_s, unsupported)
     if replicate is not None or is_sharded(model):
         if shares is not None:
             raise UsageError("shares is for DDP: FSDP averages gradients inside a replica before they can be weighted")

@@ -145,7 +145,7 @@ class LaneGroups:
     @classmethod
     def _create(cls, parent: dist.ProcessGroup, timeout: timedelta, topology: Topology | None) -> LaneGroups:
         topology = topology or Topology.flat(parent.size(), backend_of(parent))
-        before = _sockets()
+        before = open_sockets()
         comm = GroupComm(_new_group(parent, timeout), topology)
         comm.siblings[WORLD] = comm
         groups = cls(comm)
@@ -161,13 +161,13 @@ class LaneGroups:
             groups.destroy()
             raise
         comm.counter.sent_bytes.clear()
-        groups.sockets.update(_sockets() - before)
+        groups.sockets.update(open_sockets() - before)
         return groups
 
     def cut(self) -> None:
         """Shut down the connections at the end of a program, so that pending collectives fail: gloo has no other way
         to cancel them."""
-        for descriptor, _ in self.sockets & _sockets():
+        for descriptor, _ in self.sockets & open_sockets():
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
                 connection.getpeername()  # raises for gloo's listening socket, which must stay open
                 connection.shutdown(socket.SHUT_RDWR)
@@ -206,7 +206,7 @@ def close_lanes(lanes: Sequence[Lane], lane_groups: Sequence[LaneGroups]) -> Non
             groups.destroy()
 
 
-def _sockets() -> set[tuple[int, str]]:
+def open_sockets() -> set[tuple[int, str]]:
     """Return the open sockets of this process: descriptors and the kernel's names for them. Empty unless on Linux."""
     sockets = set()
     for path in Path("/proc/self/fd").glob("*"):

@@ -21,7 +21,8 @@ _NOT_FIRST_MOMENTS = (
     *("grad_avg", "sum", "variance", "prev"),
 )
 """Names of other tensors with the shape of a parameter. `grad_avg` is only subtracted from a second moment."""
-_PREFIX = "optimizer."
+PREFIX = "optimizer."
+"""What the names of its tensors begin with in checkpoints."""
 
 
 class OptimizerState:
@@ -82,10 +83,10 @@ class OptimizerState:
         saved = {}
         for key, value in self._of(self._parameters[name]).items():
             if isinstance(value, Tensor):
-                saved[_PREFIX + key] = value
+                saved[PREFIX + key] = value
             elif isinstance(value, bool | int | float):
                 wide = torch.int64 if isinstance(value, int) else torch.float64
-                saved[_PREFIX + key] = torch.tensor(value, dtype=wide)
+                saved[PREFIX + key] = torch.tensor(value, dtype=wide)
         return saved
 
     def load(self, tensors: Residuals) -> None:
@@ -98,9 +99,9 @@ class OptimizerState:
             kinds = tensors.get(names.get(id(parameter), ""), {})
             values: dict[str, Any] = {}
             for kind, tensor in kinds.items():
-                if kind.startswith(_PREFIX):
+                if kind.startswith(PREFIX):
                     wide = tensor.dim() == 0 and tensor.dtype in (torch.int64, torch.float64)
-                    values[kind.removeprefix(_PREFIX)] = tensor.item() if wide else like(tensor.clone(), parameter)
+                    values[kind.removeprefix(PREFIX)] = tensor.item() if wide else like(tensor.clone(), parameter)
             if values:
                 loaded[number] = values
         self.optimizer.load_state_dict({**state, "state": loaded})
