@@ -33,6 +33,7 @@ import argparse
 import functools
 import gc
 import json
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,7 @@ from syncline.dist.comm import gather_bytes
 from syncline.exchange import Topology, for_updates
 from syncline.files import write_text
 from syncline.fsdp.profile import profile_sharded
+from syncline.measure.beside import measure_beside
 from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
 from syncline.models.gpt import Block
@@ -105,8 +107,11 @@ PREDICTED = {
     "updates": "hsdp+local-15",
 }
 """The names of the methods in predictions."""
-PROBED = ("all_reduce", "all_to_all", "all_gather")
-PROBE_S = {"cuda": 22.0, "cpu": 15.0}
+PROBED = {
+    "cuda": ("all_reduce", "all_to_all", "all_gather", "reduce_scatter"),
+    "cpu": ("all_reduce", "all_to_all", "all_gather"),
+}
+PROBE_S = {"cuda": 24.0, "cpu": 15.0}
 
 
 class Gpt(nn.Module):
@@ -132,10 +137,10 @@ class Gpt(nn.Module):
 class Training:
     """A model that trains with one method."""
 
-    def __init__(self, rank: Rank, size: Size, mesh: DeviceMesh, method: str) -> None:
+    def __init__(self, rank: Rank, size: Size, mesh: DeviceMesh, method: str, dtype: torch.dtype | None = None) -> None:
         torch.manual_seed(0)
         with rank.device:
-            net = size.build()
+            net = size.build().to(dtype)
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         policy = half if rank.device.type == "cuda" else MixedPrecisionPolicy()
         shard: Any = functools.partial(fully_shard, mesh=mesh if method == "hsdp" else mesh["shard"], mp_policy=policy)
@@ -195,13 +200,21 @@ def profiled_alone(rank: Rank, name: str, size: Size) -> Profile:
     }
     overheads = measure_overheads(rank.device, exchanges, **options)
     mesh = init_device_mesh(rank.device.type, (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
-    training = Training(rank, size, mesh, "nosync")
-    profile = training.profile(name)
+    # Among one rank, torch 2.11 does not cast parameters to the type in which they are gathered.
+    training = Training(rank, size, mesh, "nosync", torch.bfloat16 if rank.device.type == "cuda" else None)
+    profile = in_full(training.profile(name))
     del training
     gc.collect()
     if rank.device.type == "cuda":
         torch.cuda.empty_cache()
     return msgspec.structs.replace(profile, overheads=overheads)
+
+
+def in_full(profile: Profile) -> Profile:
+    """Return the profile of a model whose parameters are in fp32, from one in bf16."""
+    replace = msgspec.structs.replace
+    full = [replace(gradient, dtype="float32", bytes=4 * math.prod(gradient.shape)) for gradient in profile.gradients]
+    return replace(profile, gradients=tuple(full))
 
 
 def on_cluster(
@@ -210,9 +223,12 @@ def on_cluster(
     """Measure a cell on one rank. `alone` is the profile of the model sharded among one rank, if there is one."""
     rank.init_process_group(timeout_s=100)
     began_s = time.monotonic()
-    network = probe(budget_s=PROBE_S[rank.device.type], kinds=PROBED) if probes else None
-    probed_s = time.monotonic()
+    network = probe(budget_s=PROBE_S[rank.device.type], kinds=PROBED[rank.device.type]) if probes else None
     mesh = init_device_mesh(rank.device.type, (HOSTS, PER_HOST), mesh_dim_names=("replicate", "shard"))
+    if network is not None and rank.device.type == "cuda":
+        groups = mesh["shard"].get_group(), mesh["replicate"].get_group()
+        network = msgspec.structs.replace(network, beside=measure_beside(*groups, rank.device))
+    probed_s = time.monotonic()
     alone = alone or profiled_alone(rank, name, size)
     trainings = {"nosync": Training(rank, size, mesh, "nosync")}
     floor = msgspec.structs.replace(trainings["nosync"].profile(name), overheads=alone.overheads)

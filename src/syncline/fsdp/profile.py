@@ -67,9 +67,21 @@ def profile_sharded(
     options: dict[str, Any] = {"optimizer": optimizer, "on_progress": on_progress, "group": dist.group.WORLD}
     profile = measure_backward(subject, step, steps, warmup, **options)
     shards = units[0].shard_group.size()
+    if shards == 1:
+        _check_cast(units)
     sharding = Sharding(units=tuple(map(profiled, units)), measured_shards=shards)
     how = f"{profile.how}, sharded among {shards} ranks by FSDP2"
     return msgspec.structs.replace(profile, sharding=sharding, how=how)
+
+
+def _check_cast(units: Sequence[Unit]) -> None:
+    """Raise if parameters were not cast to the type that the policy names, as in old versions with one shard."""
+    for unit in units:
+        for inside in unit.inside.fsdp_params:
+            used = {output.dtype for output in inside.all_gather_outputs}
+            if inside.param_dtype is not None and used - {inside.param_dtype}:
+                text = f"torch {torch.__version__} ignores param_dtype of {unit.label} if it is sharded among one rank"
+                raise UsageError(f"{text}: profile it with parameters of that type")
 
 
 def profiled(unit: Unit) -> ProfiledUnit:

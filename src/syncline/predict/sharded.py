@@ -35,9 +35,10 @@ from syncline.exchange import ChunkedTopk, Cost, Dense, Exchange, Level, Phase, 
 from syncline.exchange.base import default_lanes
 from syncline.exchange.scatter import Scatter
 from syncline.predict.exchange_time import topology_of
-from syncline.predict.overlap import Line, Transfer, Transfers, transfer
+from syncline.predict.overlap import Transfer, transfer
 from syncline.predict.prediction import Losses, Prediction, predict
 from syncline.predict.schedule import Schedule, Updates
+from syncline.predict.streams import Task, run
 from syncline.predict.timeline import Span, Timeline
 from syncline.records.network import Network
 from syncline.records.profile import ITEM_BYTES, Overheads, Profile
@@ -45,6 +46,8 @@ from syncline.records.sharding import ProfiledUnit, Sharding
 
 GATHERED, REDUCED, EXCHANGED = "all_gather", "reduce_scatter", "exchange"
 """Names of the spans of a timeline."""
+_COMPUTE, _SHARDS, _REPLICAS = "compute", "shards", "replicas"
+"""Streams."""
 _NO_OVERHEADS = Overheads(copy_in_s_per_byte=0.0, copy_out_s_per_byte=0.0, hook_s=0.0, work={})
 
 
@@ -81,9 +84,9 @@ class _Unit:
     reshards: bool
     copy_in_s: float  # of its gradients, before they are reduced
     copy_out_s: float  # of its parameters, after they are gathered
-    gather: Transfers = ()
-    reduce: Transfers = ()
-    exchange: Transfers = ()  # between replicas
+    gather_s: float = 0.0
+    reduce_s: float = 0.0
+    exchange_s: float = 0.0  # between replicas
 
 
 @dataclass(frozen=True)
@@ -255,14 +258,11 @@ class ShardedPrediction:
         exchange = self.method.exchange or Dense()
         return exchange.cost(elements, getattr(torch, unit.reduced), self._among_replicas)
 
-    def _transfers(self, cost: Cost, nbytes: int = 0) -> Transfers:
-        """Return the times of an exchange's collectives, with equal parts of its own work on `nbytes` around them."""
-        phases, work = cost.phases, self._own.work.get(self.method.work) if nbytes else None
-        found = [transfer(self.network, phase) for phase in phases]
-        if work is None or not phases:
-            return tuple(found)
-        part = Transfer((work.fixed_s + work.s_per_byte * nbytes) / (len(phases) + 1))
-        return (part, *(entry for each in found for entry in (each, part)))
+    def _seconds(self, cost: Cost, nbytes: int = 0) -> float:
+        """Return the time of an exchange: its collectives, one after the other, and its own work on `nbytes`."""
+        work = self._own.work.get(self.method.work) if nbytes else None
+        own_s = 0.0 if work is None or not cost.phases else work.fixed_s + work.s_per_byte * nbytes
+        return own_s + sum(_steady_s(transfer(self.network, phase)) for phase in cost.phases)
 
     @functools.cached_property
     def _units(self) -> tuple[_Unit, ...]:
@@ -276,11 +276,11 @@ class ShardedPrediction:
             in_s = copies.copy_in_s_per_byte * reduced * self.shards + copies.hook_s
             out_s = copies.copy_out_s_per_byte * whole * ITEM_BYTES[unit.gathered] + copies.hook_s
             gather, reduce = self._gather_cost(unit), self._reduce_cost(unit)
-            shared = () if not self._adds_shards else self._transfers(gather)
+            gather_s = self._seconds(gather) if self._adds_shards else 0.0
             coded = 0 if self.method.replicas or self.method.exchange is None else self.shards * reduced
-            scattered = () if not self._adds_shards else self._transfers(reduce, coded)
-            exchanged = self._transfers(self._exchange_cost(unit), reduced) if self.communicates else ()
-            found.append(_Unit(unit.name, unit.reshards, in_s, out_s, shared, scattered, exchanged))
+            reduce_s = self._seconds(reduce, coded) if self._adds_shards else 0.0
+            exchange_s = self._seconds(self._exchange_cost(unit), reduced) if self.communicates else 0.0
+            found.append(_Unit(unit.name, unit.reshards, in_s, out_s, gather_s, reduce_s, exchange_s))
         return tuple(found)
 
     @property
@@ -301,9 +301,12 @@ class ShardedPrediction:
         forward, backward = self._segments(pace.forward_s, pace.backward_s)
         step.forward(forward)
         step.backward(backward)
-        floor_s = step.clock_s + self._update_s(pace.update_s) + waiting_s
+        beside = self.network.beside if self.method.replicas else None
+        slowdown = {} if beside is None else {_SHARDS: beside.inside, _REPLICAS: beside.between}
+        end_s, timeline = step.timeline(slowdown)
+        floor_s = end_s + self._update_s(pace.update_s) + waiting_s
         if self.method.updates is None or not self.communicates or self.hosts == 1:
-            return floor_s, Timeline(tuple(step.spans), step.end_s)
+            return floor_s, timeline
         found = self._updates(floor_s)
         return found.iteration_s, found.timeline.shifted(floor_s)
 
@@ -348,16 +351,14 @@ class ShardedPrediction:
 
 
 class _Step:
-    """The streams of a rank during one step. All times are in seconds from the start of forward."""
+    """The tasks of one step, in the order in which FSDP enqueues them."""
 
     def __init__(self, units: Sequence[_Unit], blocks: bool) -> None:
         self.units, self.blocks = units, blocks
-        self.clock_s = 0.0  # when computation has ended, so far
-        self.shards, self.replicas = Line(), Line()
-        self.spans: list[Span] = []
-        self.end_s: dict[str, float] = {}
-        self._reduced_s = 0.0  # end of the last reduce-scatter
-        self._copied_s = [0.0, 0.0]  # when the parameters of each unit were copied out in forward
+        self.tasks: list[Task] = []
+        self.labels: dict[int, tuple[str, int, str]] = {}  # of collectives: unit, lane and what
+        self._reduced: tuple[int, ...] = ()  # the last reduce-scatter
+        self._copied: list[tuple[int, ...]] = [(), ()]  # the copies of gathered parameters, in forward
         self._order: list[int] = []  # the units in the order in which forward gathers them
 
     def forward(self, segments: Sequence[tuple[int, float]]) -> None:
@@ -367,61 +368,75 @@ class _Step:
                 self._open(index)
         for index, seconds in segments:
             self._open(index)
-            self.clock_s += seconds
+            self._compute(seconds)
 
     def _open(self, index: int) -> None:
         if index not in self._order:
             self._order.append(index)
-            self._copied_s.append(self._arrived(index, self._gather(index, self._copied_s[-2])))
+            gathered = self._gather(index, self._copied[-2])
+            self._copied.append(self._compute(self.units[index].copy_out_s, gathered))
 
     def backward(self, segments: Sequence[tuple[int, float]]) -> None:
         """Gather units again, compute them, and reduce their gradients."""
         last = {unit: position for position, (unit, _) in enumerate(segments)}
         before = dict(zip(self._order[1:], self._order, strict=False))  # the unit that comes next in backward
-        arriving: dict[int, float] = {}
+        gathered: dict[int, tuple[int, ...]] = {}
         seen: set[int] = set()
         for position, (index, seconds) in enumerate(segments):
             if index not in seen:
                 seen.add(index)
+                copied: tuple[int, ...] = self._copied[-1]
                 if self.units[index].reshards:
-                    if index not in arriving:  # the first one is gathered while forward still computes
-                        arriving[index] = self._gather(index, self._copied_s[-1])
-                    self._arrived(index, arriving[index])
+                    if index not in gathered:  # the first one is gathered while forward still computes
+                        gathered[index] = self._gather(index, copied)
+                    copied = self._compute(self.units[index].copy_out_s, gathered[index])
                 following = before.get(index)
-                if following is not None and self.units[following].reshards and following not in arriving:
-                    arriving[following] = self._gather(following, self.clock_s)
-            self.clock_s += seconds
+                if following is not None and self.units[following].reshards and following not in gathered:
+                    gathered[following] = self._gather(following, copied)
+            self._compute(seconds)
             if last[index] == position and self.units[index].name:
                 self._reduce(index)
         for index, unit in enumerate(self.units):
             if index not in last or not unit.name:
                 self._reduce(index)
-        self.clock_s = max(self.clock_s, self.shards.free_s, self.replicas.free_s)
 
-    def _gather(self, index: int, ready_s: float) -> float:
-        return self._run(self.shards, self.units[index].gather, index, GATHERED, ready_s)
+    def _compute(self, seconds: float, after: tuple[int, ...] = ()) -> tuple[int, ...]:
+        self.tasks.append(Task(_COMPUTE, seconds, after))
+        return (len(self.tasks) - 1,)
 
-    def _arrived(self, index: int, end_s: float) -> float:
-        self.clock_s = max(self.clock_s, end_s) + self.units[index].copy_out_s
-        return self.clock_s
+    def _gather(self, index: int, after: tuple[int, ...]) -> tuple[int, ...]:
+        return self._collective(index, _SHARDS, GATHERED, self.units[index].gather_s, after)
 
     def _reduce(self, index: int) -> None:
         unit = self.units[index]
-        self.clock_s = max(self.clock_s, self._reduced_s) + unit.copy_in_s
-        self._reduced_s = self._run(self.shards, unit.reduce, index, REDUCED, self.clock_s)
-        end_s = self._run(self.replicas, unit.exchange, index, EXCHANGED, self._reduced_s)
-        self.end_s[unit.name or "root"] = end_s
+        copied = self._compute(unit.copy_in_s, self._reduced)
+        self._reduced = self._collective(index, _SHARDS, REDUCED, unit.reduce_s, copied)
+        self._collective(index, _REPLICAS, EXCHANGED, unit.exchange_s, self._reduced)
 
-    def _run(self, line: Line, transfers: Transfers, index: int, what: str, ready_s: float) -> float:
-        """Run collectives one after the other, and return when they have ended."""
-        if not transfers:
-            return ready_s
-        start_s, end_s = line.carry(self.clock_s if self.blocks else ready_s, transfers)
-        lane = 0 if line is self.shards else 1
-        self.spans.append(Span(self.units[index].name or "root", lane, what, start_s, end_s))
-        if self.blocks:
-            self.clock_s = end_s
-        return end_s
+    def _collective(
+        self, index: int, stream: str, what: str, seconds: float, after: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        if not seconds:
+            return after
+        self.tasks.append(Task(_COMPUTE if self.blocks else stream, seconds, after))
+        self.labels[len(self.tasks) - 1] = self.units[index].name or "root", int(stream == _REPLICAS), what
+        return (len(self.tasks) - 1,)
+
+    def timeline(self, slowdown: Mapping[str, float]) -> tuple[float, Timeline]:
+        """Return when everything has ended, and the timeline of the collectives."""
+        times, end_s = run(self.tasks, slowdown), dict[str, float]()
+        spans = []
+        for index, (name, lane, what) in self.labels.items():
+            spans.append(Span(name, lane, what, *times[index]))
+            end_s[name] = times[index][1]
+        spans.sort(key=lambda span: span.end_s)
+        return max((end_s for _, end_s in times), default=0.0), Timeline(tuple(spans), end_s)
+
+
+def _steady_s(times: Transfer) -> float:
+    """Return the time of a collective on a link that is busy before and after it. While the link waits inside the
+    collective, it regains credit for a burst."""
+    return max(times.least_s, times.busy_s + max(0.0, times.wasted_s - times.burst_s))
 
 
 def _shard_of(shape: Sequence[int], shards: int) -> tuple[int, ...]:
