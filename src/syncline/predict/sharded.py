@@ -31,13 +31,13 @@ import msgspec
 import torch
 
 from syncline.errors import UsageError
-from syncline.exchange import ChunkedTopk, Cost, Dense, Exchange, Level, Phase, Quantized, Topology, wire
+from syncline.exchange import Cost, Dense, Exchange, Level, Phase, Quantized, Topology, wire
 from syncline.exchange.base import default_lanes
 from syncline.exchange.scatter import Scatter
 from syncline.predict.exchange_time import topology_of
 from syncline.predict.overlap import Transfer, transfer
 from syncline.predict.prediction import Losses, Prediction, predict
-from syncline.predict.schedule import Schedule, Updates
+from syncline.predict.schedule import UPDATES, Schedule, Updates
 from syncline.predict.streams import Task, run
 from syncline.predict.timeline import Span, Timeline
 from syncline.records.network import Network
@@ -58,7 +58,7 @@ class ShardedMethod:
     replicas: bool  # whether there is a replica on each host; otherwise, the model is sharded among all ranks
     exchange: Exchange | None = None  # Syncline's, of gradients; None for PyTorch's own collectives
     updates: Updates | None = None
-    work: str = ""  # the name under which a profile has the exchange's own work
+    work: str = ""  # the name under which a profile has the exchange's own work, unless it has the method's
 
 
 SHARDED: dict[str, ShardedMethod] = {
@@ -67,9 +67,7 @@ SHARDED: dict[str, ShardedMethod] = {
     "hsdp": ShardedMethod(True),
     "hsdp+dense": ShardedMethod(True, Dense(), work="dense"),
     "hsdp+int4": ShardedMethod(True, Quantized(bits=4), work="int4"),
-    "hsdp+local-15": ShardedMethod(
-        True, updates=Updates("topk-chunks", ChunkedTopk(density=0.03), every=15), work="topk-chunks"
-    ),
+    "hsdp+local-15": ShardedMethod(True, updates=UPDATES["local-15"], work="topk-chunks"),
 }
 """Methods for sharded models, by the names that predictions and the bench use."""
 FLOOR = "hsdp+nothing"
@@ -260,9 +258,15 @@ class ShardedPrediction:
 
     def _seconds(self, cost: Cost, nbytes: int = 0) -> float:
         """Return the time of an exchange: its collectives, one after the other, and its own work on `nbytes`."""
-        work = self._own.work.get(self.method.work) if nbytes else None
+        work = self._own.work.get(self._work) if nbytes else None
         own_s = 0.0 if work is None or not cost.phases else work.fixed_s + work.s_per_byte * nbytes
         return own_s + sum(_steady_s(transfer(self.network, phase)) for phase in cost.phases)
+
+    @property
+    def _work(self) -> str:
+        """The name under which the profile has the exchange's own work."""
+        known = {} if self.profile.overheads is None else self.profile.overheads.work
+        return self.name if self.name in known else self.method.work
 
     @functools.cached_property
     def _units(self) -> tuple[_Unit, ...]:
@@ -323,7 +327,8 @@ class ShardedPrediction:
         overheads = self.profile.overheads if self.overheads else None
         alone = msgspec.structs.replace(self.profile, gradients=own, overheads=overheads, **times, **others)
         lanes = default_lanes(self.method.updates.exchange, self.network.backend)
-        schedule = Schedule.of_updates(alone, self.name, self.method.updates, lanes)
+        updates = dataclasses.replace(self.method.updates, exchange_name=self._work)
+        schedule = Schedule.of_updates(alone, self.name, updates, lanes)
         return predict(alone, self.network, schedule, topology=self._among_replicas)
 
     def _update_s(self, update_s: float) -> float:
