@@ -1,4 +1,4 @@
-"""`syncline predict` for sharded models: the time of a step of FSDP2 and HSDP, with and without exchanges of Syncline."""
+"""`syncline predict` for sharded models: the time of a step of FSDP2 and HSDP, with and without our exchanges."""
 
 from __future__ import annotations
 
