@@ -235,9 +235,11 @@ def on_cluster(
     profiles = {"one": alone, "host": floor}
     profiled_s = time.monotonic()
     for method in methods:
-        shape = (1, HOSTS * PER_HOST) if method == "fsdp" else (HOSTS, PER_HOST)
-        mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("replicate", "shard"))
-        trainings[method] = Training(rank, size, mesh, method)
+        among = mesh
+        if method == "fsdp":
+            shape = 1, HOSTS * PER_HOST
+            among = init_device_mesh(rank.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        trainings[method] = Training(rank, size, among, method)
     contenders = [Contender(name, training.round, training.steps_per_round) for name, training in trainings.items()]
     rounds = min(size.rounds.get(method, ROUNDS) for method in methods)
     record = take_turns(rank, contenders, warmup=1, rounds=rounds)
@@ -354,10 +356,9 @@ def main() -> None:
                 result["network"] = result["network"] or answer["network"]
                 profiles, first = answer["profiles"], len(result["rows"])
                 result["cells"].append({"model": name, "methods": chosen, "profiles": profiles} | answer["seconds"])
-                for row in rows:
-                    forecast = predicted(row["method"], profiles, result["network"])
-                    result["rows"].append({"model": name, "cell": len(result["cells"]) - 1, **row, **forecast})
+                result["rows"] += [{"model": name, "cell": len(result["cells"]) - 1, **row} for row in rows]
                 for row in result["rows"][first:]:
+                    row |= predicted(row["method"], profiles, result["network"])
                     print(line(row), flush=True)
             except Exception as error:  # noqa: BLE001 - the other cells are worth having
                 result["failed"].append({"model": name, "methods": chosen, "error": str(error)[:2000]})
