@@ -25,7 +25,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -35,7 +35,7 @@ from syncline.exchange import Cost, Dense, Exchange, Level, Phase, Quantized, To
 from syncline.exchange.base import default_lanes
 from syncline.exchange.scatter import Scatter
 from syncline.predict.exchange_time import topology_of
-from syncline.predict.overlap import Transfer, transfer
+from syncline.predict.overlap import Line, Transfers, transfer
 from syncline.predict.prediction import Losses, Prediction, predict
 from syncline.predict.schedule import UPDATES, Schedule, Updates
 from syncline.predict.streams import Task, run
@@ -74,6 +74,13 @@ FLOOR = "hsdp+nothing"
 """The name of a step without communication between replicas."""
 
 
+class _Collectives(NamedTuple):
+    """Collectives that run one after the other, and the own work of their exchange."""
+
+    own_s: float = 0.0
+    transfers: Transfers = ()
+
+
 @dataclass(frozen=True)
 class _Unit:
     """A unit on a cluster."""
@@ -82,9 +89,9 @@ class _Unit:
     reshards: bool
     copy_in_s: float  # of its gradients, before they are reduced
     copy_out_s: float  # of its parameters, after they are gathered
-    gather_s: float = 0.0
-    reduce_s: float = 0.0
-    exchange_s: float = 0.0  # between replicas
+    gather: _Collectives
+    reduce: _Collectives
+    exchange: _Collectives  # between replicas
 
 
 @dataclass(frozen=True)
@@ -256,11 +263,11 @@ class ShardedPrediction:
         exchange = self.method.exchange or Dense()
         return exchange.cost(elements, getattr(torch, unit.reduced), self._among_replicas)
 
-    def _seconds(self, cost: Cost, nbytes: int = 0) -> float:
-        """Return the time of an exchange: its collectives, one after the other, and its own work on `nbytes`."""
+    def _collectives(self, cost: Cost, nbytes: int = 0) -> _Collectives:
+        """Return the collectives of an exchange, and its own work on `nbytes`."""
         work = self._own.work.get(self._work) if nbytes else None
         own_s = 0.0 if work is None or not cost.phases else work.fixed_s + work.s_per_byte * nbytes
-        return own_s + sum(_steady_s(transfer(self.network, phase)) for phase in cost.phases)
+        return _Collectives(own_s, tuple(transfer(self.network, phase) for phase in cost.phases))
 
     @property
     def _work(self) -> str:
@@ -280,11 +287,11 @@ class ShardedPrediction:
             in_s = copies.copy_in_s_per_byte * reduced * self.shards + copies.hook_s
             out_s = copies.copy_out_s_per_byte * whole * ITEM_BYTES[unit.gathered] + copies.hook_s
             gather, reduce = self._gather_cost(unit), self._reduce_cost(unit)
-            gather_s = self._seconds(gather) if self._adds_shards else 0.0
+            gathers = self._collectives(gather) if self._adds_shards else _Collectives()
             coded = 0 if self.method.replicas or self.method.exchange is None else self.shards * reduced
-            reduce_s = self._seconds(reduce, coded) if self._adds_shards else 0.0
-            exchange_s = self._seconds(self._exchange_cost(unit), reduced) if self.communicates else 0.0
-            found.append(_Unit(unit.name, unit.reshards, in_s, out_s, gather_s, reduce_s, exchange_s))
+            reduces = self._collectives(reduce, coded) if self._adds_shards else _Collectives()
+            exchanges = self._collectives(self._exchange_cost(unit), reduced) if self.communicates else _Collectives()
+            found.append(_Unit(unit.name, unit.reshards, in_s, out_s, gathers, reduces, exchanges))
         return tuple(found)
 
     @property
@@ -363,6 +370,7 @@ class _Step:
         self.tasks: list[Task] = []
         self.labels: dict[int, tuple[str, int, str]] = {}  # of collectives: unit, lane and what
         self._reduced: tuple[int, ...] = ()  # the last reduce-scatter
+        self._lines = {_SHARDS: Line(), _REPLICAS: Line()}
         self._copied: list[tuple[int, ...]] = [(), ()]  # the copies of gathered parameters, in forward
         self._order: list[int] = []  # the units in the order in which forward gathers them
 
@@ -410,20 +418,21 @@ class _Step:
         return (len(self.tasks) - 1,)
 
     def _gather(self, index: int, after: tuple[int, ...]) -> tuple[int, ...]:
-        return self._collective(index, _SHARDS, GATHERED, self.units[index].gather_s, after)
+        return self._collective(index, _SHARDS, GATHERED, self.units[index].gather, after)
 
     def _reduce(self, index: int) -> None:
         unit = self.units[index]
         copied = self._compute(unit.copy_in_s, self._reduced)
-        self._reduced = self._collective(index, _SHARDS, REDUCED, unit.reduce_s, copied)
-        self._collective(index, _REPLICAS, EXCHANGED, unit.exchange_s, self._reduced)
+        self._reduced = self._collective(index, _SHARDS, REDUCED, unit.reduce, copied)
+        self._collective(index, _REPLICAS, EXCHANGED, unit.exchange, self._reduced)
 
     def _collective(
-        self, index: int, stream: str, what: str, seconds: float, after: tuple[int, ...]
+        self, index: int, stream: str, what: str, collectives: _Collectives, after: tuple[int, ...]
     ) -> tuple[int, ...]:
-        if not seconds:
+        if not collectives.transfers:
             return after
-        self.tasks.append(Task(_COMPUTE if self.blocks else stream, seconds, after))
+        line, running = self._lines[stream], _COMPUTE if self.blocks else stream
+        self.tasks.append(Task(running, collectives.own_s, after, line, collectives.transfers))
         self.labels[len(self.tasks) - 1] = self.units[index].name or "root", int(stream == _REPLICAS), what
         return (len(self.tasks) - 1,)
 
@@ -436,12 +445,6 @@ class _Step:
             end_s[name] = times[index][1]
         spans.sort(key=lambda span: span.end_s)
         return max((end_s for _, end_s in times), default=0.0), Timeline(tuple(spans), end_s)
-
-
-def _steady_s(times: Transfer) -> float:
-    """Return the time of a collective on a link that is busy before and after it. While the link waits inside the
-    collective, it regains credit for a burst."""
-    return max(times.least_s, times.busy_s + max(0.0, times.wasted_s - times.burst_s))
 
 
 def _shard_of(shape: Sequence[int], shards: int) -> tuple[int, ...]:
