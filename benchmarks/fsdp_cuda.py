@@ -227,7 +227,10 @@ def on_cluster(
     mesh = init_device_mesh(rank.device.type, (HOSTS, PER_HOST), mesh_dim_names=("replicate", "shard"))
     if network is not None and rank.device.type == "cuda":
         groups = mesh["shard"].get_group(), mesh["replicate"].get_group()
-        network = msgspec.structs.replace(network, beside=measure_beside(*groups, rank.device))
+        try:
+            network = msgspec.structs.replace(network, beside=measure_beside(*groups, rank.device))
+        except Exception as error:  # noqa: BLE001 - the steps are worth having without it
+            print(f"rank {rank.rank}: not measured side by side: {error}", flush=True)
     probed_s = time.monotonic()
     alone = alone or profiled_alone(rank, name, size)
     trainings = {"nosync": Training(rank, size, mesh, "nosync")}
@@ -360,6 +363,8 @@ def main() -> None:
                 for row in result["rows"][first:]:
                     row |= predicted(row["method"], profiles, result["network"])
                     print(line(row), flush=True)
+                if answer["network"] is not None:
+                    print(f"  beside: {answer['network']['beside']}", flush=True)
             except Exception as error:  # noqa: BLE001 - the other cells are worth having
                 result["failed"].append({"model": name, "methods": chosen, "error": str(error)[:2000]})
                 print(f"FAILED {name} {chosen}: {str(error)[:2000]}", flush=True)
