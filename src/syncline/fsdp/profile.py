@@ -64,7 +64,16 @@ def profile_sharded(
     parameters = {name.replace("_orig_mod.", ""): p for name, p in inner.named_parameters() if p.requires_grad}
     name, device = model_name or type(inner).__name__.removeprefix("FSDP"), torch.device(units[0].inside.device)
     subject = ShardedSubject(model, name, None, parameters, (), device, batch, units)
-    options: dict[str, Any] = {"optimizer": optimizer, "on_progress": on_progress, "group": dist.group.WORLD}
+
+    def progressed(done: int, of: int) -> None:
+        # FSDP's collectives align the ranks of a host, which share its cores. Without collectives, they would drift
+        # apart, and some would find the cores idle.
+        if device.type == "cpu":
+            dist.barrier()
+        if on_progress is not None:
+            on_progress(done, of)
+
+    options: dict[str, Any] = {"optimizer": optimizer, "on_progress": progressed, "group": dist.group.WORLD}
     profile = measure_backward(subject, step, steps, warmup, **options)
     shards = units[0].shard_group.size()
     if shards == 1:
