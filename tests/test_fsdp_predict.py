@@ -26,7 +26,8 @@ from syncline.errors import UsageError
 from syncline.fsdp.profile import profile_sharded
 from syncline.measure.assumed_network import assumed_network
 from syncline.measure.beside import factors
-from syncline.predict.sharded import EXCHANGED, FLOOR, GATHERED, REDUCED, SHARDED, predict_sharded
+from syncline.predict.sharded import FLOOR, SHARDED, predict_sharded
+from syncline.predict.sharded_step import EXCHANGED, GATHERED, REDUCED
 from syncline.predict.streams import Task, run
 from syncline.records.link_costs import Beside
 from syncline.records.profile import Gradient, Profile

@@ -1,18 +1,5 @@
 """Predict the time of one step of a sharded model (FSDP2), and of its exchange between replicas.
 
-A step is computed as FSDP enqueues it. Forward computes the units in their order, and backward in the reverse order.
-Each unit's parameters are gathered before it computes, and its gradients are reduced after it. Three streams run beside
-each other on a GPU: computation, the collectives among shards (one communicator runs one at a time), and the exchange
-between replicas. What waits for what:
-
-- The parameters of a unit are gathered while the unit before it computes. In forward, FSDP keeps two gathered units in
-  flight; in backward, one.
-- A unit's gradients are reduced after its backward. Before the next unit's gradients are copied, computation waits for
-  this reduce-scatter, whose input would otherwise need memory, too.
-- Replicas exchange a unit after its reduce-scatter. Computation goes on. The optimizer waits for everything.
-
-On CPUs, FSDP waits for each collective, so all of them run one after the other.
-
 A profile without FSDP's own work, or with it (`Sharding.measured_shards` is 1), has no collectives, so they are added.
 One that was measured among several shards contains those among shards, and only the exchange between replicas is added.
 """
@@ -25,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import torch
@@ -35,19 +22,15 @@ from syncline.exchange import Cost, Dense, Exchange, Level, Phase, Quantized, To
 from syncline.exchange.base import default_lanes
 from syncline.exchange.scatter import Scatter
 from syncline.predict.exchange_time import topology_of
-from syncline.predict.overlap import Line, Transfers, transfer
+from syncline.predict.overlap import transfer
 from syncline.predict.prediction import Losses, Prediction, predict
 from syncline.predict.schedule import UPDATES, Schedule, Updates
-from syncline.predict.streams import Task, run
-from syncline.predict.timeline import Span, Timeline
+from syncline.predict.sharded_step import REPLICAS, SHARDS, Collectives, Step, UnitTimes
+from syncline.predict.timeline import Timeline
 from syncline.records.network import Network
 from syncline.records.profile import ITEM_BYTES, Overheads, Profile
 from syncline.records.sharding import ProfiledUnit, Sharding
 
-GATHERED, REDUCED, EXCHANGED = "all_gather", "reduce_scatter", "exchange"
-"""Names of the spans of a timeline."""
-_COMPUTE, _SHARDS, _REPLICAS = "compute", "shards", "replicas"
-"""Streams."""
 _NO_OVERHEADS = Overheads(copy_in_s_per_byte=0.0, copy_out_s_per_byte=0.0, hook_s=0.0, work={})
 
 
@@ -72,26 +55,6 @@ SHARDED: dict[str, ShardedMethod] = {
 """Methods for sharded models, by the names that predictions and the bench use."""
 FLOOR = "hsdp+nothing"
 """The name of a step without communication between replicas."""
-
-
-class _Collectives(NamedTuple):
-    """Collectives that run one after the other, and the own work of their exchange."""
-
-    own_s: float = 0.0
-    transfers: Transfers = ()
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """A unit on a cluster."""
-
-    name: str
-    reshards: bool
-    copy_in_s: float  # of its gradients, before they are reduced
-    copy_out_s: float  # of its parameters, after they are gathered
-    gather: _Collectives
-    reduce: _Collectives
-    exchange: _Collectives  # between replicas
 
 
 @dataclass(frozen=True)
@@ -263,11 +226,11 @@ class ShardedPrediction:
         exchange = self.method.exchange or Dense()
         return exchange.cost(elements, getattr(torch, unit.reduced), self._among_replicas)
 
-    def _collectives(self, cost: Cost, nbytes: int = 0) -> _Collectives:
+    def _collectives(self, cost: Cost, nbytes: int = 0) -> Collectives:
         """Return the collectives of an exchange, and its own work on `nbytes`."""
         work = self._own.work.get(self._work) if nbytes else None
         own_s = 0.0 if work is None or not cost.phases else work.fixed_s + work.s_per_byte * nbytes
-        return _Collectives(own_s, tuple(transfer(self.network, phase) for phase in cost.phases))
+        return Collectives(own_s, tuple(transfer(self.network, phase) for phase in cost.phases))
 
     @property
     def _work(self) -> str:
@@ -276,7 +239,7 @@ class ShardedPrediction:
         return self.name if self.name in known else self.method.work
 
     @functools.cached_property
-    def _units(self) -> tuple[_Unit, ...]:
+    def _units(self) -> tuple[UnitTimes, ...]:
         """The units with their times, in the order of the profile's units."""
         # FSDP's own copies are in the profile of a model that was sharded.
         copies = self._own if not self._sharding.measured_shards else _NO_OVERHEADS
@@ -287,11 +250,11 @@ class ShardedPrediction:
             in_s = copies.copy_in_s_per_byte * reduced * self.shards + copies.hook_s
             out_s = copies.copy_out_s_per_byte * whole * ITEM_BYTES[unit.gathered] + copies.hook_s
             gather, reduce = self._gather_cost(unit), self._reduce_cost(unit)
-            gathers = self._collectives(gather) if self._adds_shards else _Collectives()
+            gathers = self._collectives(gather) if self._adds_shards else Collectives()
             coded = 0 if self.method.replicas or self.method.exchange is None else self.shards * reduced
-            reduces = self._collectives(reduce, coded) if self._adds_shards else _Collectives()
-            exchanges = self._collectives(self._exchange_cost(unit), reduced) if self.communicates else _Collectives()
-            found.append(_Unit(unit.name, unit.reshards, in_s, out_s, gathers, reduces, exchanges))
+            reduces = self._collectives(reduce, coded) if self._adds_shards else Collectives()
+            exchanges = self._collectives(self._exchange_cost(unit), reduced) if self.communicates else Collectives()
+            found.append(UnitTimes(unit.name, unit.reshards, in_s, out_s, gathers, reduces, exchanges))
         return tuple(found)
 
     @property
@@ -308,12 +271,12 @@ class ShardedPrediction:
         pace = profile if slowest is None or slowest.step_s <= profile.step_s else slowest
         always_s = 0.0 if profile.slowest is None else profile.slowest.step_s - profile.step_s
         waiting_s = max(0.0, profile.jitter_s - max(0.0, always_s)) if self.straggler and self.ranks > 1 else 0.0
-        step = _Step(self._units, self._blocks)
+        step = Step(self._units, self._blocks)
         forward, backward = self._segments(pace.forward_s, pace.backward_s)
         step.forward(forward)
         step.backward(backward)
         beside = self.network.beside if self.method.replicas else None
-        slowdown = {} if beside is None else {_SHARDS: beside.inside, _REPLICAS: beside.between}
+        slowdown = {} if beside is None else {SHARDS: beside.inside, REPLICAS: beside.between}
         end_s, timeline = step.timeline(slowdown)
         floor_s = end_s + self._update_s(pace.update_s) + waiting_s
         if self.method.updates is None or not self.communicates or self.hosts == 1:
@@ -360,91 +323,6 @@ class ShardedPrediction:
         mirror = forward_s / self.profile.backward_s if self.profile.backward_s else 1.0
         forward = [(unit, seconds * mirror) for unit, seconds in reversed(backward)]
         return forward, [(unit, seconds * stretch) for unit, seconds in backward]
-
-
-class _Step:
-    """The tasks of one step, in the order in which FSDP enqueues them."""
-
-    def __init__(self, units: Sequence[_Unit], blocks: bool) -> None:
-        self.units, self.blocks = units, blocks
-        self.tasks: list[Task] = []
-        self.labels: dict[int, tuple[str, int, str]] = {}  # of collectives: unit, lane and what
-        self._reduced: tuple[int, ...] = ()  # the last reduce-scatter
-        self._lines = {_SHARDS: Line(), _REPLICAS: Line()}
-        self._copied: list[tuple[int, ...]] = [(), ()]  # the copies of gathered parameters, in forward
-        self._order: list[int] = []  # the units in the order in which forward gathers them
-
-    def forward(self, segments: Sequence[tuple[int, float]]) -> None:
-        """Gather and compute the units. The whole model's own unit comes first, wherever forward uses it."""
-        for index, unit in enumerate(self.units):
-            if not unit.name:
-                self._open(index)
-        for index, seconds in segments:
-            self._open(index)
-            self._compute(seconds)
-
-    def _open(self, index: int) -> None:
-        if index not in self._order:
-            self._order.append(index)
-            gathered = self._gather(index, self._copied[-2])
-            self._copied.append(self._compute(self.units[index].copy_out_s, gathered))
-
-    def backward(self, segments: Sequence[tuple[int, float]]) -> None:
-        """Gather units again, compute them, and reduce their gradients."""
-        last = {unit: position for position, (unit, _) in enumerate(segments)}
-        before = dict(zip(self._order[1:], self._order, strict=False))  # the unit that comes next in backward
-        gathered: dict[int, tuple[int, ...]] = {}
-        seen: set[int] = set()
-        for position, (index, seconds) in enumerate(segments):
-            if index not in seen:
-                seen.add(index)
-                copied: tuple[int, ...] = self._copied[-1]
-                if self.units[index].reshards:
-                    if index not in gathered:  # the first one is gathered while forward still computes
-                        gathered[index] = self._gather(index, copied)
-                    copied = self._compute(self.units[index].copy_out_s, gathered[index])
-                following = before.get(index)
-                if following is not None and self.units[following].reshards and following not in gathered:
-                    gathered[following] = self._gather(following, copied)
-            self._compute(seconds)
-            if last[index] == position and self.units[index].name:
-                self._reduce(index)
-        for index, unit in enumerate(self.units):
-            if index not in last or not unit.name:
-                self._reduce(index)
-
-    def _compute(self, seconds: float, after: tuple[int, ...] = ()) -> tuple[int, ...]:
-        self.tasks.append(Task(_COMPUTE, seconds, after))
-        return (len(self.tasks) - 1,)
-
-    def _gather(self, index: int, after: tuple[int, ...]) -> tuple[int, ...]:
-        return self._collective(index, _SHARDS, GATHERED, self.units[index].gather, after)
-
-    def _reduce(self, index: int) -> None:
-        unit = self.units[index]
-        copied = self._compute(unit.copy_in_s, self._reduced)
-        self._reduced = self._collective(index, _SHARDS, REDUCED, unit.reduce, copied)
-        self._collective(index, _REPLICAS, EXCHANGED, unit.exchange, self._reduced)
-
-    def _collective(
-        self, index: int, stream: str, what: str, collectives: _Collectives, after: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        if not collectives.transfers:
-            return after
-        line, running = self._lines[stream], _COMPUTE if self.blocks else stream
-        self.tasks.append(Task(running, collectives.own_s, after, line, collectives.transfers))
-        self.labels[len(self.tasks) - 1] = self.units[index].name or "root", int(stream == _REPLICAS), what
-        return (len(self.tasks) - 1,)
-
-    def timeline(self, slowdown: Mapping[str, float]) -> tuple[float, Timeline]:
-        """Return when everything has ended, and the timeline of the collectives."""
-        times, end_s = run(self.tasks, slowdown), dict[str, float]()
-        spans = []
-        for index, (name, lane, what) in self.labels.items():
-            spans.append(Span(name, lane, what, *times[index]))
-            end_s[name] = times[index][1]
-        spans.sort(key=lambda span: span.end_s)
-        return max((end_s for _, end_s in times), default=0.0), Timeline(tuple(spans), end_s)
 
 
 def _shard_of(shape: Sequence[int], shards: int) -> tuple[int, ...]:
