@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -137,14 +136,9 @@ class ShardedPrediction:
 
     @functools.cached_property
     def losses(self) -> Losses:
-        """Remove one cause after the other, and attribute the time that each saves to it, so that losses add up."""
-        causes, others = zip(*self._without_causes(), strict=True)
-        times = list(itertools.accumulate([self.iteration_s, *(other.iteration_s for other in others)], min))
-        times = [*(max(self.compute_s, time_s) for time_s in times[:-1]), self.compute_s]
-        lost = {name: before - after for name, (before, after) in zip(causes, itertools.pairwise(times), strict=True)}
-        links = {link.name for link in self.network.links}
-        links_s = {name: lost.pop(name) for name in causes if name in links}
-        return Losses(links_s=links_s, tail_s=0.0, buffers_s=0.0, **{f"{name}_s": s for name, s in lost.items()})
+        """Remove one cause after the other, and attribute the time that each saves to it."""
+        without = ((name, other.iteration_s) for name, other in self._without_causes())
+        return Losses.of(self.iteration_s, self.compute_s, without)
 
     def _without_causes(self) -> Iterator[tuple[str, ShardedPrediction]]:
         """Yield the causes of loss, and the step without them and all earlier ones."""
