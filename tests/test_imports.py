@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     # What people start.
     "cli": {
         *("_version", "errors", "files", "startup", "units"),
-        *("bench", "cluster", "dist", "doctor", "exchange", "layerwise", "measure", "models", "plan"),
+        *("bench", "cluster", "dist", "doctor", "exchange", "fsdp", "layerwise", "measure", "models", "plan"),
         *("predict", "records", "report", "run", "tuning"),
     },
     "run": {"_version", "ddp", "errors", "fsdp", "health", "records", "runtime", "tuning"},
@@ -37,7 +37,8 @@ ALLOWED: dict[str, set[str]] = {
     "doctor": {"_version", "cluster", "ddp", "dist", "errors", "measure", "units"},
     "bench": {
         *("_version", "errors", "memory_meter", "units"),
-        *("cluster", "ddp", "exchange", "layerwise", "measure", "models", "plan", "predict", "records", "tuning"),
+        *("cluster", "ddp", "exchange", "fsdp", "layerwise", "measure", "models", "plan", "predict"),
+        *("records", "tuning"),
     },
     "integrations": {"balance", "ddp", "errors", "exchange", "health", "measure", "records", "runtime", "tuning"},
     # Training.
@@ -50,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
         *("records", "runtime", "updates"),
     },
     "elastic": {"dist", "errors", "exchange", "records", "runtime", "updates"},
-    "fsdp": {"dist", "errors", "exchange", "health", "runtime", "updates"},
+    "fsdp": {"dist", "errors", "exchange", "health", "measure", "records", "runtime", "updates"},
     "overlap": {"dist", "errors", "exchange", "health", "records", "runtime"},
     "updates": {"balance", "dist", "errors", "exchange", "health", "records", "runtime"},
     "balance": {"dist", "errors", "files", "health", "measure", "memory_meter", "runtime", "units"},

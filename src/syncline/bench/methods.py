@@ -23,7 +23,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from syncline.bench import sharded
-from syncline.bench.sharded import SHARDED
 from syncline.ddp.attach import attach, wrap
 from syncline.ddp.handle import Handle, handle_of
 from syncline.errors import UsageError
@@ -37,6 +36,7 @@ from syncline.plan.make import make_plan, plan_for
 from syncline.plan.search import named
 from syncline.predict import Schedule, predict
 from syncline.predict.schedule import OVERLAP, UPDATES, ddp_caps
+from syncline.predict.sharded import SHARDED, predict_sharded
 from syncline.records.bucket_caps import filled
 from syncline.records.network import Network
 from syncline.records.plan import Plan
@@ -121,6 +121,8 @@ class Wrapping:
     """Network from which exchanges choose their paths."""
     profile: Profile | None = None
     """Profile for predictions and planned methods, the same on all ranks. Without it, nothing is predicted."""
+    sharded_profile: Profile | None = None
+    """Profile of a sharded model, for predictions of such methods."""
     per_host: int = 1
     """Ranks on each host, for methods that shard models inside hosts."""
     paced: bool = False
@@ -134,11 +136,13 @@ class Wrapping:
         return DDP(net, device_ids=self.device_ids, bucket_cap_mb=self.bucket_mb if bucket_mb is None else bucket_mb)
 
     def predicted_ms(self, prepared: Prepared) -> float | None:
-        """Predict the time per step of a method; None for PyTorch's own hooks, and for sharded models.
+        """Predict the time per step of a method; None for PyTorch's own hooks.
 
         The profile has the time of the exchange's own computation under the method's name.
         """
         profile, name, handle = self.profile, prepared.name, prepared.handle
+        if prepared.method in SHARDED and self.sharded_profile is not None and self.network is not None:
+            return predict_sharded(self.sharded_profile, self.network, prepared.method).iteration_s * 1e3
         if prepared.method in (*HOOKS, *SHARDED) or profile is None or self.network is None:
             return None
         if prepared.method == "nosync":

@@ -16,9 +16,17 @@ import torch
 from torch import nn
 
 from syncline._version import __version__
-from syncline.bench.methods import METHODS, PLANNERS, Prepared, Wrapping, check_methods, profile_workload
+from syncline.bench.methods import (
+    METHODS,
+    PLANNERS,
+    Prepared,
+    Wrapping,
+    check_methods,
+    profile_workload,
+    slow_sgd,
+)
 from syncline.bench.rounds import Contender, OnProgress, combine, report_progress, reports_to, take_turns, training_step
-from syncline.bench.sharded import SHARDED, check_sharded
+from syncline.bench.sharded import check_sharded, probe_for_shards, profile_shards
 from syncline.cluster import ClusterSpec, Rank, format_rate, launch, links, why_not_shaped
 from syncline.ddp.handle import Handle
 from syncline.errors import UsageError
@@ -31,6 +39,7 @@ from syncline.models.replay import ReplayModel
 from syncline.plan.search import options
 from syncline.predict.exchange_time import topology_of
 from syncline.predict.schedule import OVERLAP
+from syncline.predict.sharded import SHARDED
 from syncline.records.bench_result import BenchResult, Cluster, Model, Row
 from syncline.records.network import Network
 from syncline.records.plan import Plan
@@ -120,6 +129,7 @@ def run_bench(
         network=None if first["network"] is None else network_of(first["network"], spec, shaped),
         profile=msgspec.convert(first["profile"], Profile | None),
         plans=msgspec.convert(first["plans"], dict[str, Plan]),
+        sharded_profile=msgspec.convert(first["sharded_profile"], Profile | None),
     )
 
 
@@ -151,13 +161,19 @@ def _measure(
 ) -> dict[str, Any]:
     """Measure on one rank."""
     rank.init_process_group()
+    per_host, shards = rank.spec.per_host[0], [method for method in methods if method in SHARDED]
     if network is None and probe_s and rank.world_size > 1:
-        network = probe(budget_s=probe_s)
-    wrapping = Wrapping(rank.device, bucket_mb, network, per_host=rank.spec.per_host[0])
+        network = probe_for_shards(rank.device, per_host, probe_s) if shards else probe(budget_s=probe_s)
+    wrapping = Wrapping(rank.device, bucket_mb, network, per_host=per_host)
     unplanned = _prepare(rank, workload, [method for method in methods if method not in PLANNERS], wrapping)
     if network is not None:
         profile = _profile(rank, workload, network, methods, unplanned)
         wrapping = dataclasses.replace(wrapping, profile=profile, paced=workload.profile is not None)
+    if network is not None and shards:
+        net = workload.build(rank)
+        subject = net, workload.loss_of(net, rank), slow_sgd, workload.name
+        sharded_profile = profile_shards(*subject, rank.device, per_host, shards)
+        wrapping = dataclasses.replace(wrapping, sharded_profile=sharded_profile)
     planned = _prepare(rank, workload, [method for method in methods if method in PLANNERS], wrapping)
     prepared = {**unplanned, **planned}
     predicted_ms = {name: wrapping.predicted_ms(variant) for name, variant in prepared.items()}
@@ -178,7 +194,8 @@ def _measure(
     parameters = next(iter(prepared.values())).trained
     trees = [variant.handle.tree for variant in prepared.values() if variant.handle is not None]
     plans = {name: variant.plan for name, variant in planned.items()}
-    inputs = {"network": network, "profile": wrapping.profile, "plans": plans}
+    profiles = {"profile": wrapping.profile, "sharded_profile": wrapping.sharded_profile}
+    inputs = {"network": network, **profiles, "plans": plans}
     return {
         "record": record,
         "about": about,

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any
 
 import msgspec
 import torch
@@ -16,6 +17,8 @@ from syncline.cli import commands, options, screen
 from syncline.cli.screen import say
 from syncline.errors import UsageError
 from syncline.exchange import WORLD
+from syncline.fsdp.profile import profile_sharded
+from syncline.fsdp.units import is_sharded
 from syncline.layerwise.layer_optimizer import state_bytes
 from syncline.layerwise.memory_budget import measure_activations
 from syncline.measure.backward import measure_backward
@@ -70,17 +73,14 @@ def _measure(
     task = tasks[0]
     where = next(task.model.parameters()).device
     with target.blamed():
-        profile = measure_backward(
-            task.model,
-            task.step,
-            args.steps,
-            args.warmup,
-            optimizer=task.optimizer,
-            model_name=task.name,
-            batch=task.batch,
-            group=group,
-            on_progress=on_progress,
-        )
+        arguments = task.model, task.step, args.steps, args.warmup
+        options: dict[str, Any] = {"optimizer": task.optimizer, "model_name": task.name, "batch": task.batch}
+        if is_sharded(task.model):
+            if args.memory:
+                raise UsageError("--memory is not for sharded models: leave it out")
+            profile = profile_sharded(*arguments, **options, on_progress=on_progress)
+        else:
+            profile = measure_backward(*arguments, **options, group=group, on_progress=on_progress)
         activations = _activations(target, task, where) if args.memory else None
     ranks = group.size() if group is not None and group.size() > 1 else 4
     how = f"{profile.how}, {target.autocast} autocast" if target.autocast else profile.how

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from syncline.cli import commands, options, screen
+from syncline.cli import commands, options, predict_sharded, screen
 from syncline.cli.report import typed, write_page
 from syncline.cli.screen import say
 from syncline.cluster import format_rate, parse_rate
@@ -18,9 +19,10 @@ from syncline.plan.make import make_plan
 from syncline.plan.memory import MemoryPlan, plan_memory
 from syncline.plan.rungs import check_quality
 from syncline.predict import Losses, Prediction, Schedule, predict
-from syncline.predict.diagnosis import diagnose
+from syncline.predict.diagnosis import diagnose, lost_to
 from syncline.predict.memory import FURTHEST
 from syncline.predict.schedule import ddp_caps
+from syncline.predict.sharded import ShardedPrediction
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
@@ -64,8 +66,8 @@ class PredictResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def predict_command(args: commands.Predict) -> None:
     screen.check_writable(args.json, args.report)
-    plans = args.plan or ["ddp"]
     model = options.scaled_profile(args.profile, args.scale)
+    plans = args.plan or predict_sharded.default_plans(model)
     asked = _host_counts(args.hosts)
     rates = [None] if args.rate is None else [fast_rate(text) for text in args.rate.split(",")]
     cluster = network_of(args.network, args.per_host, rates[0], asked or [4, *HOSTS])
@@ -75,6 +77,9 @@ def predict_command(args: commands.Predict) -> None:
         cluster = cluster.with_rate(fast_rate(args.trunk_rate), "rack")
     # One host has no link to extrapolate from.
     counts = asked or list(dict.fromkeys([cluster.hosts, *(HOSTS if cluster.hosts > 1 else ())]))
+    if predict_sharded.are_sharded(plans, model):
+        _predict_sharded(args, plans, model, cluster, counts, rates)
+        return
     schedules = [Schedule.parse(model, text, cluster.backend) for text in plans]
     first_cluster = resized(cluster, counts[0], rates[0])
     diagnosis = diagnose(model, first_cluster, schedules[0])
@@ -93,6 +98,24 @@ def predict_command(args: commands.Predict) -> None:
     result = PredictResult(model.model, first_cluster.measured, verdict, diagnosis.culprit, times_ms, rows)
     screen.save(args.json, result)
     inputs = Inputs(model, cluster, schedules=tuple(plans), hosts=tuple(counts), rates_bps=tuple(rates))
+    write_page(args.report, dataclasses.replace(inputs, command=typed()), short=True)
+
+
+def _predict_sharded(
+    args: commands.Predict,
+    plans: list[str],
+    model: Profile,
+    cluster: Network,
+    counts: list[int],
+    rates: Sequence[int | None],
+) -> None:
+    found = list(predict_sharded.predictions(plans, model, cluster, counts, rates))
+    _warn_if_assumed(cluster)
+    verdict = predict_sharded.show(found)
+    rows = [_row(prediction, rate_bps) for _, rate_bps, prediction in found]
+    culprit = next(iter(lost_to(found[0][2].losses)), None)
+    screen.save(args.json, PredictResult(model.model, cluster.measured, verdict, culprit, {}, rows))
+    inputs = Inputs(model, cluster, hosts=tuple(counts), rates_bps=tuple(rates), sharded=tuple(plans))
     write_page(args.report, dataclasses.replace(inputs, command=typed()), short=True)
 
 
@@ -127,8 +150,9 @@ def network_of(path: Path | None, per_host: int | None, rate_bps: int | None, co
     return assumed_network(max(2, counts[0]), per_host or 1, rate_bps)
 
 
-def _row(found: Prediction, rate_bps: int | None) -> Row:
-    plan, hosts, ranks, sent_bytes = found.schedule.describe(), found.hosts, found.ranks, found.sent_bytes
+def _row(found: Prediction | ShardedPrediction, rate_bps: int | None) -> Row:
+    plan = found.name if isinstance(found, ShardedPrediction) else found.schedule.describe()
+    hosts, ranks, sent_bytes = found.hosts, found.ranks, found.sent_bytes
     step, low, high, compute = (1e3 * s for s in (found.iteration_s, found.low_s, found.high_s, found.compute_s))
     return Row(plan, hosts, ranks, rate_bps, step, low, high, compute, found.scaling, sent_bytes, found.losses)
 

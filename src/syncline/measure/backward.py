@@ -22,7 +22,7 @@ Step = Callable[[nn.Module], Tensor]
 
 
 def measure_backward(
-    model: nn.Module,
+    model: nn.Module | Subject,
     step: Step,
     steps: int = 20,
     warmup: int = 5,
@@ -45,7 +45,8 @@ def measure_backward(
     `None`. For a DDP model all are restored, because the replicas would differ otherwise.
 
     Args:
-        model: The model, on one device. It may be wrapped in DDP or compiled.
+        model: The model, on one device. It may be wrapped in DDP or compiled. `syncline.fsdp.profile` passes sharded
+            ones.
         step: A function that runs one forward pass and returns the loss. It must not call `backward`, because ready
             times are counted from that call.
         steps: Number of measured steps.
@@ -70,7 +71,7 @@ def measure_backward(
     """
     if steps < 1 or warmup < 0:
         raise UsageError(f"steps must be at least 1 and warmup at least 0, not {steps} and {warmup}")
-    subject = Subject.of(model, model_name, batch)
+    subject = model if isinstance(model, Subject) else Subject.of(model, model_name, batch)
     # From torch.compile(DDP(net)), DDP cannot be removed.
     compiled_ddp = subject.ddp if subject.ddp is not None and subject.model is not subject.ddp.module else None
     if getattr(compiled_ddp, "static_graph", False):

@@ -71,7 +71,7 @@ def probe(*, budget_s: float = 45.0, kinds: Sequence[str] = wire.KINDS, on_progr
         raise UsageError("probe needs at least two ranks: there is no link to measure with one")
     if not budget_s > 0:
         raise UsageError(f"budget_s must be greater than 0, not {budget_s:g}")
-    if unknown := [kind for kind in kinds if kind not in wire.KINDS]:
+    if unknown := [kind for kind in kinds if kind not in (*wire.KINDS, wire.REDUCE_SCATTER)]:
         raise UsageError(f"no collective is called {unknown[0]}; known: {', '.join(wire.KINDS)}")
     if "all_reduce" not in kinds:
         raise UsageError("probe needs all_reduce among its kinds: link rates and start-ups are derived from it")

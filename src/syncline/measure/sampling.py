@@ -145,6 +145,7 @@ class Sampler:
                 "all_reduce": (first,),
                 "all_to_all": (second, first),
                 "all_gather": (first, second[: numel // comm.size]),
+                wire.REDUCE_SCATTER: (second[: numel // comm.size], first),
             }
             return (getattr(comm, kind)(*arguments.get(kind, (first, 0))),)
 

@@ -58,8 +58,8 @@ class Subject:
         if not devices:
             raise UsageError("the model has no parameter that requires a gradient")
         if any(hasattr(parameter, "_local_tensor") for parameter in parameters.values()):  # DTensors
-            text = "the model is sharded, so its times would contain FSDP's own communication"
-            raise UsageError(f"{text}: profile the module before fully_shard")
+            text = "the model is sharded"
+            raise UsageError(f"{text}: profile it with syncline profile, or with syncline.fsdp.profile.profile_sharded")
         if len(devices) > 1:
             raise UsageError(f"the model must be on one device, not on {', '.join(devices)}")
         if (device := torch.device(devices[0])).type not in ("cpu", "cuda"):

@@ -72,8 +72,8 @@ class BucketTimes:
 
 
 @dataclass
-class _Link:
-    """The busiest link."""
+class Line:
+    """The busiest link of collectives that run one after the other."""
 
     free_s: float = 0.0
     credit_s: float = float("inf")
@@ -118,7 +118,7 @@ def overlapped(
     Returns:
         The time from the start of backward to the end of the next forward, and the exchanges in it.
     """
-    link, spans, end_s = _Link(), [], {}
+    link, spans, end_s = Line(), [], {}
     for index, bucket in enumerate(buckets):
         what, transfers = (REDUCED, bucket.whole) if index in whole else (SCATTERED, bucket.scatter)
         start_s, end_s[str(index)] = link.carry(bucket.ready_s, transfers)
@@ -184,6 +184,19 @@ def cost(exchange: Exchange, gather: str, numel: int, dtype: torch.dtype, topolo
     return Cost(tuple(phase for half in (scatter, gathering) for phase in half.cost(numel, dtype, topology).phases))
 
 
+def transfer(network: Network, phase: Phase) -> Transfer:
+    """Return the times of one collective."""
+    busy_s, fitted = network.busy_s(phase.kind, phase.elements, phase.itemsize, phase.level), flow(network, phase)
+    least_s = fitted.serial_s + fitted.spread_s
+    if not busy_s:
+        return Transfer(least_s)
+    name = max(busy_s, key=lambda name: busy_s[name])
+    link = network.link(name)
+    assert link is not None  # noqa: S101 - it is busy
+    loaded_s, burst_s = fitted.load_bytes[name] / link.bytes_per_s, link.burst_bytes / link.bytes_per_s
+    return Transfer(least_s, busy_s[name], fitted.serial_s + loaded_s - busy_s[name], burst_s)
+
+
 def reductions(
     network: Network,
     topology: Topology,
@@ -194,21 +207,8 @@ def reductions(
 ) -> Iterator[BucketTimes]:
     """Yield the times of buckets with these elements and types, whose gradients are sent to the owners of shards as
     `exchange` does it, by default `Dense()`, and whose weights are gathered in the format `gather`."""
-    links = {link.name: link for link in network.links}
-
-    def transfer(phase: Phase) -> Transfer:
-        pure = network.busy_s(phase.kind, phase.elements, phase.itemsize, phase.level)
-        fitted = flow(network, phase)
-        least_s = fitted.serial_s + fitted.spread_s
-        if not pure:
-            return Transfer(least_s)
-        name = max(pure, key=lambda name: pure[name])
-        loaded_s = fitted.load_bytes[name] / links[name].bytes_per_s
-        burst_s = links[name].burst_bytes / links[name].bytes_per_s
-        return Transfer(least_s, pure[name], fitted.serial_s + loaded_s - pure[name], burst_s)
-
     for (numel, dtype), at_s in zip(contents, ready_s, strict=True):
         scatter, gathering, _ = halves_of(exchange or Dense(), gather, numel, dtype, topology)
         parts = (half.cost(numel, dtype, topology).phases for half in (exchange or Dense(), scatter, gathering))
-        whole, first, second = (tuple(map(transfer, phases)) for phases in parts)
+        whole, first, second = (tuple(transfer(network, phase) for phase in phases) for phases in parts)
         yield BucketTimes(at_s, whole, first, second)

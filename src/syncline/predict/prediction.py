@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,6 +20,7 @@ from syncline.predict import overlap
 from syncline.predict.exchange_time import capacities, flow, solo_s, topology_of
 from syncline.predict.schedule import Schedule
 from syncline.predict.timeline import Bucket, Collective, Timeline, Work, simulate
+from syncline.records.link_costs import LINKS
 from syncline.records.network import Network
 from syncline.records.profile import Overheads, Profile
 
@@ -38,6 +39,19 @@ class Losses(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     overhead_s: float  # copies into and out of buckets, hooks, and the exchanges' own computation
     buffers_s: float  # broadcasts of buffers before forward
     software_s: float  # collectives on infinitely fast links: processors, and protocols that do not fill a link
+
+    @classmethod
+    def of(cls, whole_s: float, compute_s: float, without: Iterable[tuple[str, float]]) -> Losses:
+        """Attribute to each cause the time that removing it saves, so that losses add up. `without` has the causes, and
+        the time of the step without them and all earlier ones; the last time does not count."""
+        causes, others_s = zip(*without, strict=True)
+        # Removing a cause may make a step longer: single gradients are padded one by one. That cause then counts as 0.
+        times = list(itertools.accumulate([whole_s, *others_s], min))
+        times = [*(max(compute_s, time_s) for time_s in times[:-1]), compute_s]
+        lost = {name: before - after for name, (before, after) in zip(causes, itertools.pairwise(times), strict=True)}
+        links_s = {name: lost.pop(name) for name in causes if name in LINKS}
+        names = [field.removesuffix("_s") for field in cls.__struct_fields__ if field != "links_s"]
+        return cls(links_s=links_s, **{f"{name}_s": lost.get(name, 0.0) for name in names})
 
     @property
     def by_cause(self) -> dict[str, float]:
@@ -121,15 +135,9 @@ class Prediction:
 
     @functools.cached_property
     def losses(self) -> Losses:
-        """Remove one cause after the other, and attribute the time that each saves to it, so that losses add up."""
-        causes, others = zip(*self._without_causes(), strict=True)
-        # Removing a cause may make a step longer: single gradients are padded one by one. That cause then counts as 0.
-        times = list(itertools.accumulate([self.iteration_s, *(other.iteration_s for other in others)], min))
-        times = [*(max(self.compute_s, time_s) for time_s in times[:-1]), self.compute_s]
-        lost = {name: before - after for name, (before, after) in zip(causes, itertools.pairwise(times), strict=True)}
-        links = {link.name for link in self.network.links}
-        links_s = {name: lost.pop(name) for name in causes if name in links}
-        return Losses(links_s=links_s, **{f"{name}_s": seconds for name, seconds in lost.items()})
+        """Remove one cause after the other, and attribute the time that each saves to it."""
+        without = ((name, other.iteration_s) for name, other in self._without_causes())
+        return Losses.of(self.iteration_s, self.compute_s, without)
 
     def _without_causes(self) -> Iterator[tuple[str, Prediction]]:
         """Yield the causes of loss, and the step without them and all earlier ones. The busiest link is the last."""

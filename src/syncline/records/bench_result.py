@@ -65,6 +65,7 @@ class BenchResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     profile: Profile | None = None  # the profile of the predictions, with `network`; null if nothing was predicted
     network: Network | None = None
     plans: dict[str, Plan] = {}  # the plan of each method that has one
+    sharded_profile: Profile | None = None  # the profile of the predictions of sharded models
 
 
 class HeldOut(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -76,7 +76,7 @@ class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The cost of one kind of collective among the ranks of one level."""
 
     level: Annotated[str, one_of(*LEVELS)]
-    kind: Annotated[str, one_of(*wire.KINDS, wire.PACED)]
+    kind: Annotated[str, one_of(*wire.KINDS, wire.PACED, wire.REDUCE_SCATTER)]
     ranks: _Ranks
     startup_s: Seconds
     startup_low_s: Seconds
@@ -137,6 +137,14 @@ class Overlap(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def __post_init__(self) -> None:
         if not 1 <= self.slowdown <= self.streams:
             raise ValueError(f"slowdown: must be between 1 and streams ({self.streams}), not {self.slowdown}")
+
+
+class Beside(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How collectives inside hosts and between hosts slow each other down: time while both run, divided by the time
+    alone. They share no link, but processors and, on a GPU, its memory and queues."""
+
+    inside: Annotated[float, msgspec.Meta(ge=1, le=MOST)]
+    between: Annotated[float, msgspec.Meta(ge=1, le=MOST)]
 
 
 class Startup(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

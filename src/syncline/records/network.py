@@ -22,7 +22,7 @@ from syncline.errors import UsageError
 from syncline.exchange import WORLD, Level, Tree, wire
 from syncline.files import JsonFile
 from syncline.records.fields import Amount, Count, Device, PositiveCount, Schema, check_unique, one_of
-from syncline.records.link_costs import LEVELS, Collective, Link, Overlap, Startup
+from syncline.records.link_costs import LEVELS, Beside, Collective, Link, Overlap, Startup
 
 Groups = tuple[tuple[int, ...], ...]
 _LIKE = {
@@ -58,6 +58,8 @@ class Network(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True, d
     """Whether the hosts are emulated on one machine, and so share its processors."""
     paced_bytes: Count | None = None
     """Smallest buffer whose all-to-all between hosts runs in paced rounds; null if that was not measured."""
+    beside: Beside | None = None
+    """How collectives inside hosts and between hosts slow each other down; null if it was not measured."""
     measured: bool = True
     where: str = ""
     how: str = ""

@@ -19,6 +19,7 @@ import torch
 from syncline.files import FileError, JsonFile
 from syncline.records.activations import Activations
 from syncline.records.fields import MOST, Count, Device, PositiveCount, Schema, Seconds, check_unique
+from syncline.records.sharding import Sharding
 
 _GRADIENT_DTYPES = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
 _OTHER_DTYPES = (
@@ -148,6 +149,7 @@ class Profile(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
     minus the median rank's."""
     overheads: Overheads | None = None
     activations: Activations | None = None  # memory of forward and backward, if it was measured
+    sharding: Sharding | None = None  # the units of a model for FSDP
 
     def __post_init__(self) -> None:
         check_unique("gradients[{}].name", (gradient.name for gradient in self.gradients))
@@ -162,6 +164,8 @@ class Profile(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
         last, rounding_s = len(self.gradients) - 1, 1e-9 + 1e-6 * self.backward_s
         if (ready_s := self.gradients[last].ready_s) > self.backward_s + rounding_s:
             raise ValueError(f"gradients[{last}].ready_s: is {ready_s}, after backward_s ({self.backward_s})")
+        if self.sharding is not None:
+            self.sharding.check({gradient.name for gradient in self.gradients})
 
     @property
     def slowest(self) -> RankTimes | None:

@@ -60,6 +60,8 @@ class Inputs:
     """Numbers of hosts to predict, the first in detail; by default the network's, and many more for the scaling."""
     rates_bps: tuple[int | None, ...] = (None,)
     """Rates of the hosts' links to predict, the first in detail; None: the network's own."""
+    sharded: tuple[str, ...] = ()
+    """Methods for sharded models to predict; if there are any, no schedules are predicted."""
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  #: names of the files that were read, by kind
     command: str = ""  #: the command that makes the page again, if there is one
 
@@ -214,7 +216,9 @@ def _hosts_text(host_of_rank: tuple[int, ...]) -> str:
 def forecast_for(inputs: Inputs, model: ModelData) -> Forecast | None:
     """Predict a model; None if its profile or network is missing, or the network lacks what predictions need."""
     profile, network = model.profile, model.network
-    if profile is None or network is None:
+    if profile is None or network is None or inputs.sharded:
+        return None
+    if profile.sharding is not None and profile.sharding.measured_shards > 1:  # it contains FSDP's collectives
         return None
     schedules = {}
     for text in inputs.schedules:

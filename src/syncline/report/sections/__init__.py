@@ -15,13 +15,14 @@ from syncline.report.sections.measured import gradients_section, method_sections
 from syncline.report.sections.network import network_sections
 from syncline.report.sections.plan import plan_sections, scaling_section
 from syncline.report.sections.ranks import ranks_section
+from syncline.report.sections.sharded import sharded_section
 from syncline.report.sections.step import remedies_section, step_section, timeline_section
 from syncline.units import count_text
 
 _MOST_FILES = 40
 _FOR_EACH_MODEL = (
     *(ranks_section, step_section, timeline_section, remedies_section, plan_sections),
-    *(scaling_section, training_section, gradients_section),
+    *(scaling_section, sharded_section, training_section, gradients_section),
 )
 
 

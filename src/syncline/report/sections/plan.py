@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from syncline.exchange import name_of
 from syncline.predict import Prediction
 from syncline.predict.diagnosis import CAUSES, lost_to
+from syncline.predict.sharded import ShardedPrediction
 from syncline.records.plan import Alternative, Plan
 from syncline.report.charts import (
     Bars,
@@ -137,7 +138,7 @@ def _series(name: str, predictions: tuple[Prediction, ...], color: int) -> Serie
     return Series(name, [(point.x, point.y) for point in points], points, band, color=color)
 
 
-def numbers(curves: Mapping[str, Sequence[Prediction]]) -> Table:
+def numbers(curves: Mapping[str, Sequence[Prediction | ShardedPrediction]]) -> Table:
     """List predictions, given by the name of their plan and links; a single name is left out."""
     rows = []
     for name, predictions in curves.items():
