@@ -180,6 +180,14 @@ def make_choice(
     return _Ladder(profile, network, own_buckets, paced, caps, steps).choose(quality, updates, overlap, hint)
 
 
+def rung_choices(
+    profile: Profile, network: Network, quality: str = QUALITIES[-1], *, caps: Sequence[int] = DDP_CAPS
+) -> tuple[Choice, ...]:
+    """Return the best choice of each rung that a quality allows, also of those that `make_choice` need not consider."""
+    ladder = _Ladder(profile, network, own_buckets=False, paced=False, caps=caps, warmup=UPDATES_WARMUP_STEPS)
+    return tuple(step.choice for step in ladder.all_steps(rungs_of(quality)))
+
+
 @dataclass(frozen=True)
 class _Step:
     """A rung with its best schedule."""
@@ -223,14 +231,18 @@ class _Ladder:
         plan = msgspec.structs.replace(chosen.choice.plan, reason=reason)
         return msgspec.structs.replace(chosen.choice, plan=plan, reason=reason, rungs=times)
 
-    def _climb(self, rungs: Sequence[Rung]) -> Iterator[_Step]:
+    def all_steps(self, rungs: Sequence[Rung]) -> list[_Step]:
+        """Return the best of each rung."""
+        return self._with_other_buckets(list(self._climb(rungs, all_of_them=True)))
+
+    def _climb(self, rungs: Sequence[Rung], *, all_of_them: bool = False) -> Iterator[_Step]:
         """Yield the best of each rung with DDP's own buckets, until no other rung can be faster by more than the
         tolerance."""
         allow: list[str] = []
         best_s = float("inf")
         for rung in rungs:
             allow += rung.allow
-            if best_s <= (1 + TOLERANCE) * self._profile.step_s:
+            if best_s <= (1 + TOLERANCE) * self._profile.step_s and not all_of_them:
                 return
             try:
                 choice = self._best_of(rung, allow, own_buckets=True)
