@@ -59,7 +59,8 @@ FORCED = {
 """How to attach a rung whose best settings are predicted to be no faster than plain DDP."""
 PLAIN = "plain DDP"
 TOLERANCE = 0.05
-ROUNDS, WARMUP = 9, 4
+ROUNDS, WARMUP = (5, 11), 2
+MEASURE_S = 25.0
 _OVERLAPPING_STEPS = 4
 
 
@@ -108,7 +109,9 @@ def measured_cell(rank: Rank, model: str) -> dict[str, Any]:
                 ddp, choice, network=network, timeout_s=None, scaler=None, optimizer=stepped, warmup=0
             )
         contenders.append(_contender(name, ddp, optimizer, choice, handle, inputs, targets))
-    record = take_turns(rank, contenders, warmup=WARMUP, rounds=ROUNDS)
+    round_s = (3 + len(choices)) * tuned["close"].choice.plain_s + 20 * profile.step_s
+    rounds = max(ROUNDS[0], min(ROUNDS[1], round(MEASURE_S / round_s) - WARMUP))
+    record = take_turns(rank, contenders, warmup=WARMUP, rounds=rounds)
     return {
         "record": record,
         "steps": {contender.name: contender.steps for contender in contenders},

@@ -220,7 +220,7 @@ def test_tuning_with_an_optimizer_may_overlap_and_leaves_plain_ddp_if_that_loses
     def overlapping(profile: Profile, network: Network, *_: Any, **options: Any) -> Choice:
         """Choose overlap whatever is predicted: these links are not those of the made-up network."""
         assert options["overlap"]
-        return msgspec.structs.replace(best_overlapped(True), iteration_s=0.001, plain_s=0.001)
+        return msgspec.structs.replace(best_overlapped(True), iteration_s=0.001, plain_s=0.001, rivals=())
 
     monkeypatch.setattr("syncline.tuning.choose.make_choice", overlapping)
 

@@ -83,8 +83,8 @@ def test_a_plan_wins_only_by_more_than_the_noise(one_rank: None) -> None:
     assert period.plan_s == pytest.approx(0.1) and not period.won
     assert repaid_after(7.0, 0.1) == "Tuning took 7.0 s, and saves 100.0 ms per step: it is repaid after 70 steps."
     assert repaid_after(7.0, 0.0) == "Tuning took 7.0 s."
-    assert Schedule.within(100.0, 0.1, period=15).counted == 15
-    assert Schedule.on_live_steps(0.1, keeps=True, period=15).turns == ("plain", "plan")
+    assert Schedule.within(100.0, 0.1).counted == 15
+    assert Schedule.on_live_steps(0.1, keeps=True).passes == 1
 
 
 # --- remembered links -------------------------------------------------------------------------------------------------

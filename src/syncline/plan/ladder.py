@@ -22,7 +22,7 @@ from syncline.exchange import (
     settings,
 )
 from syncline.plan.make import make_plan, plan_for
-from syncline.plan.rungs import QUALITIES, Rung, allowed_names, check_quality, rungs_of
+from syncline.plan.rungs import QUALITIES, RUNGS, Rung, allowed_names, check_quality, rungs_of
 from syncline.plan.search import LEAST_GAIN, options
 from syncline.predict import Prediction, Schedule, predict
 from syncline.predict.schedule import DDP_CAPS, OVERLAP, UPDATES, Updates
@@ -34,6 +34,9 @@ from syncline.units import milliseconds_text
 
 TOLERANCE = 0.05
 """A gentler rung is chosen if it takes at most this share longer than the fastest one that is allowed."""
+DOUBT = 1.15
+"""Two rungs whose predicted times differ by less than this factor may be in the other order when they are measured."""
+_MOST_RIVALS = 3
 _MOST_BY_BUCKETS = 1.25  # other buckets than DDP's are searched where a gain of this factor could decide
 
 
@@ -80,6 +83,15 @@ class Choice(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     warmup: int = 0  # steps before the chosen exchange begins, which nothing that is sparse goes without
     rungs: tuple[RungTime, ...] = ()
+    rivals: tuple[Choice, ...] = ()
+    """Other rungs that predictions cannot rule out, from the gentlest on. A trial decides."""
+
+    @property
+    def contenders(self) -> tuple[Choice, ...]:
+        """This choice, unless it is plain DDP, and its rivals, from the gentlest on."""
+        order = [rung.name for rung in RUNGS]
+        choices = self.rivals if self.nothing else (*self.rivals, self)
+        return tuple(sorted(choices, key=lambda choice: order.index(choice.rung) if choice.rung in order else -1))
 
     @property
     def nothing(self) -> bool:
@@ -215,21 +227,27 @@ class _Ladder:
         chosen = next(step for step in steps if step.choice.iteration_s <= (1 + TOLERANCE) * fastest_s)
         better = self._next(quality, chosen, hint)
         times = tuple(_time_of(step) for step in [*steps, *([better] if better is not None else [])])
-        words = [chosen.choice.reason]
-        if not chosen.choice.nothing and chosen.rung.quality != "exact":
-            words.append(f"Trade-off: {chosen.rung.trade_off}.")
-            words.append(f"Evidence (docs/results.md): {chosen.rung.evidence}.")
-            if chosen.rung.updates is not None and isinstance(_exchange_of(chosen.choice), Hierarchical):
+        rivals = tuple(self._explained(step, better, updates) for step in _rivals(steps, chosen))
+        choice = self._explained(chosen, better, updates)
+        return msgspec.structs.replace(choice, rungs=times, rivals=rivals)
+
+    def _explained(self, step: _Step, better: _Step | None, updates: bool) -> Choice:
+        """Return the choice of a rung, with what it gives up, the evidence, and what the next quality would give."""
+        choice, rung = step.choice, step.rung
+        words = [choice.reason]
+        if not choice.nothing and rung.quality != "exact":
+            words.append(f"Trade-off: {rung.trade_off}.")
+            words.append(f"Evidence (docs/results.md): {rung.evidence}.")
+            if rung.updates is not None and isinstance(_exchange_of(choice), Hierarchical):
                 words.append(
                     "That row is about the exchange without levels: none was measured for the one with levels."
                 )
-        elif not chosen.choice.nothing and chosen.rung.overlaps:
-            words.append(f"Trade-off: {chosen.rung.trade_off} (docs/guide/overlap.md).")
+        elif not choice.nothing and rung.overlaps:
+            words.append(f"Trade-off: {rung.trade_off} (docs/guide/overlap.md).")
         if better is not None:
-            words.append(self._hint(chosen, better, updates))
+            words.append(self._hint(step, better, updates))
         reason = " ".join(words)
-        plan = msgspec.structs.replace(chosen.choice.plan, reason=reason)
-        return msgspec.structs.replace(chosen.choice, plan=plan, reason=reason, rungs=times)
+        return msgspec.structs.replace(choice, plan=msgspec.structs.replace(choice.plan, reason=reason), reason=reason)
 
     def all_steps(self, rungs: Sequence[Rung]) -> list[_Step]:
         """Return the best of each rung."""
@@ -242,8 +260,8 @@ class _Ladder:
         best_s = float("inf")
         for rung in rungs:
             allow += rung.allow
-            if best_s <= (1 + TOLERANCE) * self._profile.step_s and not all_of_them:
-                return
+            if best_s <= (1 + TOLERANCE / 2) * self._profile.step_s and not all_of_them:
+                return  # even if the exposed time is predicted at half of what it is
             try:
                 choice = self._best_of(rung, allow, own_buckets=True)
             except UsageError:
@@ -332,6 +350,27 @@ class _Ladder:
         needs = ", needs the optimizer" if better.rung.needs_optimizer and not updates else ""
         what = f'quality="{better.rung.quality}" ({better.rung.name}, lossy{needs})'
         return f"{what}: {then:.1f}× plain DDP's speed instead of {now:.1f}× (predicted)."
+
+
+def _rivals(steps: Sequence[_Step], chosen: _Step) -> list[_Step]:
+    """Return rungs that may be right instead of the chosen one: gentler ones that may be fast enough, and the fastest
+    of the others that may be faster by more than the tolerance."""
+    place, chosen_s = steps.index(chosen), chosen.choice.iteration_s
+    fastest_s = min(step.choice.iteration_s for step in steps)
+    content = chosen.choice.plan.buckets, chosen.choice.attachment
+    others = [s for s in steps if not s.choice.nothing and (s.choice.plan.buckets, s.choice.attachment) != content]
+    gentler = [
+        step
+        for step in steps[:place]
+        if step in others and step.choice.iteration_s <= (1 + TOLERANCE) * DOUBT * fastest_s
+    ]
+    harsher = [
+        step
+        for step in steps[place + 1 :]
+        if step in others and (1 + TOLERANCE) * step.choice.iteration_s <= DOUBT * chosen_s
+    ]
+    nearest = [*gentler[-1:], *sorted(harsher, key=lambda step: step.choice.iteration_s), *reversed(gentler[:-1])]
+    return [step for step in steps if step in nearest[:_MOST_RIVALS]]
 
 
 def _exchange_of(choice: Choice) -> Exchange | None:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -50,8 +51,9 @@ from syncline.tuning.live_model import CannotChangeError, LiveModel, Steps, trai
 from syncline.tuning.retuning import CHECK_STEPS, Retuning
 from syncline.tuning.settings import TuneSettings
 from syncline.tuning.stakes import Stakes
-from syncline.tuning.trials import SETTLING, Schedule, Trial, Turn, reduced, repaid_after
+from syncline.tuning.trials import SETTLING, Contest, Schedule, Trial, reduced, repaid_after
 
+_END = "the end of a trial"
 _PROFILED = 10  # steps that the profile is made from
 
 _probed: dict[tuple[object, ...], Network] = {}
@@ -289,17 +291,16 @@ class Following(LiveModel):
             able = {"updates": optimizer is not None, "own_buckets": self._is_compiled}
             chosen = choose_for_live(self.model, profile, self.network, settings, self._device, **able)
             (self.profile, self.choice), self.plan = chosen, chosen[1].plan
-        reason = self.choice.reason
-        if self._is_compiled:
-            reason += " DDP's buckets stay as they are, because a compiled model would have to be compiled again."
-        reason += self._hint
-        if self.choice.nothing and self.handle is not None:  # what was better before the links changed
+        reason = self._explained(self.choice.reason)
+        # The warm-up of updates is too long to try them beside others.
+        contenders = [each for each in self.choice.contenders if each.rung == self.choice.rung or not each.warmup]
+        if not contenders and self.handle is not None:  # what was better before the links changed
             with self._paused():
                 self._switch_to(None)
-        if not settings.change or self.choice.nothing:
+        if not settings.change or not contenders:
             self._outcome = reason if settings.change else f"Only observed. {reason}"
             return
-        yield from self._try(self.choice, self.network, optimizer, reason)
+        yield from self._try(self.choice, contenders, self.network, optimizer)
 
     def _find_network(self, profile: Profile) -> Network | None:
         """Return the links: probed before, remembered, or probed now. None, with the outcome, if that cannot pay."""
@@ -335,32 +336,46 @@ class Following(LiveModel):
             return None
         return optimizer
 
-    def _try(self, choice: Choice, network: Network, optimizer: Optimizer | None, reason: str) -> Steps:
-        """Let plain DDP and the choice take turns over the script's own steps, and keep the faster."""
-        schedule = Schedule.on_live_steps(choice.plain_s, keeps=choice.keeps, period=choice.period)
-        step_s: dict[Turn, list[float]] = {"plain": [], "plan": []}
+    def _try(
+        self, choice: Choice, contenders: Sequence[Choice], network: Network, optimizer: Optimizer | None
+    ) -> Steps:
+        """Let plain DDP, the choice and its rivals take turns over the script's own steps, and keep the best."""
+        contest = Contest(self._group, contenders)
+        keeps = any(each.keeps for each in contenders)
+        schedule = Schedule.on_live_steps(choice.plain_s, keeps=keeps)
+        current: object = self.handle
 
-        def take_turn(turn: Turn) -> None:
+        def switch_to(turn: Choice | None) -> None:
+            nonlocal current
+            if turn is not current:
+                with self._paused():
+                    self._switch_to(turn, network, optimizer)
+                current = turn
+
+        turns = contest.turns(schedule)
+        while True:
             with self._paused():
-                if (turn == "plan") != (self.handle is not None):
-                    self._switch_to(choice if turn == "plan" else None, network, optimizer)
-
-        for turn in schedule.turns:
-            take_turn(turn)
-            if turn == "plan" and choice.warmup:
-                self._outcome = f"{reason} The script ended during the warm-up of {choice.warmup} steps."
-                yield from self._wait_for_steps(choice.warmup)
+                turn = next(turns, _END)
+            if isinstance(turn, str):
+                break
+            switch_to(turn)
+            if turn is not None and turn.warmup:
+                self._outcome = f"{turn.reason} The script ended during the warm-up of {turn.warmup} steps."
+                yield from self._wait_for_steps(turn.warmup)
             yield from self._wait_for_steps(schedule.settling)
             first = self._watcher.step_count
-            yield from self._wait_for_steps(schedule.counted)
-            step_s[turn] += self._log.step_times_s(first, first + schedule.counted)
-            if len(step_s["plain"]) == len(step_s["plan"]):
-                with self._paused():
-                    self.trial = Trial.of(self._group, step_s, choice.period)
-                if self.trial.clear:
-                    break
-        assert self.trial is not None  # noqa: S101 - a schedule has turns of both
-        take_turn("plan" if self.trial.won else "plain")
-        self._outcome = f"{reason} {self.trial.describe('step', choice.name)}"
-        if choice.keeps and not self.trial.won:
-            self._outcome += " The residual of its steps is dropped."
+            yield from self._wait_for_steps(schedule.steps(turn))
+            with self._paused():
+                contest.note(turn, self._log.step_times_s(first, first + schedule.steps(turn)))
+        best, self.trial = contest.best, contest.trial
+        switch_to(best if self.trial.won else None)
+        self.choice = msgspec.structs.replace(best, rungs=choice.rungs, rivals=())
+        self.plan = best.plan
+        self._outcome = f"{self._explained(best.reason)} {self.trial.describe('step', best.name)}"
+        if any(each.keeps for each in contenders if each is not current):
+            self._outcome += " The residuals of what does not stay are dropped."
+
+    def _explained(self, reason: str) -> str:
+        if self._is_compiled:
+            reason += " DDP's buckets stay as they are, because a compiled model would have to be compiled again."
+        return reason + self._hint
