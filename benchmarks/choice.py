@@ -1,8 +1,8 @@
 """Whether `tune` chooses the right rung: its choice for every quality, measured beside all rungs of the ladder.
 
-In each cell, which is a model at a rate of the links between emulated hosts, `tune` chooses for all three qualities as
-a user would let it. Then every rung with the settings that are predicted to suit it best, plain DDP, and the three
-tuned models take turns in the same processes. Computation is real, on the cores that also communicate.
+In each cell, which is a model at a rate of the links between emulated hosts, `tune` chooses for all three qualities, in
+new processes each. Then every rung with the settings that are predicted to suit it best, plain DDP, and the three
+choices take turns in the same processes. Computation is real, on the cores that also communicate.
 
     python benchmarks/choice.py --json F [--rates 50,150] [--models cnn,gpt]     # cells that F has are not repeated
     python benchmarks/choice.py --report F
@@ -24,15 +24,13 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import Optimizer
 
 import syncline
 from syncline.bench.methods import slow_sgd
 from syncline.bench.rounds import Contender, Turns, combine, take_turns, training_step
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.ddp.handle import Handle
 from syncline.exchange import EXCHANGES, Dense, settings
 from syncline.files import write_json
 from syncline.models import zoo
@@ -40,7 +38,10 @@ from syncline.models.gpt import GPT
 from syncline.plan.ladder import Attachment, Choice, rung_choices
 from syncline.plan.rungs import QUALITIES, RUNGS
 from syncline.predict.schedule import UPDATES
+from syncline.records.network import Network
+from syncline.records.profile import Profile
 from syncline.tuning.apply import apply_choice, without_warmup
+from syncline.tuning.choose import plain_choice
 from training import small_resnet
 
 RATES = (50, 150, 400, 1000)  # Mbit/s
@@ -59,94 +60,60 @@ FORCED = {
 """How to attach a rung whose best settings are predicted to be no faster than plain DDP."""
 PLAIN = "plain DDP"
 TOLERANCE = 0.05
-ROUNDS, WARMUP = (5, 11), 2
-MEASURE_S = 25.0
-_OVERLAPPING_STEPS = 4
+STEPS, ROUNDS, WARMUP = 3, 6, 4
 
 
-def measured_cell(rank: Rank, model: str) -> dict[str, Any]:
-    """Tune for each quality, and measure what was chosen beside all rungs."""
+def tuned_choice(rank: Rank, model: str, quality: str, network: Network | None) -> dict[str, Any]:
+    """Let `tune` choose, in new processes, as a script would."""
     rank.init_process_group()
+    ddp, loss_of = _built(rank, model)
+    optimizer = slow_sgd(ddp.parameters())
+    warmup = 0 if quality == "close" else None
+    options: dict[str, Any] = {"quality": quality, "network": network, "warmup": warmup, "cache": False, "quiet": True}
+    tuned = syncline.tune(ddp, lambda net: loss_of(net).backward(), optimizer=optimizer, **options)
+    taken = tuned.handle is not None
+    about = {"taken": tuned.choice.rung if taken else PLAIN, "seconds": tuned.seconds, "said": tuned.describe()}
+    stored = {"choice": tuned.choice if taken else None, "network": tuned.network, "profile": tuned.profile}
+    plain = plain_choice(tuned.profile, ddp.process_group, tuned.profile.step_s, "")
+    return {**about, "plain": msgspec.to_builtins(plain), **msgspec.to_builtins(stored)}
+
+
+def measured(rank: Rank, model: str, choices: dict[str, Choice | None], network: Network | None) -> dict[str, Any]:
+    """Let training steps with these choices, or plain DDP, take turns."""
+    rank.init_process_group()
+    contenders = [_contender(rank, model, name, choice, network) for name, choice in choices.items()]
+    record = take_turns(rank, contenders, warmup=WARMUP, rounds=ROUNDS)
+    return {"record": record, "steps": {contender.name: contender.steps for contender in contenders}}
+
+
+def _built(rank: Rank, model: str) -> tuple[DDP, Callable[[nn.Module], Tensor]]:
     build, kind, batch = MODELS[model]
     inputs, targets = zoo.make_batch(kind, batch, torch.Generator().manual_seed(rank.rank))
-
-    def built() -> DDP:
-        torch.manual_seed(0)
-        return DDP(build())
-
-    contenders: list[Contender] = []
-    tuned: dict[str, syncline.Tuned] = {}
-    for quality in reversed(QUALITIES):  # the probe of "close" includes what the others need
-        ddp = built()
-        optimizer = slow_sgd(ddp.parameters())
-        links = tuned["close"].network if tuned else None
-        tuned[quality] = syncline.tune(
-            ddp,
-            lambda net: zoo.loss(net(inputs), targets).backward(),
-            optimizer=optimizer,
-            quality=quality,
-            network=links,
-            warmup=0 if quality == "close" else None,
-            cache=False,
-            quiet=True,
-        )
-        choice = tuned[quality].choice if tuned[quality].handle is not None else None
-        contenders.append(_contender(f"tune {quality}", ddp, optimizer, choice, tuned[quality].handle, inputs, targets))
-    network, profile = tuned["close"].network, tuned["close"].profile
-    choices: dict[str, Choice | None] = {PLAIN: None}
-    if network is not None:
-        choices |= {choice.rung: choice for choice in rung_choices(profile, network)}
-    for name, choice in choices.items():
-        ddp = built()
-        optimizer, handle = slow_sgd(ddp.parameters()), None
-        if choice is not None and choice.nothing and name in FORCED:  # measured all the same
-            choice = choices[name] = msgspec.structs.replace(choice, attachment=FORCED[name])
-        if choice is not None and not choice.nothing:
-            stepped = optimizer if choice.needs_optimizer else None
-            if choice.attachment is None:
-                choice = msgspec.structs.replace(choice, plan=without_warmup(choice.plan))
-            handle = apply_choice(
-                ddp, choice, network=network, timeout_s=None, scaler=None, optimizer=stepped, warmup=0
-            )
-        contenders.append(_contender(name, ddp, optimizer, choice, handle, inputs, targets))
-    round_s = (3 + len(choices)) * tuned["close"].choice.plain_s + 20 * profile.step_s
-    rounds = max(ROUNDS[0], min(ROUNDS[1], round(MEASURE_S / round_s) - WARMUP))
-    record = take_turns(rank, contenders, warmup=WARMUP, rounds=rounds)
-    return {
-        "record": record,
-        "steps": {contender.name: contender.steps for contender in contenders},
-        "tuned": {quality: _about(tuned[quality]) for quality in QUALITIES},
-        "predicted_ms": {name: choice.iteration_s * 1e3 for name, choice in choices.items() if choice is not None},
-        "calls": {name: _call(choice) for name, choice in choices.items()},
-        "compute_ms": profile.step_s * 1e3,
-        "plain_predicted_ms": tuned["close"].choice.plain_s * 1e3,
-    }
+    torch.manual_seed(0)
+    return DDP(build()), lambda net: zoo.loss(net(inputs), targets)
 
 
-def _contender(
-    name: str,
-    ddp: DDP,
-    optimizer: Optimizer,
-    choice: Choice | None,
-    handle: Handle | None,
-    inputs: Tensor,
-    targets: Tensor,
-) -> Contender:
-    step = training_step(ddp, lambda: zoo.loss(ddp(inputs), targets), optimizer)
+def _contender(rank: Rank, model: str, name: str, choice: Choice | None, network: Network | None) -> Contender:
+    """Return several steps in a row, because a link carries a single one faster, in a burst."""
+    ddp, loss_of = _built(rank, model)
+    optimizer, handle = slow_sgd(ddp.parameters()), None
+    if choice is not None:
+        stepped = optimizer if choice.needs_optimizer else None
+        plan = choice.plan if choice.attachment is not None else without_warmup(choice.plan)
+        applied = msgspec.structs.replace(choice, plan=plan)
+        handle = apply_choice(ddp, applied, network=network, timeout_s=None, scaler=None, optimizer=stepped, warmup=0)
+    step = training_step(ddp, lambda: loss_of(ddp), optimizer)
+    count = max(STEPS, 1 if choice is None else choice.period)
     attachment = None if choice is None else choice.attachment
-    if handle is None or attachment is None or not (attachment.updates or attachment.overlap):
-        return Contender(name, step)
-    period = _OVERLAPPING_STEPS if attachment.overlap else attachment.every
 
     def steps() -> None:
-        for _ in range(period):
+        for _ in range(count):
             step()
-        if not attachment.overlap:
+        if handle is not None and attachment is not None and attachment.updates:
             handle.wait()
 
-    if attachment.overlap:
-        return Contender(name, steps, period, lead=step, lead_steps=1, settle=handle.wait)
-    return Contender(name, steps, period)
+    settle = handle.wait if handle is not None and attachment is not None and attachment.overlap else lambda: None
+    return Contender(name, steps, count, lead=step, lead_steps=1, settle=settle)
 
 
 def _call(choice: Choice | None) -> str:
@@ -158,50 +125,79 @@ def _call(choice: Choice | None) -> str:
     return f"{len(choice.plan.buckets)} buckets, {choice.plan.lanes} lanes: {', '.join(names)}"
 
 
-def _about(tuned: syncline.Tuned) -> dict[str, Any]:
-    return {
-        "chosen": tuned.choice.rung if not tuned.choice.nothing else PLAIN,
-        "taken": PLAIN if tuned.handle is None else tuned.choice.rung,
-        "call": _call(tuned.choice),
-        "seconds": tuned.seconds,
-        "said": tuned.describe(),
-        "rungs": msgspec.to_builtins(tuned.choice.rungs),
-    }
-
-
-# --- verdicts ---------------------------------------------------------------------------------------------------------
+# --- cells and verdicts -----------------------------------------------------------------------------------------------
 
 
 def cell_of(hosts: int, per_host: int, mbit: int, model: str) -> dict[str, Any]:
     spec = ClusterSpec(hosts=hosts, per_host=(per_host,) * hosts, rate_bps=mbit * 10**6)
-    answers = launch(spec, partial(measured_cell, model=model), deadline_s=240)
+    network: Network | None = None
+    tuned: dict[str, dict[str, Any]] = {}
+    for quality in reversed(QUALITIES):  # the probe of "close" includes what the others need
+        main = partial(tuned_choice, model=model, quality=quality, network=network)
+        tuned[quality] = launch(spec, main, deadline_s=120)[0]
+        network = network or msgspec.convert(tuned[quality].pop("network"), Network | None)
+    profile = msgspec.convert(tuned["close"]["profile"], Profile)
+    choices: dict[str, Choice | None] = {PLAIN: None}
+    if network is not None:
+        choices |= {choice.rung: choice for choice in rung_choices(profile, network)}
+    predicted_ms = {name: choice.iteration_s * 1e3 for name, choice in choices.items() if choice is not None}
+    for name, attachment in FORCED.items():  # rungs that are predicted to be no faster are measured all the same
+        choice = choices.get(name)
+        if choice is None or choice.nothing:
+            base = choice or msgspec.convert(tuned["close"]["plain"], Choice)
+            choices[name] = msgspec.structs.replace(base, rung=name, attachment=attachment)
+    for quality, answer in tuned.items():
+        choices[f"tune {quality}"] = msgspec.convert(answer.pop("choice"), Choice | None)
+        del answer["profile"], answer["plain"]
+    same_as = _duplicates(choices)
+    unique = {name: choice for name, choice in choices.items() if same_as[name] == name}
+    main = partial(measured, model=model, choices=unique, network=network)
+    answers = launch(spec, main, deadline_s=240)
     turns = combine([answer["record"] for answer in answers], answers[0]["steps"])
-    kept = {name: value for name, value in answers[0].items() if name not in ("record", "steps")}
-    seconds = {name: turn.seconds for name, turn in turns.items()}
-    return {"hosts": hosts, "per_host": per_host, "mbit": mbit, "model": model, **kept, "seconds": seconds}
+    return {
+        "hosts": hosts,
+        "per_host": per_host,
+        "mbit": mbit,
+        "model": model,
+        "tuned": tuned,
+        "compute_ms": profile.step_s * 1e3,
+        "predicted_ms": predicted_ms,
+        "calls": {name: _call(choice) for name, choice in choices.items()},
+        "seconds": {name: turns[same].seconds for name, same in same_as.items()},
+    }
+
+
+def _duplicates(choices: dict[str, Choice | None]) -> dict[str, str]:
+    """Return for each choice the first one that exchanges in the same way, which is measured once."""
+    firsts: dict[bytes, str] = {}
+    same_as = {}
+    for name, choice in choices.items():
+        nothing = choice is None or choice.nothing
+        content = b"" if nothing else msgspec.json.encode([choice.plan.buckets, choice.plan.lanes, choice.attachment])
+        same_as[name] = firsts.setdefault(content, name)
+    return same_as
 
 
 def verdicts(cell: dict[str, Any]) -> list[dict[str, Any]]:
     """Return for each quality what was taken, what was best, and whether a gentler rung would have been as fast."""
     turns = {name: Turns(seconds, 0.0) for name, seconds in cell["seconds"].items()}
-    quality_of = {rung.name: rung.quality for rung in RUNGS}
+    quality_of = {PLAIN: "exact", **{rung.name: rung.quality for rung in RUNGS}}
     order = [PLAIN, *[rung.name for rung in RUNGS if rung.name in turns]]
     found = []
     for quality in QUALITIES:
         allowed = QUALITIES[: QUALITIES.index(quality) + 1]
-        names = [name for name in order if name == PLAIN or quality_of[name] in allowed]
-        taken = cell["tuned"][quality]["taken"]
-        # The tuned model itself was measured, too; its rung may have been measured with other settings.
-        own = turns[f"tune {quality}"]
+        names = [name for name in order if quality_of[name] in allowed]
+        taken, own = cell["tuned"][quality]["taken"], turns[f"tune {quality}"]
         best = min(names, key=lambda name: turns[name].quartiles.median)
         ratio = own.ratio_to(turns[best])
         as_good = ratio.median <= 1 + TOLERANCE or ratio.low <= 1
-        gentler = [name for name in names[: names.index(taken)] if turns[name].ratio_to(own).low <= 1]
+        # Plain DDP and other buckets give up nothing, so neither is gentler than the other.
+        first = 0 if taken in (PLAIN, "lossless") else names.index(taken)
+        gentler = [name for name in names[:first] if turns[name].ratio_to(own).low <= 1]
         found.append(
             {
                 "quality": quality,
                 "taken": taken,
-                "chosen": cell["tuned"][quality]["chosen"],
                 "best": best,
                 "taken_ms": own.quartiles.median * 1e3,
                 "best_ms": turns[best].quartiles.median * 1e3,
@@ -223,7 +219,7 @@ def report(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
         print(f"{where}: computes {cell['compute_ms']:.1f} ms")
         for name, seconds in cell["seconds"].items():
             spread = Turns(seconds, 0.0).quartiles
-            predicted = cell["predicted_ms"].get(name, cell["plain_predicted_ms"] if name == PLAIN else None)
+            predicted = cell["predicted_ms"].get(name)
             said = "" if predicted is None else f"predicted {predicted:7.1f} {predicted / spread.median / 1e3 - 1:+.1%}"
             call = cell["calls"].get(name, "")
             times = f"{spread.median * 1e3:7.1f} ({spread.low * 1e3:.1f}–{spread.high * 1e3:.1f})"
@@ -233,8 +229,9 @@ def report(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
             mark = "right" if verdict["right"] else "WRONG"
             ratios = f"{verdict['ratio']:.3f} ({verdict['ratio_low']:.3f}–{verdict['ratio_high']:.3f})"
             gentler = f", gentler and as fast: {', '.join(verdict['gentler'])}" if verdict["gentler"] else ""
-            taken = f"{verdict['taken']} (chosen before the trial: {verdict['chosen']})"
-            print(f"  {verdict['quality']:6s} {mark}: took {taken}, best {verdict['best']}, {ratios}{gentler}")
+            print(
+                f"  {verdict['quality']:6s} {mark}: took {verdict['taken']}, best {verdict['best']}, {ratios}{gentler}"
+            )
     right = sum(row["right"] for row in rows)
     print(f"{right} of {len(rows)} choices are right")
     ratios = [row["ratio"] for row in rows]

@@ -362,7 +362,7 @@ class Following(LiveModel):
             if turn is not None and turn.warmup:
                 self._outcome = f"{turn.reason} The script ended during the warm-up of {turn.warmup} steps."
                 yield from self._wait_for_steps(turn.warmup)
-            yield from self._wait_for_steps(schedule.settling)
+            yield from self._wait_for_steps(schedule.settle(turn))
             first = self._watcher.step_count
             yield from self._wait_for_steps(schedule.steps(turn))
             with self._paused():

@@ -18,6 +18,7 @@ from syncline.units import count_text
 
 SETTLING = 3
 """Steps after a change until DDP has rebuilt its buckets and caches are warm."""
+_OVERLAP_SETTLING = 8  # steps until weights are in shards, and two more
 _MAX_RATIO = 0.99  # a plan wins if its steps take less than this fraction of plain DDP's time, beyond the noise
 _NOTCH = 1.57  # medians of n values with an interquartile range q are known to about ± 1.57 q / √n, at 95 %
 _CLEAR_NOISE, _CLEAR_SHARE = 3.0, 0.05  # the first turns decide if they differ by this many times the noise, and share
@@ -38,12 +39,10 @@ class Times:
     """How far the median may be wrong, given how much the steps vary."""
 
     @classmethod
-    def of(cls, step_s: Sequence[float], period: int = 1) -> Times:
-        """Return the times of steps. With a `period`, they differ from each other, and their means over it count."""
-        blocks = [statistics.mean(step_s[first : first + period]) for first in range(0, len(step_s), period)]
-        spread = quartiles(blocks)
-        noise_s = _NOTCH * (spread.high_s - spread.low_s) / math.sqrt(len(blocks))
-        return cls(statistics.median(blocks), spread.low_s, spread.high_s, noise_s)
+    def of(cls, step_s: Sequence[float]) -> Times:
+        spread = quartiles(step_s)
+        noise_s = _NOTCH * (spread.high_s - spread.low_s) / math.sqrt(len(step_s))
+        return cls(statistics.median(step_s), spread.low_s, spread.high_s, noise_s)
 
     def describe(self, name: str) -> str:
         return f"{name} {self.median_s * 1e3:.1f} ms ({self.low_s * 1e3:.1f}–{self.high_s * 1e3:.1f})"
@@ -74,7 +73,7 @@ class Trial:
         With a `period`, the plan's steps differ from each other, and their means over that many steps count.
         """
         plain, plan = (reduced(group, step_s[turn], dist.ReduceOp.MAX) for turn in ("plain", "plan"))
-        return cls.between(Times.of(plain), Times.of(plan, period), len(plan))
+        return cls.between(Times.of(plain), Times.of(means(plan, period)), len(plan))
 
     @classmethod
     def between(cls, plain: Times, plan: Times, steps: int, **fields: Any) -> Trial:
@@ -146,6 +145,12 @@ class Schedule:
         period = 1 if choice is None else choice.period
         return -(-self.counted // period) * period
 
+    def settle(self, choice: Choice | None) -> int:
+        """Return the steps before those that count. Updates that take turns are all prepared after one period."""
+        overlaps = choice is not None and choice.attachment is not None and choice.attachment.overlap
+        least = _OVERLAP_SETTLING if overlaps else self.settling
+        return max(least, 0 if choice is None or choice.period == 1 else choice.period + 1)
+
 
 class Contest:
     """Plain DDP and the choices that predictions cannot tell apart take turns, and the gentlest that is as fast as the
@@ -164,11 +169,13 @@ class Contest:
             yield from reversed(contenders)
 
     def note(self, choice: Choice | None, step_s: Sequence[float]) -> None:
-        """Add the counted steps of a turn on this rank. Collective: the slowest rank counts."""
-        self._step_s.setdefault(_key(choice), []).extend(reduced(self._group, step_s, dist.ReduceOp.MAX))
+        """Add the counted steps of a turn on this rank. Collective: the slowest rank counts, over whole periods,
+        because ranks do not wait for each other inside one."""
+        means_s = means(step_s, 1 if choice is None else choice.period)
+        self._step_s.setdefault(_key(choice), []).extend(reduced(self._group, means_s, dist.ReduceOp.MAX))
 
     def times(self, choice: Choice | None) -> Times:
-        return Times.of(self._step_s[_key(choice)], 1 if choice is None else choice.period)
+        return Times.of(self._step_s[_key(choice)])
 
     @property
     def best(self) -> Choice:
@@ -182,7 +189,7 @@ class Contest:
         """The comparison of the best choice with plain DDP."""
         best = self.best
         others = tuple((choice.rung, self.times(choice)) for choice in self.choices if choice is not best)
-        steps = len(self._step_s[_key(best)])
+        steps = best.period * len(self._step_s[_key(best)])
         return Trial.between(self.times(None), self.times(best), steps, lossy=not best.lossless, others=others)
 
     @property
@@ -205,6 +212,11 @@ def _noise(one: Times, other: Times) -> float:
 def _as_fast(times: Times, fastest: Times) -> bool:
     most_s = max(TOLERANCE * fastest.median_s, _noise(times, fastest))
     return times.median_s - fastest.median_s <= most_s
+
+
+def means(step_s: Sequence[float], period: int) -> list[float]:
+    """Return the means over periods of steps that differ from each other."""
+    return [statistics.mean(step_s[first : first + period]) for first in range(0, len(step_s), period)]
 
 
 def repaid_after(cost_s: float, saved_s: float) -> str:

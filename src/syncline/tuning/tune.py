@@ -59,7 +59,6 @@ Step = Callable[[nn.Module], object]
 _PROBE_SHARE, _PROFILE_SHARE, _TRIAL_SHARE = 0.4, 0.15, 0.4  # parts of the budget
 _PROFILED = (5, 20)  # fewest and most steps that are profiled
 _PLAIN_STEPS = 5  # steps of plain DDP that show how long a step waits for communication
-_OVERLAP_SETTLING = 8  # steps until weights are in shards, and two more
 
 
 @dataclass(frozen=True)
@@ -322,14 +321,12 @@ class _Tuner:
         with undone_steps(stepped, weights, self.scaler):
             for turn in contest.turns(schedule):
                 _restore_plain(self.ddp)
-                settling = schedule.settling
                 if turn is not None:
-                    overlaps = turn.attachment is not None and turn.attachment.overlap
-                    settling = _OVERLAP_SETTLING if overlaps else settling
                     measured = without_warmup(turn.plan) if turn.attachment is None else turn.plan
                     needed = stepped if turn.needs_optimizer else None
                     applied = msgspec.structs.replace(turn, plan=measured)
                     apply_choice(self.ddp, applied, warmup=0, optimizer=needed, **options)
+                settling = schedule.settle(turn)
                 count = settling + schedule.steps(turn)
                 contest.note(turn, [self._timed(self.ddp, stepped) for _ in range(count)][settling:])
             _restore_plain(self.ddp)
