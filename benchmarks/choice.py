@@ -35,7 +35,8 @@ from syncline.exchange import EXCHANGES, Dense, settings
 from syncline.files import write_json
 from syncline.models import zoo
 from syncline.models.gpt import GPT
-from syncline.plan.ladder import Attachment, Choice, rung_choices
+from syncline.plan.choice import Attachment, Choice
+from syncline.plan.ladder import rung_choices
 from syncline.plan.rungs import QUALITIES, RUNGS
 from syncline.predict.schedule import UPDATES
 from syncline.records.network import Network

@@ -123,7 +123,7 @@ def run_once(name: str, folder: Path, per_host: int, steps: int, synced: bool) -
     # Only rank 0 of the scripts prints losses, except minGPT's.
     lines = [line for line in done.stdout.splitlines() if "host0" in line and "GPU1" not in line]
     losses = [float(found[1]) for line in lines if (found := re.search(r"[Ll]oss'?:? '?(\d+\.\d+)", line))]
-    said = [line.partition("syncline: ")[2] for line in done.stderr.splitlines() if "syncline: " in line]
+    said = [found[0] for line in done.stderr.splitlines() if (found := re.search(r"syncline( run)?: .*", line))]
     tuning_s = None
     for path in out.glob("rank-0.json"):
         tuning_s = json.loads(path.read_text())["tuning_s"]

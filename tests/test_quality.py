@@ -18,7 +18,8 @@ import syncline
 from ddp_helpers import on_ranks, refusal
 from syncline.cluster import Rank
 from syncline.exchange import UPDATES_WARMUP_STEPS, OkTopk, Quantized
-from syncline.plan.ladder import TOLERANCE, Choice, make_choice
+from syncline.plan.choice import Choice
+from syncline.plan.ladder import TOLERANCE, make_choice
 from syncline.plan.make import SPARSE_WARMUP_STEPS, make_plan
 from syncline.plan.rungs import QUALITIES, RUNGS, rungs_of
 from syncline.records.network import Network

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import datetime
 import itertools
+import math
 import os
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import made_up
 import syncline
 from syncline.cluster import ClusterSpec, Rank, launch
+from syncline.cluster.links import reshape
 from syncline.ddp import reducer
 from syncline.predict import Schedule as PlannedStep
 from syncline.predict import predict
@@ -266,7 +270,7 @@ def test_only_a_lasting_change_causes_another_tuning_and_a_flickering_link_does_
 
 def test_changed_links_are_noticed_and_all_ranks_tune_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("syncline.tuning.trials._MAX_RATIO", float("inf"))
-    monkeypatch.setattr("syncline.tuning.following.CHECK_STEPS", 15)
+    monkeypatch.setattr("syncline.tuning.retuning.CHECK_STEPS", 15)
     monkeypatch.setattr("syncline.tuning.retuning.SHARE", 1e9)
     monkeypatch.setattr("syncline.ddp.engine._DRIFT_FACTOR", -1e9)  # every exchange takes longer than planned
 
@@ -291,3 +295,60 @@ def test_changed_links_are_noticed_and_all_ranks_tune_again(monkeypatch: pytest.
     assert ours == theirs
     assert ours[0].startswith("Lossy: ") and "the plan stays" in ours[0]
     assert ours[1].startswith("Tuned again, after a change of the links. ")
+
+
+@pytest.mark.waits
+def test_a_link_that_is_cut_to_a_quarter_is_tuned_for_again_and_one_that_flickers_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("syncline.tuning.retuning.SHARE", 1.0)  # this training is too short for 2 % to pay for anything
+    monkeypatch.setattr("syncline.tuning.retuning.CHECK_S", 1.0)
+    mbit = 1_000_000
+
+    def main(rank: Rank) -> dict[str, Any]:
+        rank.init_process_group()
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        model = DDP(nn.Sequential(*[nn.Linear(256, 256) for _ in range(6)]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        following = syncline.follow(model, quality="same", retune="auto", probe_s=1.5, cache=False, quiet=True)
+        inputs, targets = torch.randn(2, 16, 256, generator=torch.Generator().manual_seed(1))
+        losses: list[float] = []
+
+        def trained(until: Callable[[], bool], most: int = 600) -> None:
+            for _ in range(most):
+                optimizer.zero_grad()
+                loss = (model(inputs) - targets).square().mean()
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss.detach()))
+                if until():
+                    return
+
+        trained(lambda: following.done)
+        links = []
+        for turn in range(16):
+            reshape((200 if turn % 2 else 50) * mbit)
+            trained(lambda: False, most=9 if turn % 2 else 3)
+            links.append(following.network)
+        reshape(200 * mbit)
+        trained(lambda: False, most=60)
+        tunings = len({id(network) for network in [*links, following.network]})
+        first, began_s = following.network, time.monotonic()
+        reshape(50 * mbit)
+        trained(lambda: not following.done)
+        trained(lambda: following.done)
+        took_s = time.monotonic() - began_s
+        trained(lambda: False, most=5)
+        following.close()
+        rates = [network.link("host").bytes_per_s for network in (first, following.network)]
+        return {"tunings": tunings, "s": took_s, "said": following.describe(), "rates": rates, "losses": losses}
+
+    ours, theirs = launch(ClusterSpec(hosts=2, rate_bps=200 * mbit), main, deadline_s=240)
+    for answer in (ours, theirs):
+        assert answer["tunings"] == 1, "a flickering link was tuned for"
+        assert answer["s"] < 60 and answer["said"] == ours["said"]
+        assert answer["said"].startswith("Tuned again, after a change of the links. ")
+        assert answer["rates"][1] < 0.5 * answer["rates"][0]
+        assert answer["losses"][-1] < 0.9 * answer["losses"][0]
+        assert all(math.isfinite(loss) for loss in answer["losses"])

@@ -16,7 +16,7 @@ from syncline.ddp.attach import attach, make_planned
 from syncline.ddp.handle import Handle
 from syncline.exchange import made_of
 from syncline.measure.preserve_state import Weights
-from syncline.plan.ladder import Choice
+from syncline.plan.choice import Choice
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.runtime.validation import scale_of

@@ -18,7 +18,8 @@ from syncline.health.meeting import same_on_all_ranks
 from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
 from syncline.measure.steps import run_on_all_ranks
-from syncline.plan.ladder import Choice, choice_of, exchanges_of, make_choice
+from syncline.plan.choice import Choice, choice_of
+from syncline.plan.ladder import exchanges_of, make_choice
 from syncline.plan.make import make_plan
 from syncline.plan.search import options
 from syncline.predict import Schedule, predict

@@ -31,7 +31,7 @@ from syncline.measure.backward_watch import BackwardWatch
 from syncline.measure.hooks import Unseen
 from syncline.measure.step_watcher import Pass, in_backward
 from syncline.measure.steps import Subject
-from syncline.plan.ladder import Choice, choice_of
+from syncline.plan.choice import Choice, choice_of
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
@@ -48,7 +48,7 @@ from syncline.tuning.choose import (
     why_outdated,
 )
 from syncline.tuning.live_model import CannotChangeError, LiveModel, Steps, trained_ids
-from syncline.tuning.retuning import CHECK_STEPS, Retuning
+from syncline.tuning.retuning import Retuning, exposure_drift, steps_until_check
 from syncline.tuning.settings import TuneSettings
 from syncline.tuning.stakes import Stakes
 from syncline.tuning.trials import SETTLING, Contest, Schedule, Trial, reduced, repaid_after
@@ -226,19 +226,19 @@ class Following(LiveModel):
         self._watch_steps_of(optimizer)
 
     def _tune_and_watch(self) -> Steps:
-        """Tune. Then, if that was requested, watch how long exchanges take, and tune again when links have changed."""
+        """Tune. Then, if that was requested, watch how long steps wait, and tune again when links have changed."""
         yield from self._tune_or_keep_plain()
         if not self._watches_drift or self._group.size() != dist.get_world_size():
             return
         self._decided()
-        retuning = Retuning(time.monotonic(), self.seconds)
+        retuning, before, steps = Retuning(time.monotonic(), self.seconds), None, _PROFILED
         try:
             while True:
-                yield from self._wait_for_steps(CHECK_STEPS)
+                yield from self._wait_for_steps(steps)
                 with self._paused():
-                    drift = (self.handle.drift() or "") if self.handle is not None else ""
-                    own = drift.encode() if retuning.due(bool(drift), time.monotonic()) else b""
-                    reason = gather_bytes(self._group, own)[0].decode()  # rank 0 decides
+                    stakes = self._stakes(steps)
+                    before, steps = before or stakes, steps_until_check(stakes.step_s)
+                    reason = self._reason_to_retune(retuning, before, stakes)
                 if reason:
                     self._print(f"tuning again: {reason.partition(':')[0]}")
                     before_s, self.done, self._is_stale, self.trial = self.seconds, False, True, None
@@ -246,8 +246,23 @@ class Following(LiveModel):
                     self._outcome = f"Tuned again, after a change of the links. {self._outcome}"
                     self._decided()
                     retuning.tuned(self.seconds - before_s)
+                    before, steps = None, _PROFILED
         except CannotChangeError:  # the script takes over
             return
+
+    def _stakes(self, steps: int) -> Stakes:
+        """Return how long the last steps took, and waited for communication. Collective."""
+        last = self._watcher.step_count
+        moments = self._log.moments(last - steps, last)
+        return Stakes.of(self._group, [step.step_s for step in moments], [step.exposed_s for step in moments])
+
+    def _reason_to_retune(self, retuning: Retuning, before: Stakes, now: Stakes) -> str:
+        """Return why the model should be tuned again, or an empty text. Collective: rank 0 decides."""
+        drift = self.handle.drift() if self.handle is not None else None
+        if not self._exchanges_updates:
+            drift = drift or exposure_drift(before, now)
+        own = drift.encode() if retuning.due(drift is not None, time.monotonic()) and drift is not None else b""
+        return gather_bytes(self._group, own)[0].decode()
 
     def _tune_or_keep_plain(self) -> Steps:
         """Tune. If that is not possible, all ranks see the same reason and continue with plain DDP."""
@@ -304,9 +319,7 @@ class Following(LiveModel):
 
     def _find_network(self, profile: Profile) -> Network | None:
         """Return the links: probed before, remembered, or probed now. None, with the outcome, if that cannot pay."""
-        settings, last = self._settings, self._watcher.step_count
-        moments = self._log.moments(last - _PROFILED, last)
-        stakes = Stakes.of(self._group, [step.step_s for step in moments], [step.exposed_s for step in moments])
+        settings, stakes = self._settings, self._stakes(_PROFILED)
         if settings.change and not self._is_stale and (why_not := stakes.why_not_probe) is not None:
             self.choice = plain_choice(profile, self._group, stakes.step_s, why_not)
             self.plan, self._outcome = self.choice.plan, why_not

@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from syncline.dist.comm import group_device
 from syncline.measure.steps import quartiles
-from syncline.plan.ladder import TOLERANCE, Choice
+from syncline.plan.choice import Choice
+from syncline.plan.ladder import TOLERANCE
 from syncline.units import count_text
 
 SETTLING = 3
@@ -188,7 +189,7 @@ class Contest:
     def trial(self) -> Trial:
         """The comparison of the best choice with plain DDP."""
         best = self.best
-        others = tuple((choice.rung, self.times(choice)) for choice in self.choices if choice is not best)
+        others = tuple((_described(choice), self.times(choice)) for choice in self.choices if choice is not best)
         steps = best.period * len(self._step_s[_key(best)])
         return Trial.between(self.times(None), self.times(best), steps, lossy=not best.lossless, others=others)
 
@@ -203,6 +204,10 @@ class Contest:
 
 def _key(choice: Choice | None) -> str:
     return "" if choice is None else choice.rung
+
+
+def _described(choice: Choice) -> str:
+    return choice.rung if choice.lossless else f"{choice.rung} (lossy)"
 
 
 def _noise(one: Times, other: Times) -> float:

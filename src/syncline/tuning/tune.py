@@ -35,7 +35,7 @@ from syncline.health.watchdog import watch_plain
 from syncline.measure.backward_watch import watch_backward
 from syncline.measure.preserve_state import Weights, restored_on_exit
 from syncline.measure.steps import run_on_all_ranks
-from syncline.plan.ladder import Choice
+from syncline.plan.choice import Choice
 from syncline.records.network import Network
 from syncline.records.plan import Plan
 from syncline.records.profile import Profile
