@@ -64,13 +64,16 @@ def test_nothing_is_probed_where_little_could_be_saved() -> None:
 
 def test_a_probe_takes_a_share_of_what_can_be_saved() -> None:
     much, little = Stakes(step_s=1.0, exposed_s=0.5), Stakes(step_s=0.02, exposed_s=0.005)
-    assert much.probe_s(15.0, shorter=True) == 15.0
-    assert little.probe_s(15.0, shorter=True) == LEAST_PROBE_S
+    assert much.probe_s(15.0, lossy=True) == 15.0
+    assert little.probe_s(15.0, lossy=True) == LEAST_PROBE_S
     middle = Stakes(step_s=0.2, exposed_s=0.05)
-    assert middle.probe_s(15.0, shorter=True) == pytest.approx(0.1 * REPAID_STEPS * 0.05)
+    assert middle.probe_s(15.0, lossy=True) == pytest.approx(0.1 * REPAID_STEPS * 0.05)
     # Without compression, an exchange that takes far longer than computation cannot be hidden.
     busy = Stakes(step_s=0.1, exposed_s=0.098)
-    assert busy.probe_s(15.0, shorter=False) < 0.5 * busy.probe_s(15.0, shorter=True)
+    assert busy.probe_s(15.0, lossy=False) < 0.5 * busy.probe_s(15.0, lossy=True)
+    # Where only buckets could be better, no training may end more than about 5 % later.
+    steps = middle.steps_to_wait(15.0)
+    assert middle.probe_s(15.0, lossy=False) < 0.05 * steps * middle.step_s
     assert 'quality="same"' in busy.hint and Stakes(step_s=0.1, exposed_s=0.01).hint == ""
 
 

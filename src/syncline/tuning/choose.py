@@ -62,12 +62,13 @@ def agreed_network(
     return settings, network
 
 
-def may_shorten(group: dist.ProcessGroup, settings: TuneSettings) -> bool:
-    """Return whether exchanges may send less, or take another path than plain DDP's. Collective."""
-    return bool(settings.allow) or settings.quality not in (None, "exact") or _has_levels(group)
+def may_be_lossy(settings: TuneSettings) -> bool:
+    """Return whether exchanges may send less than the gradients."""
+    return bool(settings.allow) or settings.quality not in (None, "exact")
 
 
-def _has_levels(group: dist.ProcessGroup) -> bool:
+def has_levels(group: dist.ProcessGroup) -> bool:
+    """Return whether a host has several ranks. Collective."""
     return group.size() > len(set(hosts_of(group)))
 
 
@@ -86,7 +87,7 @@ def find_network(
     With `fresh`, they are probed in any case. `why_outdated` returns why remembered links are not used, if so; rank 0
     decides. Links that replace remembered ones are probed with the same collectives, too.
     """
-    gentle = not settings.allow and settings.quality is None and not overlap and not _has_levels(group)
+    gentle = not settings.allow and settings.quality is None and not overlap and not has_levels(group)
     kinds: tuple[str, ...] = ("all_reduce", "broadcast") if gentle else wire.KINDS
     path = cached_path(group) if settings.cache else None
     if (known := recall(group, path, kinds)) is not None:

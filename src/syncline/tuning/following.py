@@ -43,7 +43,8 @@ from syncline.tuning.choose import (
     agreed_network,
     choose_for_live,
     find_network,
-    may_shorten,
+    has_levels,
+    may_be_lossy,
     plain_choice,
     why_outdated,
 )
@@ -52,8 +53,9 @@ from syncline.tuning.retuning import Retuning, exposure_drift, steps_until_check
 from syncline.tuning.settings import TuneSettings
 from syncline.tuning.stakes import Stakes
 from syncline.tuning.trials import SETTLING, Contest, Schedule, Trial, reduced, repaid_after
+from syncline.units import count_text
 
-_END = "the end of a trial"
+_OWN_BUCKETS = " DDP's buckets stay as they are, because a compiled model would have to be compiled again."
 _PROFILED = 10  # steps that the profile is made from
 
 _probed: dict[tuple[object, ...], Network] = {}
@@ -238,7 +240,11 @@ class Following(LiveModel):
                 with self._paused():
                     stakes = self._stakes(steps)
                     before, steps = before or stakes, steps_until_check(stakes.step_s)
-                    reason = self._reason_to_retune(retuning, before, stakes)
+                    drift = self.handle.drift() if self.handle is not None else None
+                    if not self._exchanges_updates:
+                        drift = drift or exposure_drift(before, stakes)
+                    due = retuning.due(drift is not None, time.monotonic())
+                    reason = gather_bytes(self._group, (drift or "").encode() if due else b"")[0].decode()  # of rank 0
                 if reason:
                     self._print(f"tuning again: {reason.partition(':')[0]}")
                     before_s, self.done, self._is_stale, self.trial = self.seconds, False, True, None
@@ -255,14 +261,6 @@ class Following(LiveModel):
         last = self._watcher.step_count
         moments = self._log.moments(last - steps, last)
         return Stakes.of(self._group, [step.step_s for step in moments], [step.exposed_s for step in moments])
-
-    def _reason_to_retune(self, retuning: Retuning, before: Stakes, now: Stakes) -> str:
-        """Return why the model should be tuned again, or an empty text. Collective: rank 0 decides."""
-        drift = self.handle.drift() if self.handle is not None else None
-        if not self._exchanges_updates:
-            drift = drift or exposure_drift(before, now)
-        own = drift.encode() if retuning.due(drift is not None, time.monotonic()) and drift is not None else b""
-        return gather_bytes(self._group, own)[0].decode()
 
     def _tune_or_keep_plain(self) -> Steps:
         """Tune. If that is not possible, all ranks see the same reason and continue with plain DDP."""
@@ -297,9 +295,11 @@ class Following(LiveModel):
                 if settings.change and not self._is_compiled:
                     self._check_changeable()
                 self.profile = profile = watch.profile(self._group)
+        if links is None and self._group.size() != dist.get_world_size():
+            raise CannotChangeError("its process group is part of the world, which cannot be probed: pass network")
+        if links is None:
+            yield from self._wait_until_affordable()
         with self._paused():
-            if links is None and self._group.size() != dist.get_world_size():
-                raise CannotChangeError("its process group is part of the world, which cannot be probed: pass network")
             self.network = links or self._find_network(profile)
             if self.network is None:
                 return
@@ -317,6 +317,17 @@ class Following(LiveModel):
             return
         yield from self._try(self.choice, contenders, self.network, optimizer)
 
+    def _wait_until_affordable(self) -> Steps:
+        """Train on before links are probed where, without loss or levels, only buckets could be better."""
+        with self._paused():
+            settings, stakes = self._settings, self._stakes(_PROFILED)
+            eager = not settings.change or self._is_stale or may_be_lossy(settings) or has_levels(self._group)
+            steps = 0 if eager or stakes.why_not_probe else stakes.steps_to_wait(settings.probe_s)
+        if steps:
+            later = f"links, which allow no more than other buckets, would be probed after {count_text(steps, 'step')}"
+            self._outcome = f"Nothing was decided: {later}, so that this costs little."
+            yield from self._wait_for_steps(steps)
+
     def _find_network(self, profile: Profile) -> Network | None:
         """Return the links: probed before, remembered, or probed now. None, with the outcome, if that cannot pay."""
         settings, stakes = self._settings, self._stakes(_PROFILED)
@@ -328,8 +339,8 @@ class Following(LiveModel):
         key = (ranks, backend_of(self._group), settings.allow, settings.quality)
         self._hint = stakes.hint if settings.quality is None and not settings.allow else ""
         if key not in _probed or self._is_stale:
-            shorter = may_shorten(self._group, settings)
-            probe_s = stakes.probe_s(settings.probe_s, shorter=shorter) if settings.change else settings.probe_s
+            lossy = may_be_lossy(settings)
+            probe_s = stakes.probe_s(settings.probe_s, lossy=lossy) if settings.change else settings.probe_s
             check = functools.partial(why_outdated, self.model, profile, stakes.step_s)
             _probed[key] = find_network(
                 self._group, settings, probe_s, fresh=self._is_stale, why_outdated=check, log=self._print
@@ -354,23 +365,19 @@ class Following(LiveModel):
     ) -> Steps:
         """Let plain DDP, the choice and its rivals take turns over the script's own steps, and keep the best."""
         contest = Contest(self._group, contenders)
-        keeps = any(each.keeps for each in contenders)
-        schedule = Schedule.on_live_steps(choice.plain_s, keeps=keeps)
+        schedule = Schedule.on_live_steps(choice.plain_s, keeps=any(each.keeps for each in contenders))
         current: object = self.handle
 
         def switch_to(turn: Choice | None) -> None:
             nonlocal current
             if turn is not current:
                 with self._paused():
+                    if turn is not None and current is not None:
+                        self._switch_to(None)
                     self._switch_to(turn, network, optimizer)
                 current = turn
 
-        turns = contest.turns(schedule)
-        while True:
-            with self._paused():
-                turn = next(turns, _END)
-            if isinstance(turn, str):
-                break
+        for turn in contest.turns(schedule):
             switch_to(turn)
             if turn is not None and turn.warmup:
                 self._outcome = f"{turn.reason} The script ended during the warm-up of {turn.warmup} steps."
@@ -389,6 +396,4 @@ class Following(LiveModel):
             self._outcome += " The residuals of what does not stay are dropped."
 
     def _explained(self, reason: str) -> str:
-        if self._is_compiled:
-            reason += " DDP's buckets stay as they are, because a compiled model would have to be compiled again."
-        return reason + self._hint
+        return f"{reason}{_OWN_BUCKETS if self._is_compiled else ''}{self._hint}"

@@ -46,7 +46,7 @@ from syncline.tuning.choose import (
     agreed_network,
     choose_for_live,
     find_network,
-    may_shorten,
+    may_be_lossy,
     plain_choice,
     why_outdated,
 )
@@ -219,8 +219,7 @@ def tune(
                     plain_s, why_not = stakes.step_s, stakes.why_not_probe
                     if why_not is None:
                         hint = stakes.hint if quality is None and not allow else ""
-                        shorter = may_shorten(group, settings)
-                        probe_s = stakes.probe_s(_PROBE_SHARE * budget_s, shorter=shorter)
+                        probe_s = stakes.probe_s(_PROBE_SHARE * budget_s, lossy=may_be_lossy(settings))
                         check = functools.partial(why_outdated, ddp, profile, plain_s)
                         wide = optimizer is not None
                         links = find_network(group, settings, probe_s, overlap=wide, why_outdated=check, log=say)
