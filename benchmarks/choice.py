@@ -79,10 +79,15 @@ def tuned_choice(rank: Rank, model: str, quality: str, network: Network | None) 
     return {**about, "plain": msgspec.to_builtins(plain), **msgspec.to_builtins(stored)}
 
 
-def measured(rank: Rank, model: str, choices: dict[str, Choice | None], network: Network | None) -> dict[str, Any]:
+def measured(
+    rank: Rank, model: str, choices: dict[str, Choice | None], network: Network | None, profiles: dict[str, Profile]
+) -> dict[str, Any]:
     """Let training steps with these choices, or plain DDP, take turns."""
     rank.init_process_group()
-    contenders = [_contender(rank, model, name, choice, network) for name, choice in choices.items()]
+    contenders = [
+        _contender(rank, model, name, choice, network, profiles.get(name, profiles["close"]))
+        for name, choice in choices.items()
+    ]
     record = take_turns(rank, contenders, warmup=WARMUP, rounds=ROUNDS)
     return {"record": record, "steps": {contender.name: contender.steps for contender in contenders}}
 
@@ -94,7 +99,9 @@ def _built(rank: Rank, model: str) -> tuple[DDP, Callable[[nn.Module], Tensor]]:
     return DDP(build()), lambda net: zoo.loss(net(inputs), targets)
 
 
-def _contender(rank: Rank, model: str, name: str, choice: Choice | None, network: Network | None) -> Contender:
+def _contender(
+    rank: Rank, model: str, name: str, choice: Choice | None, network: Network | None, profile: Profile
+) -> Contender:
     """Return several steps in a row, because a link carries a single one faster, in a burst."""
     ddp, loss_of = _built(rank, model)
     optimizer, handle = slow_sgd(ddp.parameters()), None
@@ -102,7 +109,8 @@ def _contender(rank: Rank, model: str, name: str, choice: Choice | None, network
         stepped = optimizer if choice.needs_optimizer else None
         plan = choice.plan if choice.attachment is not None else without_warmup(choice.plan)
         applied = msgspec.structs.replace(choice, plan=plan)
-        handle = apply_choice(ddp, applied, network=network, timeout_s=None, scaler=None, optimizer=stepped, warmup=0)
+        options: dict[str, Any] = {"network": network, "timeout_s": None, "scaler": None, "profile": profile}
+        handle = apply_choice(ddp, applied, optimizer=stepped, warmup=0, **options)
     step = training_step(ddp, lambda: loss_of(ddp), optimizer)
     count = max(STEPS, 1 if choice is None else choice.period)
     attachment = None if choice is None else choice.attachment
@@ -136,8 +144,10 @@ def cell_of(hosts: int, per_host: int, mbit: int, model: str) -> dict[str, Any]:
     for quality in reversed(QUALITIES):  # the probe of "close" includes what the others need
         main = partial(tuned_choice, model=model, quality=quality, network=network)
         tuned[quality] = launch(spec, main, deadline_s=120)[0]
-        network = network or msgspec.convert(tuned[quality].pop("network"), Network | None)
-    profile = msgspec.convert(tuned["close"]["profile"], Profile)
+        probed = tuned[quality].pop("network")
+        network = network or msgspec.convert(probed, Network | None)
+    profiles = {quality: msgspec.convert(answer["profile"], Profile) for quality, answer in tuned.items()}
+    profile = profiles["close"]
     choices: dict[str, Choice | None] = {PLAIN: None}
     if network is not None:
         choices |= {choice.rung: choice for choice in rung_choices(profile, network)}
@@ -152,7 +162,8 @@ def cell_of(hosts: int, per_host: int, mbit: int, model: str) -> dict[str, Any]:
         del answer["profile"], answer["plain"]
     same_as = _duplicates(choices)
     unique = {name: choice for name, choice in choices.items() if same_as[name] == name}
-    main = partial(measured, model=model, choices=unique, network=network)
+    profiles |= {f"tune {quality}": profiles[quality] for quality in QUALITIES}
+    main = partial(measured, model=model, choices=unique, network=network, profiles=profiles)
     answers = launch(spec, main, deadline_s=240)
     turns = combine([answer["record"] for answer in answers], answers[0]["steps"])
     return {

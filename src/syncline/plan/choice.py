@@ -29,6 +29,8 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
     updates: bool = False
     every: int = 1
     overlap: bool = False
+    sized: bool = False
+    """Whether the profile decides the sizes of buckets, with `overlap`."""
 
     def code(self) -> str:
         """Return the call as Python code."""
@@ -36,6 +38,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
         parts += ["optimizer=optimizer"] if self.updates or self.overlap else []
         parts += [f"every={self.every}"] if self.every > 1 else []
         parts += ['overlap="forward"'] if self.overlap else []
+        parts += ["profile=profile, network=network"] if self.sized else []
         parts += [f"lanes={self.lanes}"] if self.lanes is not None else []
         return f"syncline.attach({', '.join(parts)})"
 

@@ -25,6 +25,7 @@ from syncline.plan.make import make_plan, plan_for
 from syncline.plan.rungs import QUALITIES, Rung, allowed_names, check_quality, rungs_of
 from syncline.plan.search import LEAST_GAIN, options
 from syncline.predict import Prediction, Schedule, predict
+from syncline.predict.bucket_size import best_overlap
 from syncline.predict.schedule import DDP_CAPS, OVERLAP, UPDATES, Updates
 from syncline.records.bucket_caps import filled
 from syncline.records.network import Network
@@ -105,6 +106,8 @@ class _Step:
     rung: Rung
     choice: Choice
     allow: tuple[str, ...]
+    candidate: Choice | None = None
+    """What may be tried, where `choice` is plain DDP because it was predicted to be no faster."""
 
 
 class _Ladder:
@@ -166,8 +169,9 @@ class _Ladder:
                 if rung.quality == "exact" and not rung.overlaps:
                     raise
                 continue  # the network has no figures for its collectives
-            best_s = min(best_s, choice.iteration_s)
-            yield _Step(rung, choice, tuple(allow))
+            step = self._worthwhile(_Step(rung, choice, tuple(allow)))
+            best_s = min(best_s, step.choice.iteration_s)
+            yield step
 
     def _with_other_buckets(self, steps: Sequence[_Step]) -> list[_Step]:
         """Search for better buckets in the rungs that might then be the fastest. A search takes seconds."""
@@ -199,10 +203,12 @@ class _Ladder:
         return choice_of(plan, rung.name, rung.quality, own_buckets=own_buckets)
 
     def _overlapping(self, rung: Rung) -> Choice:
-        buckets = filled(self._profile.gradients, self._caps)
-        schedule = Schedule(OVERLAP, buckets, Dense(), "dense", overlaps=True)
-        attachment = Attachment(exchange=settings(Dense()), overlap=True)
-        prediction = predict(self._profile, self._network, schedule, paced=self._paced)
+        if self._own_buckets:
+            schedule = Schedule(OVERLAP, filled(self._profile.gradients, self._caps), Dense(), "dense", overlaps=True)
+            prediction = predict(self._profile, self._network, schedule, paced=self._paced)
+        else:
+            prediction, _ = best_overlap(self._profile, self._network, caps=self._caps, paced=self._paced)
+        attachment = Attachment(exchange=settings(Dense()), overlap=True, sized=not self._own_buckets)
         return self._attached(rung, prediction, attachment, "Overlap with the next forward pass, lossless")
 
     def _updating(self, rung: Rung, name: str) -> Choice:
@@ -217,18 +223,24 @@ class _Ladder:
         text = f"Lossy: updates by {name_of(entry.exchange)} {often}"
         text += f", after {self._warmup} steps of gradients in 4 bits" if self._warmup else ""
         choice = self._attached(rung, prediction, attachment, text)
-        return choice if choice.nothing else msgspec.structs.replace(choice, warmup=self._warmup)
+        return msgspec.structs.replace(choice, warmup=self._warmup)
 
     def _attached(self, rung: Rung, prediction: Prediction, attachment: Attachment, text: str) -> Choice:
-        """Return a choice that attaches an exchange to DDP's own buckets, or plain DDP if that is not slower."""
+        """Return a choice that attaches an exchange to DDP's own buckets."""
         plain_s, took_s = self._plain.iteration_s, prediction.iteration_s
         reason = f"{text}: predicted {milliseconds_text(plain_s)} → {milliseconds_text(took_s)} per step."
         plain = msgspec.structs.replace(plan_for(self._plain, plain_s, reason), buckets=(), lanes=1)
         choice = choice_of(plain, rung.name, rung.quality)
-        if took_s >= (1 - LEAST_GAIN) * plain_s:
-            return choice
         lossless = rung.quality == "exact"
         return msgspec.structs.replace(choice, attachment=attachment, iteration_s=took_s, lossless=lossless)
+
+    def _worthwhile(self, step: _Step) -> _Step:
+        """Return the step, or plain DDP in its place if it is not predicted to be faster."""
+        choice, plain_s = step.choice, self._plain.iteration_s
+        if choice.attachment is None or choice.iteration_s < (1 - LEAST_GAIN) * plain_s:
+            return step
+        plain = choice_of(choice.plan, step.rung.name, step.rung.quality)
+        return dataclasses.replace(step, choice=plain, candidate=choice)
 
     def _next(self, quality: str, chosen: _Step, hint: bool) -> _Step | None:
         """Return the fastest rung of the next quality, if it is faster than the chosen one by more than 5 %."""
@@ -256,6 +268,7 @@ def _rivals(steps: Sequence[_Step], chosen: _Step) -> list[_Step]:
     place, chosen_s = steps.index(chosen), chosen.choice.iteration_s
     fastest_s = min(step.choice.iteration_s for step in steps)
     content = chosen.choice.plan.buckets, chosen.choice.attachment
+    steps = [step if step.candidate is None else dataclasses.replace(step, choice=step.candidate) for step in steps]
     others = [s for s in steps if not s.choice.nothing and (s.choice.plan.buckets, s.choice.attachment) != content]
     gentler = [
         step

@@ -19,6 +19,7 @@ from syncline.measure.preserve_state import Weights
 from syncline.plan.choice import Choice
 from syncline.records.network import Network
 from syncline.records.plan import Plan
+from syncline.records.profile import Profile
 from syncline.runtime.validation import scale_of
 
 _SMALL_STEP = 1e-3  # factor for learning rates while steps are only timed, so that weights stay of a usual size
@@ -33,14 +34,17 @@ def apply_choice(
     scaler: GradScaler | None,
     optimizer: Optimizer | None = None,
     warmup: int | None = None,
+    profile: Profile | None = None,
 ) -> Handle:
-    """Apply a choice between steps. `warmup` replaces that of the choice's updates, to measure what follows it."""
+    """Apply a choice between steps. `warmup` replaces that of the choice's updates, to measure what follows it. Overlap
+    needs the `profile` that the choice was made from, if that decides its buckets."""
     options: dict[str, Any] = {"network": network, "timeout_s": timeout_s, "scaler": scaler}
     arguments = choice.attachment
     if arguments is None:
         return make_planned(ddp, choice.plan, **options)
     exchange = made_of(arguments.exchange)
     if arguments.overlap:
+        options["profile"] = profile if arguments.sized else None
         return attach(ddp, exchange, optimizer=optimizer, overlap="forward", **options)
     if arguments.updates:
         steps = choice.warmup if warmup is None else warmup

@@ -35,7 +35,7 @@ from syncline.tuning.settings import TuneSettings
 from syncline.units import milliseconds_text
 
 _MOST_DIFFERENCE = 0.3  # part of a step by which remembered links may mispredict it
-_OVERHEADS_S = 2.0  # time for measuring the work of exchanges, of which most take less
+_OVERHEADS_S, _LOSSLESS_OVERHEADS_S = 2.0, 0.3  # time for measuring the work of exchanges: lossless ones have little
 
 
 def agreed_network(
@@ -147,7 +147,7 @@ def choose_for_live(
         topology=topology_of(network),
         group=group,
         largest_bytes=profile.gradient_bytes,
-        budget_s=_OVERHEADS_S,
+        budget_s=_OVERHEADS_S if may_be_lossy(settings) else _LOSSLESS_OVERHEADS_S,
     )
     profile = msgspec.structs.replace(profile, overheads=overheads)
     caps = _own_caps(ddp)

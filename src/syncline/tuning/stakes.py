@@ -19,7 +19,7 @@ from syncline.units import milliseconds_text
 
 REPAID_STEPS = 1_000
 """Steps in which tuning should be repaid."""
-PROBE_SHARE, LOSSLESS_PROBE_SHARE = 0.1, 0.04
+PROBE_SHARE, LOSSLESS_PROBE_SHARE = 0.1, 0.02
 """Share of what could be saved in these steps that a probe may take. Lossless exchanges rarely save all of it."""
 PATIENCE = 20
 """Where little may be saved, tuning begins after this many times what it costs, so that no training ends much later."""

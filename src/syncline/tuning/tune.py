@@ -231,7 +231,7 @@ def tune(
                 trial: Trial | None = None
                 if choice.contenders:
                     rebuild = True
-                    choice, trial = tuner.try_out(choice, links, weights)
+                    choice, trial = tuner.try_out(choice, profile, links, weights)
                 if hint:
                     choice = msgspec.structs.replace(choice, reason=choice.reason + hint)
                 run_on_all_ranks(group, lambda: _check_unchanged(weights))
@@ -242,9 +242,8 @@ def tune(
                 _restore_plain(ddp)
             handle = None
             if trial is not None and trial.won:
-                handle = apply_choice(
-                    ddp, choice, network=links, timeout_s=timeout_s, scaler=scaler, optimizer=optimizer
-                )
+                options: dict[str, Any] = {"network": links, "timeout_s": timeout_s, "scaler": scaler}
+                handle = apply_choice(ddp, choice, optimizer=optimizer, profile=profile, **options)
             else:
                 watch_plain(ddp)
             if hasattr(ddp.module, "_orig_mod"):  # compiled: DDP splits the graph where its buckets end
@@ -304,7 +303,9 @@ class _Tuner:
         slowest = reduced(self.group, times_s, dist.ReduceOp.MAX)
         return Stakes(statistics.median(slowest), max(0.0, statistics.median(slowest) - slowest_s))
 
-    def try_out(self, choice: Choice, network: Network | None, weights: Weights) -> tuple[Choice, Trial]:
+    def try_out(
+        self, choice: Choice, profile: Profile, network: Network | None, weights: Weights
+    ) -> tuple[Choice, Trial]:
         """Let plain DDP, the choice and its rivals take turns with the user's step. Collective.
 
         Returns:
@@ -317,6 +318,7 @@ class _Tuner:
         schedule = Schedule.within(_TRIAL_SHARE * least_s, longest_s, 1 + len(contest.choices))
         stepped = self.optimizer if any(each.needs_optimizer for each in contest.choices) else None
         options: dict[str, Any] = {"network": network, "timeout_s": self.settings.timeout_s, "scaler": None}
+        options["profile"] = profile
         with undone_steps(stepped, weights, self.scaler):
             for turn in contest.turns(schedule):
                 _restore_plain(self.ddp)
