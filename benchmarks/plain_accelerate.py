@@ -25,7 +25,7 @@ def main() -> None:
     sizes: dict[str, Any] = {"n_positions": CONTEXT, "n_embd": 128, "n_layer": 4, "n_head": 4, "vocab_size": 256}
     model: Any = GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **sizes))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loader: Any = DataLoader(list(windows), batch_size=8, shuffle=True)  # type: ignore[arg-type]
+    loader: Any = DataLoader(list(windows), batch_size=4, shuffle=True)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     done = 0
     while done < int(steps):

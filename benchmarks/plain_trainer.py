@@ -33,7 +33,7 @@ def main() -> None:
     args = TrainingArguments(
         "trained",
         max_steps=int(steps),
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=4,
         logging_steps=50,
         save_strategy="no",
         report_to="none",

@@ -55,13 +55,13 @@ TO_CPU = (  # pattern and replacement
 )
 NANOGPT = (
     "train.py --device=cpu --backend=gloo --dtype=float32 --dataset=text --n_layer=4 --n_head=4 --n_embd=128 "
-    "--block_size=64 --batch_size=8 --gradient_accumulation_steps={ranks} --max_iters={last} --eval_iters=1 "
+    "--block_size=64 --batch_size=4 --gradient_accumulation_steps={ranks} --max_iters={last} --eval_iters=1 "
     "--eval_interval=100000 --log_interval=50 --warmup_iters=20 --lr_decay_iters={steps} --compile={compile}"
 )
 MINGPT = (
     "main.py data_config.path={folder}/part.txt data_config.truncate=1.0 data_config.block_size=64 "
     "gpt_config.n_layer=4 gpt_config.n_head=4 gpt_config.n_embd=128 trainer_config.max_epochs=1 "
-    "trainer_config.batch_size=8 trainer_config.data_loader_workers=0 trainer_config.use_amp=False "
+    "trainer_config.batch_size=4 trainer_config.data_loader_workers=0 trainer_config.use_amp=False "
     "trainer_config.save_every=100"
 )
 SCRIPTS = {  # the folder of the script, and its command line
@@ -94,7 +94,7 @@ def prepare(source: Path, folder: Path, ranks: int, steps: int) -> None:
         np.frombuffer(train, np.uint8).astype(np.uint16).tofile(data / f"{part}.bin")
     (data / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": 256}))  # the format that nanoGPT reads
     letters = train.decode("ascii", "ignore")
-    (folder / "part.txt").write_text(letters[: int(steps * 8 * ranks / 0.9) + 66])
+    (folder / "part.txt").write_text(letters[: int(steps * 4 * ranks / 0.9) + 66])
 
 
 def run_once(name: str, folder: Path, per_host: int, steps: int, synced: bool) -> dict[str, Any]:
