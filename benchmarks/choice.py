@@ -265,7 +265,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     args = parser.parse_args()
     if not set(KEPT_MEMORY) <= set(os.environ):
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEPT_MEMORY})
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **KEPT_MEMORY})  # noqa: S606
     if args.report:
         report(json.loads(args.report.read_text())["cells"])
         return
