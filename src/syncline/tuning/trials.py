@@ -41,7 +41,7 @@ class Times:
 
     @classmethod
     def of(cls, step_s: Sequence[float]) -> Times:
-        spread = quartiles(step_s)
+        spread = quartiles(list(step_s))
         noise_s = _NOTCH * (spread.high_s - spread.low_s) / math.sqrt(len(step_s))
         return cls(statistics.median(step_s), spread.low_s, spread.high_s, noise_s)
 
