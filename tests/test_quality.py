@@ -18,7 +18,8 @@ import syncline
 from ddp_helpers import on_ranks, refusal
 from syncline.cluster import Rank
 from syncline.exchange import UPDATES_WARMUP_STEPS, OkTopk, Quantized
-from syncline.plan.ladder import TOLERANCE, Choice, make_choice
+from syncline.plan.choice import Choice
+from syncline.plan.ladder import TOLERANCE, make_choice
 from syncline.plan.make import SPARSE_WARMUP_STEPS, make_plan
 from syncline.plan.rungs import QUALITIES, RUNGS, rungs_of
 from syncline.records.network import Network
@@ -220,7 +221,7 @@ def test_tuning_with_an_optimizer_may_overlap_and_leaves_plain_ddp_if_that_loses
     def overlapping(profile: Profile, network: Network, *_: Any, **options: Any) -> Choice:
         """Choose overlap whatever is predicted: these links are not those of the made-up network."""
         assert options["overlap"]
-        return msgspec.structs.replace(best_overlapped(True), iteration_s=0.001, plain_s=0.001)
+        return msgspec.structs.replace(best_overlapped(True), iteration_s=0.001, plain_s=0.001, rivals=())
 
     monkeypatch.setattr("syncline.tuning.choose.make_choice", overlapping)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -21,90 +20,24 @@ from syncline.exchange import (
     name_of,
     settings,
 )
+from syncline.plan.choice import Attachment, Choice, RungTime, choice_of
 from syncline.plan.make import make_plan, plan_for
 from syncline.plan.rungs import QUALITIES, Rung, allowed_names, check_quality, rungs_of
 from syncline.plan.search import LEAST_GAIN, options
 from syncline.predict import Prediction, Schedule, predict
+from syncline.predict.bucket_size import best_overlap
 from syncline.predict.schedule import DDP_CAPS, OVERLAP, UPDATES, Updates
 from syncline.records.bucket_caps import filled
 from syncline.records.network import Network
-from syncline.records.plan import Plan
 from syncline.records.profile import Profile
 from syncline.units import milliseconds_text
 
 TOLERANCE = 0.05
 """A gentler rung is chosen if it takes at most this share longer than the fastest one that is allowed."""
+DOUBT = 1.15
+"""Two rungs whose predicted times differ by less than this factor may be in the other order when they are measured."""
+_MOST_RIVALS = 3
 _MOST_BY_BUCKETS = 1.25  # other buckets than DDP's are searched where a gain of this factor could decide
-
-
-class RungTime(msgspec.Struct, frozen=True, kw_only=True):
-    """A rung that was considered, and its predicted time per step."""
-
-    rung: str
-    quality: str
-    lossless: bool
-    iteration_s: float
-
-
-class Attachment(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments of `attach`, for choices that do not change DDP's buckets."""
-
-    exchange: dict[str, Any]
-    lanes: int | None = None
-    updates: bool = False
-    every: int = 1
-    overlap: bool = False
-
-    def code(self) -> str:
-        """Return the call as Python code."""
-        parts = ["model", _code_of(made_of(self.exchange))]
-        parts += ["optimizer=optimizer"] if self.updates or self.overlap else []
-        parts += [f"every={self.every}"] if self.every > 1 else []
-        parts += ['overlap="forward"'] if self.overlap else []
-        parts += [f"lanes={self.lanes}"] if self.lanes is not None else []
-        return f"syncline.attach({', '.join(parts)})"
-
-
-class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """The method that was chosen for a model on a cluster, and how to apply it."""
-
-    schema: int = 1
-    rung: str
-    quality: str  # of the rung, which may be better than what was allowed
-    lossless: bool
-    plan: Plan
-    """The buckets, unless `attachment` says how to attach. Without either, plain DDP is best."""
-    attachment: Attachment | None = None
-    iteration_s: float
-    plain_s: float
-    reason: str
-    warmup: int = 0  # steps before the chosen exchange begins, which nothing that is sparse goes without
-    rungs: tuple[RungTime, ...] = ()
-
-    @property
-    def nothing(self) -> bool:
-        """Whether plain DDP is best."""
-        return self.attachment is None and self.plan.nothing
-
-    @property
-    def needs_optimizer(self) -> bool:
-        return self.attachment is not None and (self.attachment.updates or self.attachment.overlap)
-
-    @property
-    def period(self) -> int:
-        """Number of steps in which everything is exchanged once."""
-        return 1 if self.attachment is None else self.attachment.every
-
-    @property
-    def keeps(self) -> bool:
-        """Whether an exchange has a residual, which changing back and forth would drop."""
-        exchanges = self.plan.exchanges if self.attachment is None else (made_of(self.attachment.exchange),)
-        return any(exchange.keeps for exchange in exchanges) or bool(self.attachment and self.attachment.updates)
-
-    @property
-    def name(self) -> str:
-        """The words for this choice in a sentence about its trial."""
-        return "the plan" if self.attachment is None else "the choice"
 
 
 def exchanges_of(quality: str, network: Network, *, updates: bool) -> dict[str, Exchange]:
@@ -114,28 +47,6 @@ def exchanges_of(quality: str, network: Network, *, updates: bool) -> dict[str, 
         if rung.updates is not None:
             exchanges |= {entry.exchange_name: entry.exchange for entry in _variants(rung.updates, network)}
     return exchanges
-
-
-def choice_of(plan: Plan, rung: str = "", quality: str = "", *, own_buckets: bool = False) -> Choice:
-    """Return a choice that follows a plan. With `own_buckets`, the plan has those of DDP, and one exchange for all."""
-    attachment = None
-    if own_buckets and not plan.nothing:
-        # A plan stores the path of each bucket, but one exchange for all buckets finds them by itself.
-        climbing = [exchange for exchange in plan.exchanges if isinstance(exchange, Hierarchical)]
-        paths = [dataclasses.replace(exchange, shape="auto", chunks=None) for exchange in climbing]
-        attachment = Attachment(exchange=settings([*paths, *plan.exchanges][0]), lanes=plan.lanes)
-    warmups = [getattr(getattr(exchange, "across", exchange), "warmup", 0) for exchange in plan.exchanges]
-    return Choice(
-        rung=rung or ("lossless" if plan.lossless else "allowed"),
-        quality=quality or ("exact" if plan.lossless else ""),
-        lossless=plan.lossless,
-        plan=plan,
-        iteration_s=plan.iteration_s,
-        plain_s=plan.plain_s,
-        reason=plan.reason,
-        warmup=max(warmups, default=0),
-        attachment=attachment,
-    )
 
 
 def make_choice(
@@ -180,6 +91,14 @@ def make_choice(
     return _Ladder(profile, network, own_buckets, paced, caps, steps).choose(quality, updates, overlap, hint)
 
 
+def rung_choices(
+    profile: Profile, network: Network, quality: str = QUALITIES[-1], *, caps: Sequence[int] = DDP_CAPS
+) -> tuple[Choice, ...]:
+    """Return the best choice of each rung that a quality allows, also of those that `make_choice` need not consider."""
+    ladder = _Ladder(profile, network, own_buckets=False, paced=False, caps=caps, warmup=UPDATES_WARMUP_STEPS)
+    return tuple(step.choice for step in ladder.all_steps(rungs_of(quality)))
+
+
 @dataclass(frozen=True)
 class _Step:
     """A rung with its best schedule."""
@@ -187,6 +106,8 @@ class _Step:
     rung: Rung
     choice: Choice
     allow: tuple[str, ...]
+    candidate: Choice | None = None
+    """What may be tried, where `choice` is plain DDP because it was predicted to be no faster."""
 
 
 class _Ladder:
@@ -207,39 +128,50 @@ class _Ladder:
         chosen = next(step for step in steps if step.choice.iteration_s <= (1 + TOLERANCE) * fastest_s)
         better = self._next(quality, chosen, hint)
         times = tuple(_time_of(step) for step in [*steps, *([better] if better is not None else [])])
-        words = [chosen.choice.reason]
-        if not chosen.choice.nothing and chosen.rung.quality != "exact":
-            words.append(f"Trade-off: {chosen.rung.trade_off}.")
-            words.append(f"Evidence (docs/results.md): {chosen.rung.evidence}.")
-            if chosen.rung.updates is not None and isinstance(_exchange_of(chosen.choice), Hierarchical):
+        rivals = tuple(self._explained(step, better, updates) for step in _rivals(steps, chosen))
+        choice = self._explained(chosen, better, updates)
+        return msgspec.structs.replace(choice, rungs=times, rivals=rivals)
+
+    def _explained(self, step: _Step, better: _Step | None, updates: bool) -> Choice:
+        """Return the choice of a rung, with what it gives up, the evidence, and what the next quality would give."""
+        choice, rung = step.choice, step.rung
+        words = [choice.reason]
+        if not choice.nothing and rung.quality != "exact":
+            words.append(f"Trade-off: {rung.trade_off}.")
+            words.append(f"Evidence (docs/results.md): {rung.evidence}.")
+            if rung.updates is not None and isinstance(_exchange_of(choice), Hierarchical):
                 words.append(
                     "That row is about the exchange without levels: none was measured for the one with levels."
                 )
-        elif not chosen.choice.nothing and chosen.rung.overlaps:
-            words.append(f"Trade-off: {chosen.rung.trade_off} (docs/guide/overlap.md).")
+        elif not choice.nothing and rung.overlaps:
+            words.append(f"Trade-off: {rung.trade_off} (docs/guide/overlap.md).")
         if better is not None:
-            words.append(self._hint(chosen, better, updates))
+            words.append(self._hint(step, better, updates))
         reason = " ".join(words)
-        plan = msgspec.structs.replace(chosen.choice.plan, reason=reason)
-        return msgspec.structs.replace(chosen.choice, plan=plan, reason=reason, rungs=times)
+        return msgspec.structs.replace(choice, plan=msgspec.structs.replace(choice.plan, reason=reason), reason=reason)
 
-    def _climb(self, rungs: Sequence[Rung]) -> Iterator[_Step]:
+    def all_steps(self, rungs: Sequence[Rung]) -> list[_Step]:
+        """Return the best of each rung."""
+        return self._with_other_buckets(list(self._climb(rungs, all_of_them=True)))
+
+    def _climb(self, rungs: Sequence[Rung], *, all_of_them: bool = False) -> Iterator[_Step]:
         """Yield the best of each rung with DDP's own buckets, until no other rung can be faster by more than the
         tolerance."""
         allow: list[str] = []
         best_s = float("inf")
         for rung in rungs:
             allow += rung.allow
-            if best_s <= (1 + TOLERANCE) * self._profile.step_s:
-                return
+            if best_s <= (1 + TOLERANCE / 2) * self._profile.step_s and not all_of_them:
+                return  # even if the exposed time is predicted at half of what it is
             try:
                 choice = self._best_of(rung, allow, own_buckets=True)
             except UsageError:
                 if rung.quality == "exact" and not rung.overlaps:
                     raise
                 continue  # the network has no figures for its collectives
-            best_s = min(best_s, choice.iteration_s)
-            yield _Step(rung, choice, tuple(allow))
+            step = self._worthwhile(_Step(rung, choice, tuple(allow)))
+            best_s = min(best_s, step.choice.iteration_s)
+            yield step
 
     def _with_other_buckets(self, steps: Sequence[_Step]) -> list[_Step]:
         """Search for better buckets in the rungs that might then be the fastest. A search takes seconds."""
@@ -271,10 +203,12 @@ class _Ladder:
         return choice_of(plan, rung.name, rung.quality, own_buckets=own_buckets)
 
     def _overlapping(self, rung: Rung) -> Choice:
-        buckets = filled(self._profile.gradients, self._caps)
-        schedule = Schedule(OVERLAP, buckets, Dense(), "dense", overlaps=True)
-        attachment = Attachment(exchange=settings(Dense()), overlap=True)
-        prediction = predict(self._profile, self._network, schedule, paced=self._paced)
+        if self._own_buckets:
+            schedule = Schedule(OVERLAP, filled(self._profile.gradients, self._caps), Dense(), "dense", overlaps=True)
+            prediction = predict(self._profile, self._network, schedule, paced=self._paced)
+        else:
+            prediction, _ = best_overlap(self._profile, self._network, caps=self._caps, paced=self._paced)
+        attachment = Attachment(exchange=settings(Dense()), overlap=True, sized=not self._own_buckets)
         return self._attached(rung, prediction, attachment, "Overlap with the next forward pass, lossless")
 
     def _updating(self, rung: Rung, name: str) -> Choice:
@@ -289,18 +223,24 @@ class _Ladder:
         text = f"Lossy: updates by {name_of(entry.exchange)} {often}"
         text += f", after {self._warmup} steps of gradients in 4 bits" if self._warmup else ""
         choice = self._attached(rung, prediction, attachment, text)
-        return choice if choice.nothing else msgspec.structs.replace(choice, warmup=self._warmup)
+        return msgspec.structs.replace(choice, warmup=self._warmup)
 
     def _attached(self, rung: Rung, prediction: Prediction, attachment: Attachment, text: str) -> Choice:
-        """Return a choice that attaches an exchange to DDP's own buckets, or plain DDP if that is not slower."""
+        """Return a choice that attaches an exchange to DDP's own buckets."""
         plain_s, took_s = self._plain.iteration_s, prediction.iteration_s
         reason = f"{text}: predicted {milliseconds_text(plain_s)} → {milliseconds_text(took_s)} per step."
         plain = msgspec.structs.replace(plan_for(self._plain, plain_s, reason), buckets=(), lanes=1)
         choice = choice_of(plain, rung.name, rung.quality)
-        if took_s >= (1 - LEAST_GAIN) * plain_s:
-            return choice
         lossless = rung.quality == "exact"
         return msgspec.structs.replace(choice, attachment=attachment, iteration_s=took_s, lossless=lossless)
+
+    def _worthwhile(self, step: _Step) -> _Step:
+        """Return the step, or plain DDP in its place if it is not predicted to be faster."""
+        choice, plain_s = step.choice, self._plain.iteration_s
+        if choice.attachment is None or choice.iteration_s < (1 - LEAST_GAIN) * plain_s:
+            return step
+        plain = choice_of(choice.plan, step.rung.name, step.rung.quality)
+        return dataclasses.replace(step, choice=plain, candidate=choice)
 
     def _next(self, quality: str, chosen: _Step, hint: bool) -> _Step | None:
         """Return the fastest rung of the next quality, if it is faster than the chosen one by more than 5 %."""
@@ -322,6 +262,28 @@ class _Ladder:
         return f"{what}: {then:.1f}× plain DDP's speed instead of {now:.1f}× (predicted)."
 
 
+def _rivals(steps: Sequence[_Step], chosen: _Step) -> list[_Step]:
+    """Return rungs that may be right instead of the chosen one: gentler ones that may be fast enough, and the fastest
+    of the others that may be faster by more than the tolerance."""
+    place, chosen_s = steps.index(chosen), chosen.choice.iteration_s
+    fastest_s = min(step.choice.iteration_s for step in steps)
+    content = chosen.choice.plan.buckets, chosen.choice.attachment
+    steps = [step if step.candidate is None else dataclasses.replace(step, choice=step.candidate) for step in steps]
+    others = [s for s in steps if not s.choice.nothing and (s.choice.plan.buckets, s.choice.attachment) != content]
+    gentler = [
+        step
+        for step in steps[:place]
+        if step in others and step.choice.iteration_s <= (1 + TOLERANCE) * DOUBT * fastest_s
+    ]
+    harsher = [
+        step
+        for step in steps[place + 1 :]
+        if step in others and (1 + TOLERANCE) * step.choice.iteration_s <= DOUBT * chosen_s
+    ]
+    nearest = [*gentler[-1:], *sorted(harsher, key=lambda step: step.choice.iteration_s), *reversed(gentler[:-1])]
+    return [step for step in steps if step in nearest[:_MOST_RIVALS]]
+
+
 def _exchange_of(choice: Choice) -> Exchange | None:
     return None if choice.attachment is None else made_of(choice.attachment.exchange)
 
@@ -334,18 +296,6 @@ def _variants(name: str, network: Network) -> list[Updates]:
     across = Hierarchical(across=entry.exchange)
     inside = dataclasses.replace(entry, exchange_name="hierarchical+oktopk", exchange=across)
     return [entry, inside]
-
-
-def _code_of(exchange: Exchange) -> str:
-    """Return an exchange as Python code, without the settings that have their defaults."""
-    usual = type(exchange)()
-    changed = [(f.name, getattr(exchange, f.name)) for f in dataclasses.fields(exchange)]  # type: ignore[arg-type]
-    texts = [
-        f"{name}={_code_of(value) if isinstance(value, Exchange) else repr(value)}"
-        for name, value in changed
-        if value != getattr(usual, name) or name in ("bits", "density")
-    ]
-    return f"syncline.{type(exchange).__name__}({', '.join(texts)})"
 
 
 def _time_of(step: _Step) -> RungTime:

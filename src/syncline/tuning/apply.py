@@ -17,9 +17,10 @@ from syncline.ddp.attach import attach, make_planned
 from syncline.ddp.handle import Handle
 from syncline.exchange import made_of
 from syncline.measure.preserve_state import Weights
-from syncline.plan.ladder import Choice
+from syncline.plan.choice import Choice
 from syncline.records.network import Network
 from syncline.records.plan import Plan
+from syncline.records.profile import Profile
 from syncline.runtime.validation import scale_of
 
 _SMALL_STEP = 1e-3  # factor for learning rates while steps are only timed, so that weights stay of a usual size
@@ -35,14 +36,17 @@ def apply_choice(
     optimizer: Optimizer | None = None,
     warmup: int | None = None,
     shares: Shares | None = None,
+    profile: Profile | None = None,
 ) -> Handle:
-    """Apply a choice between steps. `warmup` replaces that of the choice's updates, to measure what follows it."""
+    """Apply a choice between steps. `warmup` replaces that of the choice's updates, to measure what follows it. Overlap
+    needs the `profile` that the choice was made from, if that decides its buckets."""
     options: dict[str, Any] = {"network": network, "timeout_s": timeout_s, "scaler": scaler, "shares": shares}
     arguments = choice.attachment
     if arguments is None:
         return make_planned(ddp, choice.plan, **options)
     exchange = made_of(arguments.exchange)
     if arguments.overlap:
+        options["profile"] = profile if arguments.sized else None
         return attach(ddp, exchange, optimizer=optimizer, overlap="forward", **options)
     if arguments.updates:
         steps = choice.warmup if warmup is None else warmup

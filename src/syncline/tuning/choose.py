@@ -18,7 +18,8 @@ from syncline.health.meeting import same_on_all_ranks
 from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
 from syncline.measure.steps import run_on_all_ranks
-from syncline.plan.ladder import Choice, choice_of, exchanges_of, make_choice
+from syncline.plan.choice import Choice, choice_of
+from syncline.plan.ladder import exchanges_of, make_choice
 from syncline.plan.make import make_plan
 from syncline.plan.search import options
 from syncline.predict import Schedule, predict
@@ -34,7 +35,7 @@ from syncline.tuning.settings import TuneSettings
 from syncline.units import milliseconds_text
 
 _MOST_DIFFERENCE = 0.3  # part of a step by which remembered links may mispredict it
-_OVERHEADS_S = 2.0  # time for measuring the work of exchanges, of which most take less
+_OVERHEADS_S, _LOSSLESS_OVERHEADS_S = 2.0, 0.3  # time for measuring the work of exchanges: lossless ones have little
 
 
 def agreed_network(
@@ -61,12 +62,13 @@ def agreed_network(
     return settings, network
 
 
-def may_shorten(group: dist.ProcessGroup, settings: TuneSettings) -> bool:
-    """Return whether exchanges may send less, or take another path than plain DDP's. Collective."""
-    return bool(settings.allow) or settings.quality not in (None, "exact") or _has_levels(group)
+def may_be_lossy(settings: TuneSettings) -> bool:
+    """Return whether exchanges may send less than the gradients."""
+    return bool(settings.allow) or settings.quality not in (None, "exact")
 
 
-def _has_levels(group: dist.ProcessGroup) -> bool:
+def has_levels(group: dist.ProcessGroup) -> bool:
+    """Return whether a host has several ranks. Collective."""
     return group.size() > len(set(hosts_of(group)))
 
 
@@ -85,7 +87,7 @@ def find_network(
     With `fresh`, they are probed in any case. `why_outdated` returns why remembered links are not used, if so; rank 0
     decides. Links that replace remembered ones are probed with the same collectives, too.
     """
-    gentle = not settings.allow and settings.quality is None and not overlap and not _has_levels(group)
+    gentle = not settings.allow and settings.quality is None and not overlap and not has_levels(group)
     kinds: tuple[str, ...] = ("all_reduce", "broadcast") if gentle else wire.KINDS
     path = cached_path(group) if settings.cache else None
     if (known := recall(group, path, kinds)) is not None:
@@ -145,7 +147,7 @@ def choose_for_live(
         topology=topology_of(network),
         group=group,
         largest_bytes=profile.gradient_bytes,
-        budget_s=_OVERHEADS_S,
+        budget_s=_OVERHEADS_S if may_be_lossy(settings) else _LOSSLESS_OVERHEADS_S,
     )
     profile = msgspec.structs.replace(profile, overheads=overheads)
     caps = _own_caps(ddp)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,7 +33,7 @@ from syncline.measure.backward_watch import BackwardWatch
 from syncline.measure.hooks import Unseen
 from syncline.measure.step_watcher import Pass, in_backward
 from syncline.measure.steps import Subject
-from syncline.plan.ladder import Choice, choice_of
+from syncline.plan.choice import Choice, choice_of
 from syncline.predict.diagnosis import shares_hint
 from syncline.records.network import Network
 from syncline.records.plan import Plan
@@ -45,16 +46,19 @@ from syncline.tuning.choose import (
     agreed_network,
     choose_for_live,
     find_network,
-    may_shorten,
+    has_levels,
+    may_be_lossy,
     plain_choice,
     why_outdated,
 )
 from syncline.tuning.live_model import CannotChangeError, LiveModel, Steps, trained_ids
-from syncline.tuning.retuning import CHECK_STEPS, Retuning
+from syncline.tuning.retuning import Retuning, exposure_drift, steps_until_check
 from syncline.tuning.settings import TuneSettings
 from syncline.tuning.stakes import Stakes
-from syncline.tuning.trials import SETTLING, Schedule, Trial, Turn, reduced, repaid_after
+from syncline.tuning.trials import SETTLING, Contest, Schedule, Trial, reduced, repaid_after
+from syncline.units import count_text
 
+_OWN_BUCKETS = " DDP's buckets stay as they are, because a compiled model would have to be compiled again."
 _PROFILED = 10  # steps that the profile is made from
 
 _probed: dict[tuple[object, ...], Network] = {}
@@ -232,19 +236,23 @@ class Following(LiveModel):
         self._watch_steps_of(optimizer)
 
     def _tune_and_watch(self) -> Steps:
-        """Tune. Then, if that was requested, watch how long exchanges take, and tune again when links have changed."""
+        """Tune. Then, if that was requested, watch how long steps wait, and tune again when links have changed."""
         yield from self._tune_or_keep_plain()
         if not self._watches_drift or self._group.size() != dist.get_world_size():
             return
         self._decided()
-        retuning = Retuning(time.monotonic(), self.seconds)
+        retuning, before, steps = Retuning(time.monotonic(), self.seconds), None, _PROFILED
         try:
             while True:
-                yield from self._wait_for_steps(CHECK_STEPS)
+                yield from self._wait_for_steps(steps)
                 with self._paused():
-                    drift = (self.handle.drift() or "") if self.handle is not None else ""
-                    own = drift.encode() if retuning.due(bool(drift), time.monotonic()) else b""
-                    reason = gather_bytes(self._group, own)[0].decode()  # rank 0 decides
+                    stakes = self._stakes(steps)
+                    before, steps = before or stakes, steps_until_check(stakes.step_s)
+                    drift = self.handle.drift() if self.handle is not None else None
+                    if not self._exchanges_updates:
+                        drift = drift or exposure_drift(before, stakes)
+                    due = retuning.due(drift is not None, time.monotonic())
+                    reason = gather_bytes(self._group, (drift or "").encode() if due else b"")[0].decode()  # of rank 0
                 if reason:
                     self._print(f"tuning again: {reason.partition(':')[0]}")
                     before_s, self.done, self._is_stale, self.trial = self.seconds, False, True, None
@@ -252,8 +260,15 @@ class Following(LiveModel):
                     self._outcome = f"Tuned again, after a change of the links. {self._outcome}"
                     self._decided()
                     retuning.tuned(self.seconds - before_s)
+                    before, steps = None, _PROFILED
         except CannotChangeError:  # the script takes over
             return
+
+    def _stakes(self, steps: int) -> Stakes:
+        """Return how long the last steps took, and waited for communication. Collective."""
+        last = self._watcher.step_count
+        moments = self._log.moments(last - steps, last)
+        return Stakes.of(self._group, [step.step_s for step in moments], [step.exposed_s for step in moments])
 
     def _tune_or_keep_plain(self) -> Steps:
         """Tune. If that is not possible, all ranks see the same reason and continue with plain DDP."""
@@ -289,32 +304,42 @@ class Following(LiveModel):
                 if settings.change and not self._is_compiled:
                     self._check_changeable()
                 self.profile = profile = watch.profile(self._group)
+        if links is None and self._group.size() != dist.get_world_size():
+            raise CannotChangeError("its process group is part of the world, which cannot be probed: pass network")
+        if links is None:
+            yield from self._wait_until_affordable()
         with self._paused():
-            if links is None and self._group.size() != dist.get_world_size():
-                raise CannotChangeError("its process group is part of the world, which cannot be probed: pass network")
             self.network = links or self._find_network(profile)
             if self.network is None:
                 return
             able = {"updates": optimizer is not None, "own_buckets": self._is_compiled}
             chosen = choose_for_live(self.model, profile, self.network, settings, self._device, **able)
             (self.profile, self.choice), self.plan = chosen, chosen[1].plan
-        reason = self.choice.reason
-        if self._is_compiled:
-            reason += " DDP's buckets stay as they are, because a compiled model would have to be compiled again."
-        reason += self._hint
-        if self.choice.nothing and self.handle is not None:  # what was better before the links changed
+        reason = self._explained(self.choice.reason)
+        # The warm-up of updates is too long to try them beside others.
+        contenders = [each for each in self.choice.contenders if each.rung == self.choice.rung or not each.warmup]
+        if not contenders and self.handle is not None:  # what was better before the links changed
             with self._paused():
                 self._switch_to(None)
-        if not settings.change or self.choice.nothing:
+        if not settings.change or not contenders:
             self._outcome = reason if settings.change else f"Only observed. {reason}"
             return
-        yield from self._try(self.choice, self.network, optimizer, reason)
+        yield from self._try(self.choice, contenders, self.network, optimizer)
+
+    def _wait_until_affordable(self) -> Steps:
+        """Train on before links are probed where, without loss or levels, only buckets could be better."""
+        with self._paused():
+            settings, stakes = self._settings, self._stakes(_PROFILED)
+            eager = not settings.change or self._is_stale or may_be_lossy(settings) or has_levels(self._group)
+            steps = 0 if eager or stakes.why_not_probe else stakes.steps_to_wait(settings.probe_s)
+        if steps:
+            later = f"links, which allow no more than other buckets, would be probed after {count_text(steps, 'step')}"
+            self._outcome = f"Nothing was decided: {later}, so that this costs little."
+            yield from self._wait_for_steps(steps)
 
     def _find_network(self, profile: Profile) -> Network | None:
         """Return the links: probed before, remembered, or probed now. None, with the outcome, if that cannot pay."""
-        settings, last = self._settings, self._watcher.step_count
-        moments = self._log.moments(last - _PROFILED, last)
-        stakes = Stakes.of(self._group, [step.step_s for step in moments], [step.exposed_s for step in moments])
+        settings, stakes = self._settings, self._stakes(_PROFILED)
         if settings.change and not self._is_stale and (why_not := stakes.why_not_probe) is not None:
             self.choice = plain_choice(profile, self._group, stakes.step_s, why_not)
             self.plan, self._outcome = self.choice.plan, why_not
@@ -323,8 +348,8 @@ class Following(LiveModel):
         key = (ranks, backend_of(self._group), settings.allow, settings.quality)
         self._hint = stakes.hint if settings.quality is None and not settings.allow else ""
         if key not in _probed or self._is_stale:
-            shorter = may_shorten(self._group, settings)
-            probe_s = stakes.probe_s(settings.probe_s, shorter=shorter) if settings.change else settings.probe_s
+            lossy = may_be_lossy(settings)
+            probe_s = stakes.probe_s(settings.probe_s, lossy=lossy) if settings.change else settings.probe_s
             check = functools.partial(why_outdated, self.model, profile, stakes.step_s)
             _probed[key] = find_network(
                 self._group, settings, probe_s, fresh=self._is_stale, why_outdated=check, log=self._print
@@ -344,32 +369,40 @@ class Following(LiveModel):
             return None
         return optimizer
 
-    def _try(self, choice: Choice, network: Network, optimizer: Optimizer | None, reason: str) -> Steps:
-        """Let plain DDP and the choice take turns over the script's own steps, and keep the faster."""
-        schedule = Schedule.on_live_steps(choice.plain_s, keeps=choice.keeps, period=choice.period)
-        step_s: dict[Turn, list[float]] = {"plain": [], "plan": []}
+    def _try(
+        self, choice: Choice, contenders: Sequence[Choice], network: Network, optimizer: Optimizer | None
+    ) -> Steps:
+        """Let plain DDP, the choice and its rivals take turns over the script's own steps, and keep the best."""
+        contest = Contest(self._group, contenders)
+        schedule = Schedule.on_live_steps(choice.plain_s, keeps=any(each.keeps for each in contenders))
+        current: object = self.handle
 
-        def take_turn(turn: Turn) -> None:
-            with self._paused():
-                if (turn == "plan") != (self.handle is not None):
-                    self._switch_to(choice if turn == "plan" else None, network, optimizer)
-
-        for turn in schedule.turns:
-            take_turn(turn)
-            if turn == "plan" and choice.warmup:
-                self._outcome = f"{reason} The script ended during the warm-up of {choice.warmup} steps."
-                yield from self._wait_for_steps(choice.warmup)
-            yield from self._wait_for_steps(schedule.settling)
-            first = self._watcher.step_count
-            yield from self._wait_for_steps(schedule.counted)
-            step_s[turn] += self._log.step_times_s(first, first + schedule.counted)
-            if len(step_s["plain"]) == len(step_s["plan"]):
+        def switch_to(turn: Choice | None) -> None:
+            nonlocal current
+            if turn is not current:
                 with self._paused():
-                    self.trial = Trial.of(self._group, step_s, choice.period)
-                if self.trial.clear:
-                    break
-        assert self.trial is not None  # noqa: S101 - a schedule has turns of both
-        take_turn("plan" if self.trial.won else "plain")
-        self._outcome = f"{reason} {self.trial.describe('step', choice.name)}"
-        if choice.keeps and not self.trial.won:
-            self._outcome += " The residual of its steps is dropped."
+                    if turn is not None and current is not None:
+                        self._switch_to(None)
+                    self._switch_to(turn, network, optimizer)
+                current = turn
+
+        for turn in contest.turns(schedule):
+            switch_to(turn)
+            if turn is not None and turn.warmup:
+                self._outcome = f"{turn.reason} The script ended during the warm-up of {turn.warmup} steps."
+                yield from self._wait_for_steps(turn.warmup)
+            yield from self._wait_for_steps(schedule.settle(turn))
+            first = self._watcher.step_count
+            yield from self._wait_for_steps(schedule.steps(turn))
+            with self._paused():
+                contest.note(turn, self._log.step_times_s(first, first + schedule.steps(turn)))
+        best, self.trial = contest.best, contest.trial
+        switch_to(best if self.trial.won else None)
+        self.choice = msgspec.structs.replace(best, rungs=choice.rungs, rivals=())
+        self.plan = best.plan
+        self._outcome = f"{self._explained(best.reason)} {self.trial.describe('step', best.name)}"
+        if any(each.keeps for each in contenders if each is not current):
+            self._outcome += " The residuals of what does not stay are dropped."
+
+    def _explained(self, reason: str) -> str:
+        return f"{reason}{_OWN_BUCKETS if self._is_compiled else ''}{self._hint}"

@@ -22,7 +22,7 @@ from syncline.errors import UsageError
 from syncline.exchange import Exchange, made_of, name_of
 from syncline.measure.preserve_state import same_random_numbers
 from syncline.measure.step_watcher import Pass, StepWatcher
-from syncline.plan.ladder import Choice
+from syncline.plan.choice import Choice
 from syncline.records.network import Network
 from syncline.runtime.validation import only_device, parameters_of
 from syncline.tuning.apply import apply_choice

@@ -8,12 +8,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-CHECK_STEPS = 100
-"""Steps between two checks."""
+from syncline.tuning.stakes import Stakes
+from syncline.units import milliseconds_text
+
+CHECK_S, CHECK_STEPS, _FEWEST_STEPS = 5.0, 100, 10
+"""Time and most steps between two checks."""
 CHECKS = 2
 """Checks in a row that must find a drift."""
 SHARE = 0.02
 """Share of the training time that tuning may take, from the second time on."""
+
+
+_FACTOR, _LEAST_SHARE = 1.5, 0.1
+
+
+def steps_until_check(step_s: float) -> int:
+    """Return the steps until the next check, which all ranks must count alike."""
+    return max(min(_FEWEST_STEPS, CHECK_STEPS), min(CHECK_STEPS, round(CHECK_S / max(step_s, 1e-6))))
+
+
+def exposure_drift(before: Stakes, now: Stakes) -> str | None:
+    """Describe how steps wait longer for communication than after the last tuning, or return None if they do not."""
+    if now.exposed_s <= _FACTOR * before.exposed_s + _LEAST_SHARE * before.step_s:
+        return None
+    waits = f"{milliseconds_text(now.exposed_s)} per step, and {milliseconds_text(before.exposed_s)} after it was tuned"
+    return f"the model waits {waits}"
 
 
 @dataclass

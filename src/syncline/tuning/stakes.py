@@ -6,6 +6,7 @@ could be saved in a number of steps that even a short training run has.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +19,11 @@ from syncline.units import milliseconds_text
 
 REPAID_STEPS = 1_000
 """Steps in which tuning should be repaid."""
-PROBE_SHARE = 0.1
-"""Share of what could be saved in these steps that a probe may take."""
+PROBE_SHARE, LOSSLESS_PROBE_SHARE = 0.1, 0.02
+"""Share of what could be saved in these steps that a probe may take. Lossless exchanges rarely save all of it."""
+PATIENCE = 20
+"""Where little may be saved, tuning begins after this many times what it costs, so that no training ends much later."""
+_OTHER_COSTS_S = 2.5  # of measuring the work of exchanges, planning and switching
 _BY_LANES = 0.25  # share of exposed communication that lanes may save where a single collective does not fill a link
 _MUCH = 0.2  # share of a step from which waiting for communication is worth a hint
 LEAST_PROBE_S = 1.5
@@ -43,14 +47,13 @@ class Stakes:
         least = reduced(group, exposed_s, dist.ReduceOp.MIN)
         return cls(statistics.median(slowest), max(0.0, statistics.median(least)))
 
-    def savings_s(self, *, shorter: bool) -> float:
+    def savings_s(self, *, lossy: bool) -> float:
         """Return about the most that can be saved per step.
 
-        Unless exchanges may become `shorter`, by sending less or by another path, other buckets and lanes can hide them
-        behind computation, but hardly more.
+        Lossless exchanges can be hidden behind computation by other buckets, lanes and paths, but hardly more.
         """
         hidden_s = self.step_s - self.exposed_s + _BY_LANES * self.exposed_s
-        return self.exposed_s if shorter else min(self.exposed_s, hidden_s)
+        return self.exposed_s if lossy else min(self.exposed_s, hidden_s)
 
     @property
     def why_not_probe(self) -> str | None:
@@ -65,10 +68,15 @@ class Stakes:
             return f"Plain DDP stays, and nothing was probed: {waits}, {text}. To plan all the same, pass a network."
         return None
 
-    def probe_s(self, most_s: float, *, shorter: bool) -> float:
+    def probe_s(self, most_s: float, *, lossy: bool) -> float:
         """Return how long a probe may take, at most `most_s`."""
-        saved_s = REPAID_STEPS * self.savings_s(shorter=shorter)
-        return min(most_s, max(LEAST_PROBE_S, PROBE_SHARE * saved_s))
+        saved_s = REPAID_STEPS * self.savings_s(lossy=lossy)
+        return min(most_s, max(LEAST_PROBE_S, (PROBE_SHARE if lossy else LOSSLESS_PROBE_SHARE) * saved_s))
+
+    def steps_to_wait(self, most_probe_s: float) -> int:
+        """Return the steps before tuning that may not save anything: then it takes a twentieth of the time so far."""
+        cost_s = self.probe_s(most_probe_s, lossy=False) + _OTHER_COSTS_S
+        return math.ceil(PATIENCE * cost_s / max(self.step_s, 1e-6))
 
     @property
     def hint(self) -> str:

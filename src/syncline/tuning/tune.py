@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import torch
@@ -36,7 +37,7 @@ from syncline.health.watchdog import watch_plain
 from syncline.measure.backward_watch import watch_backward
 from syncline.measure.preserve_state import Weights, restored_on_exit
 from syncline.measure.steps import run_on_all_ranks
-from syncline.plan.ladder import Choice, choice_of
+from syncline.plan.choice import Choice
 from syncline.predict.diagnosis import shares_hint
 from syncline.records.network import Network
 from syncline.records.plan import Plan
@@ -48,20 +49,19 @@ from syncline.tuning.choose import (
     agreed_network,
     choose_for_live,
     find_network,
-    may_shorten,
+    may_be_lossy,
     plain_choice,
     why_outdated,
 )
 from syncline.tuning.settings import BUDGET_S, MIN_BUDGET_S, TuneSettings
 from syncline.tuning.stakes import Stakes
-from syncline.tuning.trials import SETTLING, Schedule, Trial, Turn, reduced, repaid_after
+from syncline.tuning.trials import SETTLING, Contest, Schedule, Trial, reduced, repaid_after
 
 Step = Callable[[nn.Module], object]
 
 _PROBE_SHARE, _PROFILE_SHARE, _TRIAL_SHARE = 0.4, 0.15, 0.4  # parts of the budget
 _PROFILED = (5, 20)  # fewest and most steps that are profiled
 _PLAIN_STEPS = 5  # steps of plain DDP that show how long a step waits for communication
-_OVERLAP_SETTLING = 8  # steps until weights are in shards, and two more
 
 
 @dataclass(frozen=True)
@@ -224,8 +224,7 @@ def tune(
                     plain_s, why_not = stakes.step_s, stakes.why_not_probe
                     if why_not is None:
                         hint = stakes.hint if quality is None and not allow else ""
-                        shorter = may_shorten(group, settings)
-                        probe_s = stakes.probe_s(_PROBE_SHARE * budget_s, shorter=shorter)
+                        probe_s = stakes.probe_s(_PROBE_SHARE * budget_s, lossy=may_be_lossy(settings))
                         check = functools.partial(why_outdated, ddp, profile, plain_s)
                         wide = optimizer is not None
                         links = find_network(group, settings, probe_s, overlap=wide, why_outdated=check, log=say)
@@ -234,12 +233,12 @@ def tune(
                 else:
                     able = {"updates": optimizer is not None, "overlap": tuner.can_overlap()}
                     profile, choice = choose_for_live(ddp, profile, links, settings, device, **able)
+                trial: Trial | None = None
+                if choice.contenders:
+                    rebuild = True
+                    choice, trial = tuner.try_out(choice, profile, links, weights)
                 if hint := hint + ("" if shares is not None else shares_hint(profile)):
                     choice = msgspec.structs.replace(choice, reason=choice.reason + hint)
-                trial: Trial | None = None
-                if not choice.nothing:
-                    rebuild = True
-                    trial = tuner.try_out(choice, links, weights)
                 run_on_all_ranks(group, lambda: _check_unchanged(weights))
             except BaseException:
                 _restore_plain(ddp)
@@ -249,9 +248,8 @@ def tune(
                 _restore_plain(ddp)
             handle = None
             if trial is not None and trial.won:
-                handle = apply_choice(
-                    ddp, choice, network=links, timeout_s=timeout_s, scaler=scaler, optimizer=optimizer, shares=shares
-                )
+                options: dict[str, Any] = {"network": links, "timeout_s": timeout_s, "scaler": scaler}
+                handle = apply_choice(ddp, choice, optimizer=optimizer, shares=shares, profile=profile, **options)
             else:
                 watch_plain(ddp)
                 _weigh(ddp, shares)
@@ -312,34 +310,35 @@ class _Tuner:
         slowest = reduced(self.group, times_s, dist.ReduceOp.MAX)
         return Stakes(statistics.median(slowest), max(0.0, statistics.median(slowest) - slowest_s))
 
-    def try_out(self, choice: Choice, network: Network | None, weights: Weights) -> Trial:
-        """Let plain DDP and the choice take turns with the user's step. Collective."""
+    def try_out(
+        self, choice: Choice, profile: Profile, network: Network | None, weights: Weights
+    ) -> tuple[Choice, Trial]:
+        """Let plain DDP, the choice and its rivals take turns with the user's step. Collective.
+
+        Returns:
+            The best of them, and its comparison with plain DDP.
+        """
         left_s = max(MIN_BUDGET_S, self.settings.budget_s - (time.monotonic() - self.began_s))
         (least_s,) = reduced(self.group, [left_s], dist.ReduceOp.MIN)
-        longest_s = max(choice.plain_s, choice.iteration_s)
-        schedule = Schedule.within(_TRIAL_SHARE * least_s, longest_s, choice.period)
-        step_s: dict[Turn, list[float]] = {"plain": [], "plan": []}
-        stepped = self.optimizer if choice.needs_optimizer else None
-        overlaps = choice.attachment is not None and choice.attachment.overlap
-        options = {"network": network, "timeout_s": self.settings.timeout_s, "scaler": None, "optimizer": stepped}
-        measured = choice_of(without_warmup(choice.plan)) if choice.attachment is None else choice
-        trial = None
+        contest = Contest(self.group, choice.contenders)
+        longest_s = max(choice.plain_s, *(each.iteration_s for each in contest.choices))
+        schedule = Schedule.within(_TRIAL_SHARE * least_s, longest_s, 1 + len(contest.choices))
+        stepped = self.optimizer if any(each.needs_optimizer for each in contest.choices) else None
+        options: dict[str, Any] = {"network": network, "timeout_s": self.settings.timeout_s, "scaler": None}
+        options["profile"] = profile
         with undone_steps(stepped, weights, self.scaler):
-            for number, turn in enumerate(schedule.turns, 1):
+            for turn in contest.turns(schedule):
                 _restore_plain(self.ddp)
-                settling = schedule.settling
-                if turn == "plan":
-                    apply_choice(self.ddp, measured, warmup=0, **options)  # type: ignore[arg-type]
-                    settling = _OVERLAP_SETTLING if overlaps else settling
-                count = settling + schedule.counted
-                step_s[turn] += [self._timed(self.ddp, stepped) for _ in range(count)][settling:]
-                if step_s["plan"] and len(step_s["plan"]) == len(step_s["plain"]):
-                    trial = Trial.of(self.group, step_s, choice.period)
-                    if trial.clear or number == len(schedule.turns):
-                        break
+                if turn is not None:
+                    measured = without_warmup(turn.plan) if turn.attachment is None else turn.plan
+                    needed = stepped if turn.needs_optimizer else None
+                    applied = msgspec.structs.replace(turn, plan=measured)
+                    apply_choice(self.ddp, applied, warmup=0, optimizer=needed, **options)
+                settling = schedule.settle(turn)
+                count = settling + schedule.steps(turn)
+                contest.note(turn, [self._timed(self.ddp, stepped) for _ in range(count)][settling:])
             _restore_plain(self.ddp)
-        assert trial is not None  # noqa: S101 - a schedule has turns of both
-        return trial
+        return msgspec.structs.replace(contest.best, rungs=choice.rungs, rivals=()), contest.trial
 
     def _timed(self, module: nn.Module, optimizer: Optimizer | None = None) -> float:
         """Run one step from empty gradients and return its duration. All ranks start a step of DDP together."""
