@@ -34,6 +34,7 @@ from syncline.models import zoo
 from syncline.models.gpt import GPT
 from syncline.predict import Schedule, predict
 from syncline.predict.schedule import UPDATES
+from syncline.records.bench_result import BenchResult
 from syncline.records.network import Network
 from syncline.records.profile import Profile
 from training import small_resnet
@@ -72,7 +73,11 @@ def measured(cluster: Sequence[int], model: str, network: Network, rounds: int, 
     spec = spec_of(cluster)
     names = [name for name in methods.split(",") if name != "hierarchical" or cluster[1] > 1]
     workload = SmallModel(model, MODELS[model][1])
-    result = run_bench(spec, workload, ["nosync", *names], rounds=rounds, network=network)
+    return cell_of(cluster, model, run_bench(spec, workload, ["nosync", *names], rounds=rounds, network=network))
+
+
+def cell_of(cluster: Sequence[int], model: str, result: BenchResult) -> dict[str, Any]:
+    """Return the rows of a bench, and the profile that they were predicted from."""
     return {
         "cluster": list(cluster),
         "model": model,
@@ -82,19 +87,19 @@ def measured(cluster: Sequence[int], model: str, network: Network, rounds: int, 
     }
 
 
-def again(cell: dict[str, Any], networks: dict[str, Network]) -> None:
+def again(cell: dict[str, Any], network: Network) -> None:
     """Predict the rows of a cell again."""
     profile = msgspec.convert(cell["profile"], Profile)
-    network = network_for(cell["cluster"], networks)
     for row in cell["rows"][1:]:
-        row["predicted_ms"] = predict(profile, network, schedule_of(profile, row["method"])).iteration_s * 1e3
+        schedule = schedule_of(profile, row["method"], network.backend)
+        row["predicted_ms"] = predict(profile, network, schedule).iteration_s * 1e3
 
 
-def schedule_of(profile: Profile, method: str) -> Schedule:
+def schedule_of(profile: Profile, method: str, backend: str) -> Schedule:
     if method not in UPDATES:
-        return Schedule.of(profile, method, backend="gloo")
+        return Schedule.of(profile, method, backend=backend)
     updates = dataclasses.replace(UPDATES[method], exchange_name=method)
-    return Schedule.of_updates(profile, method, updates, default_lanes(updates.exchange, "gloo"))
+    return Schedule.of_updates(profile, method, updates, default_lanes(updates.exchange, backend))
 
 
 def network_for(cluster: Sequence[int], networks: dict[str, Network]) -> Network:
@@ -104,34 +109,50 @@ def network_for(cluster: Sequence[int], networks: dict[str, Network]) -> Network
     return moved(nearest, spec_of(cluster))
 
 
-def report(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Print every prediction beside its measurement, and return a summary by method."""
-    errors: dict[str, list[float]] = {}
+def report(cells: Sequence[dict[str, Any]]) -> None:
+    """Print every prediction beside its measurement, and a summary by method."""
     for cell in cells:
         hosts, per_host, mbit = cell["cluster"]
         floor = cell["rows"][0]
         where = f"{hosts} × {per_host} at {mbit:>3} Mbit/s  {cell['model']:7s}"
         print(f"{where} computes {floor['step_ms']:6.1f} ms, profile {floor['predicted_ms']:6.1f}")
         for row in cell["rows"][1:]:
-            error = row["predicted_ms"] / row["step_ms"] - 1
-            errors.setdefault(row["method"], []).append(abs(error))
             print(
                 f"    {row['method']:15s} measured {row['step_ms']:7.1f} "
-                f"({row['step_ms_low']:.0f}–{row['step_ms_high']:.0f}), predicted {row['predicted_ms']:7.1f}  {error:+.1%}"
+                f"({row['step_ms_low']:.0f}–{row['step_ms_high']:.0f}), "
+                f"predicted {row['predicted_ms']:7.1f}  {error_of(row):+.1%}"
             )
-    summary = {name: summary_of(values) for name, values in errors.items()}
-    summary["all"] = summary_of([value for values in errors.values() for value in values])
-    for name, row in summary.items():
+    for name, row in summary_of(cells).items():
         print(
-            f"{name:15s} {row['count']:3d}  median {row['median']:.1%}  p90 {row['p90']:.1%}  worst {row['worst']:.1%}"
+            f"{name:15s} {row['count']:3d}  median {row['median']:.1%}  p90 {row['p90']:.1%}  "
+            f"worst {row['worst']:.1%}  mean {row['mean']:+.1%}",
+            flush=True,
         )
-    return summary
 
 
-def summary_of(errors: list[float]) -> dict[str, Any]:
-    ordered = sorted(errors)
-    tenth = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
-    return {"count": len(ordered), "median": statistics.median(ordered), "p90": tenth, "worst": ordered[-1]}
+def error_of(row: dict[str, Any]) -> float:
+    return float(row["predicted_ms"] / row["step_ms"] - 1)
+
+
+def summary_of(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Summarise the errors by method; `mean` has the sign, the others are of absolute errors."""
+    errors: dict[str, list[float]] = {}
+    for row in [row for cell in cells for row in cell["rows"][1:]]:
+        for name in (row["method"], "all"):
+            errors.setdefault(name, []).append(error_of(row))
+    return {name: _summary(errors[name]) for name in sorted(errors, key=lambda name: name == "all")}
+
+
+def _summary(errors: list[float]) -> dict[str, float]:
+    ordered = sorted(map(abs, errors))
+    tenth = ordered[math.ceil(0.9 * len(ordered)) - 1]
+    return {
+        "count": len(ordered),
+        "median": statistics.median(ordered),
+        "p90": tenth,
+        "worst": ordered[-1],
+        "mean": statistics.mean(errors),
+    }
 
 
 def main() -> None:
@@ -149,7 +170,7 @@ def main() -> None:
         stored = json.loads(args.again.read_text())
         networks = msgspec.convert(stored["networks"], dict[str, Network])
         for cell in stored["cells"]:
-            again(cell, networks)
+            again(cell, network_for(cell["cluster"], networks))
         report(stored["cells"])
         return
     if args.networks:
@@ -167,10 +188,9 @@ def main() -> None:
             cells.append(measured(cluster, model, network_for(cluster, networks), args.rounds, args.methods))
             print(f"{cluster} {model}: {time.monotonic() - began_s:.0f} s", flush=True)
             if args.json:
-                write_text(args.json, json.dumps({**about, "cells": cells}, indent=1) + "\n")
-    summary = report(cells)
-    if args.json:
-        write_text(args.json, json.dumps({**about, "summary": summary, "cells": cells}, indent=1) + "\n")
+                stored = {**about, "summary": summary_of(cells), "cells": cells}
+                write_text(args.json, json.dumps(stored, indent=1) + "\n")
+    report(cells)
 
 
 if __name__ == "__main__":
