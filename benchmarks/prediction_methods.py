@@ -4,7 +4,7 @@ A cluster is probed once. For each model, `syncline bench` profiles the computat
 without communication, predicts every method, and only then measures them in turns.
 
     python benchmarks/prediction_methods.py --json F                               # on a GPU, about three minutes
-    python benchmarks/prediction_methods.py --again F                           # predict again, from what is in the file
+    python benchmarks/prediction_methods.py --again F                          # predict again, from what is in the file
     python benchmarks/prediction_methods.py --device cpu --models mlp --json F     # to see that it runs
 """
 
