@@ -43,7 +43,7 @@ _TIMEOUT = timedelta(seconds=120)
 def measure_contention(
     model: nn.Module,
     step: Callable[[nn.Module], Tensor],
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | None,
     exchanges: Mapping[str, Callable[[], Exchange]],
     topology: Topology,
     *,
@@ -52,12 +52,12 @@ def measure_contention(
 ) -> Contention:
     """Measure what computation and exchanges take from each other. Collective over the ranks of `group`.
 
-    The steps train the model. Times are means over `rounds` steps of each exchange, which take turns.
+    With an optimizer, the steps train the model. Times are means over `rounds` steps of each exchange, in turns.
 
     Args:
         model: The model, without DDP.
         step: A function that runs one forward pass and returns the loss.
-        optimizer: The model's optimizer.
+        optimizer: The model's optimizer, if it is to step, too.
         exchanges: The exchanges, by name. Plain all-reduces are measured in any case, as `dense`.
         topology: The topology of the group.
         group: The ranks that train together. Default: the default process group.
@@ -172,7 +172,7 @@ class _Meter:
         self,
         subject: Subject,
         step: Callable[[nn.Module], Tensor],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         topology: Topology,
         group: dist.ProcessGroup,
     ) -> None:
@@ -269,7 +269,8 @@ class _Meter:
         loss.backward()
         trial.backward.append((began, self._clock.mark()))
         self._on_gradient = lambda: None
-        self._optimizer.step()
+        if self._optimizer is not None:
+            self._optimizer.step()
         for future in futures:
             future.wait()
         if not trial.lanes:

@@ -251,10 +251,12 @@ class Prediction:
         sizes = zip(self.schedule.bucket_exchanges, self.schedule.bucket_bytes(self.profile), strict=True)
         for quiet_s, ((name, _), nbytes) in zip(self._own_work_s, sizes, strict=True):
             loaded = self._contention.exchanges.get(name)
-            if loaded is None:
-                own.append(Work(quiet_s))
+            if loaded is None:  # an exchange that was not measured waits as long as an all-reduce does
+                loaded, passes_s, nbytes = self._contention.exchanges["dense"], quiet_s, 0
             else:
-                own.append(Work(loaded.alone.of(nbytes), loaded.beside.of(nbytes), loaded.crowded, loaded.taken))
+                passes_s = 0.0
+            alone_s, beside_s = passes_s + loaded.alone.of(nbytes), passes_s + loaded.beside.of(nbytes)
+            own.append(Work(alone_s, beside_s, loaded.crowded, loaded.taken))
         return own
 
     @property
