@@ -330,15 +330,14 @@ def profile_workload(
 ) -> Profile:
     """Profile the workload on all ranks, without communication, and the computation of `exchanges`, by default all.
     With `contention`, measure what computation and these exchanges take from each other, too."""
-    optimizer = slow_sgd(net.parameters())
-    profile = measure_backward(net, loss_of, steps=8, warmup=3, optimizer=optimizer, model_name=name)
-    device = next(net.parameters()).device
-    ranks = topology or Topology.flat(dist.get_world_size())
+    optimizer, device = slow_sgd(net.parameters()), next(net.parameters()).device
+    ranks, measured = topology or Topology.flat(dist.get_world_size()), None
     overheads = measure_overheads(device, exchanges, topology=ranks, group=dist.group.WORLD)
     if contention and ranks.ranks > 1:
         measured = measure_contention(net, loss_of, optimizer, exchanges or EXCHANGES, ranks)
-        profile = msgspec.structs.replace(profile, contention=measured)
-    return msgspec.structs.replace(profile, overheads=overheads)
+    # Last, because a machine's speed changes within seconds, and the methods are measured right after this.
+    profile = measure_backward(net, loss_of, steps=16, warmup=3, optimizer=optimizer, model_name=name)
+    return msgspec.structs.replace(profile, overheads=overheads, contention=measured)
 
 
 def check_methods(names: list[str]) -> None:
