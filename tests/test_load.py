@@ -23,7 +23,7 @@ from syncline.records.profile import Work as Line
 def test_ranks_measure_contention_together_and_leave_no_group_behind() -> None:
     def main(rank: Rank) -> Any:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
+        net = nn.Sequential(nn.Linear(64, 250), nn.ReLU(), nn.Linear(250, 70))
         optimizer, inputs = torch.optim.SGD(net.parameters(), lr=1e-3), torch.randn(16, 64)
 
         def step(model: nn.Module) -> Tensor:

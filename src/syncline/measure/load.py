@@ -9,6 +9,8 @@ quiet machine are subtracted: predictions take those from the network.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +25,7 @@ from torch import Tensor, nn
 
 from syncline.dist.agreement import current_device
 from syncline.dist.comm import GroupComm, backend_of, close_lanes, open_lanes
-from syncline.dist.lane import Job, Lane
+from syncline.dist.lane import Job
 from syncline.exchange import Comm, Dense, Exchange, Layout, State, Topology, wire
 from syncline.exchange import Work as IssuedWork
 from syncline.measure.overhead import SilentComm, fit_work
@@ -176,25 +178,18 @@ class _Meter:
         topology: Topology,
         group: dist.ProcessGroup,
     ) -> None:
-        self._subject, self._step, self._optimizer, self._topology, self._group = (
-            subject,
-            step,
-            optimizer,
-            topology,
-            group,
-        )
+        self._subject, self._step, self._optimizer = subject, step, optimizer
+        self._topology, self._group = topology, group
         self._device, self._clock = subject.device, Clock(subject.device)
         self._on_gradient: Callable[[], None] = lambda: None
         self._hooks = subject.on_gradients(lambda _: self._gradient())
-        backend = backend_of(group)
-        self._groups, self._lanes = open_lanes(
-            group, _TIMEOUT, 2, self._device, dataclasses.replace(topology, backend=backend)
-        )
+        with_backend = dataclasses.replace(topology, backend=backend_of(group))
+        self._groups, self._lanes = open_lanes(group, _TIMEOUT, 2, self._device, with_backend)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        close_lanes(cast(list[Lane], self._lanes), self._groups)
+        close_lanes(self._lanes, self._groups)
 
     def _gradient(self) -> None:
         submit, self._on_gradient = self._on_gradient, lambda: None
@@ -203,9 +198,9 @@ class _Meter:
     def measured(self, exchanges: Mapping[str, Callable[[], Exchange]], rounds: int) -> Contention:
         gradient_bytes = sum(parameter.nbytes for parameter in self._subject.parameters.values())
         largest = min(_LARGEST_BYTES, max(gradient_bytes, 1 << 16))
-        sizes = [
-            max(1, size // 4 // self._topology.ranks) * 4 * self._topology.ranks for size in (largest // 8, largest)
-        ]
+        # They divide evenly by the ranks, so that all would send equal parts.
+        part_bytes = 4 * self._topology.ranks
+        sizes = [part_bytes << max(0, int(math.log2(size / part_bytes))) for size in (largest / 8, largest)]
         plain = _Trial("", 0, Dense(), torch.empty(0), [], False)
         trials = [self._trial(name, make(), size) for name, make in exchanges.items() for size in sizes]
         real = self._trial("", Dense(), _REAL_BYTES[self._device.type], real=True)
@@ -281,10 +276,9 @@ class _Meter:
         for future in both:
             future.wait()
         self._clock.settle()
-        first = min(self._clock.seconds(marks[0][0], start) for start, _ in marks)
-        last = max((end for _, end in marks), key=lambda end: self._clock.seconds(marks[0][0], end))
-        start = next(begin for begin, _ in marks if self._clock.seconds(marks[0][0], begin) == first)
-        trial.pair.append((start, last))
+        since_first = functools.partial(self._clock.seconds, marks[0][0])
+        submitted, ended = zip(*marks, strict=True)
+        trial.pair.append((min(submitted, key=since_first), max(ended, key=since_first)))
 
     def _submit(self, trial: _Trial, lane: int, into: list[tuple[Any, Any]]) -> Any:
         flat, state, comm = trial.lanes[lane]
@@ -364,9 +358,7 @@ def _under_load(
         alone_s = _since_last([rank.alone for rank in ranks])
         pair_s = _since_last([rank.pair for rank in ranks])
         all_s = _since_last([rank.beside for rank in ranks])
-        overlapped_s = min(
-            all_s, _usual([statistics.mean(times) for times in zip(*(r.overlapped for r in ranks), strict=True)])
-        )
+        overlapped_s = min(all_s, _mean_over_ranks([rank.overlapped for rank in ranks]))
         rest = (all_s - overlapped_s) / alone_s  # the share of the exchange that ran after backward
         beside_s = overlapped_s / (1 - rest) if rest < 0.8 else max(all_s, alone_s)
         own_s = [max(1e-6, seconds - startup_s) for seconds in (beside_s, alone_s)]
