@@ -72,6 +72,13 @@ def test_bytes_that_are_sent_slow_the_model_down() -> None:
     assert timeline.lost_s == pytest.approx(0.2)
 
 
+def test_bytes_take_longer_while_the_model_computes() -> None:
+    sending = Collective("all_reduce", "world", 0.0, 0.0, {"host": 100.0}, sent_bytes=100.0)
+    links = {"host": Capacity(100.0)}
+    timeline = simulate([Bucket("0", 0.0, 0, (sending,))], links, computing_s=1.0, sending=2.0)
+    assert timeline.end_s["0"] == pytest.approx(1.5)
+
+
 def test_two_lanes_that_work_at_once_slow_each_other_down() -> None:
     work = Work(1.0, crowded=1.5)
     together = simulate([Bucket("0", 0.0, 0, (work,)), Bucket("1", 0.0, 1, (work,))], {})

@@ -39,6 +39,8 @@ _LARGEST_BYTES = 25 << 20
 _REAL_BYTES = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Size of the all-reduce whose bytes are really sent, to find what they take from computation."""
 _MOST_TAKEN = 0.9
+_MOST_REST = 0.8
+"""If more of an exchange runs after backward, too little of it runs beside backward to tell how long that takes."""
 _TIMEOUT = timedelta(seconds=120)
 
 
@@ -227,7 +229,12 @@ class _Meter:
             measured = [[rank[index] for rank in ranks] for index in parts]
             fitted[name] = _under_load(sizes, measured, startups, plain_s)
         sent = wire.sent_bytes("all_reduce", real.nbytes // 4, 4, self._topology.ranks, self._topology.backend)
-        return Contention(exchanges=fitted, taken_s_per_byte=_taken_per_byte([r[1] for r in ranks], plain_s, sent))
+        sending = [rank[1] for rank in ranks]
+        return Contention(
+            exchanges=fitted,
+            taken_s_per_byte=_taken_s_per_byte(sending, plain_s, sent),
+            sending=max(1.0, _beside_s(sending) / _since_last([rank.alone for rank in sending])),
+        )
 
     def _trial(self, name: str, exchange: Exchange, nbytes: int, real: bool = False) -> _Trial:
         numel, lanes = nbytes // 4, []
@@ -357,16 +364,13 @@ def _under_load(
     for ranks, startup_s in zip(measured, startups, strict=True):
         alone_s = _since_last([rank.alone for rank in ranks])
         pair_s = _since_last([rank.pair for rank in ranks])
-        all_s = _since_last([rank.beside for rank in ranks])
-        overlapped_s = min(all_s, _mean_over_ranks([rank.overlapped for rank in ranks]))
-        rest = (all_s - overlapped_s) / alone_s  # the share of the exchange that ran after backward
-        beside_s = overlapped_s / (1 - rest) if rest < 0.8 else max(all_s, alone_s)
+        beside_s = _beside_s(ranks)
         own_s = [max(1e-6, seconds - startup_s) for seconds in (beside_s, alone_s)]
         beside.append(max(own_s))
         alone.append(own_s[1])
         crowded.append(max(1e-6, pair_s - startup_s) / own_s[1])
         lost_s += _lost_s(ranks, plain_s)
-        worked_s += overlapped_s * own_s[0] / max(own_s[0], beside_s)
+        worked_s += _overlapped_s(ranks) * own_s[0] / max(own_s[0], beside_s)
     return UnderLoad(
         beside=fit_work(sizes, beside),
         alone=fit_work(sizes, alone),
@@ -375,7 +379,20 @@ def _under_load(
     )
 
 
-def _taken_per_byte(ranks: Sequence[_Times], plain_s: float, sent: int) -> float:
-    overlapped_s = _mean_over_ranks([rank.overlapped for rank in ranks])
-    took_s = _since_last([rank.beside for rank in ranks])
+def _overlapped_s(ranks: Sequence[_Times]) -> float:
+    """Return for how long an exchange ran beside backward."""
+    all_s = _since_last([rank.beside for rank in ranks])
+    return min(all_s, _mean_over_ranks([rank.overlapped for rank in ranks]))
+
+
+def _beside_s(ranks: Sequence[_Times]) -> float:
+    """Return how long an exchange would take if the model computed all the time."""
+    all_s, overlapped_s = _since_last([rank.beside for rank in ranks]), _overlapped_s(ranks)
+    alone_s = _since_last([rank.alone for rank in ranks])
+    rest = (all_s - overlapped_s) / alone_s  # the share of the exchange that ran after backward
+    return overlapped_s / (1 - rest) if rest < _MOST_REST else max(all_s, alone_s)
+
+
+def _taken_s_per_byte(ranks: Sequence[_Times], plain_s: float, sent: int) -> float:
+    overlapped_s, took_s = _overlapped_s(ranks), _since_last([rank.beside for rank in ranks])
     return _lost_s(ranks, plain_s) / overlapped_s * took_s / sent if overlapped_s > 0 else 0.0

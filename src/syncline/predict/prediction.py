@@ -197,7 +197,8 @@ class Prediction:
                 ready_s = list(itertools.accumulate(before_s * sizes[index] for index in due))
                 turns[due] = turns.get(due) or self._exchanges(due, ready_s, delay * compute_s)
                 lost_s = turns[due].lost_s
-                now_s += self._waiting_s + self._own.hook_s * len(due)
+                # With a delay, a rank that is late now has steps to catch up before another one waits for it.
+                now_s += (0.0 if delay else self._waiting_s) + self._own.hook_s * len(due)
                 later_s = max(0.0, free_s - now_s)  # lanes still send what the last step sent
                 ends = [(index, step + delay, now_s + later_s + turns[due].end_s[str(index)]) for index in due]
                 flights.extend(ends)
@@ -238,8 +239,7 @@ class Prediction:
             network.in_flight,
             network.slowdown,
             network.crowding,
-            0.0 if contention is None else computing_s,
-            0.0 if contention is None else contention.taken_s_per_byte,
+            *(() if contention is None else (computing_s, contention.taken_s_per_byte, contention.sending)),
         )
 
     @functools.cached_property

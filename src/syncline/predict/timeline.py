@@ -152,12 +152,14 @@ def simulate(
     crowding: Callable[[int], float] = lambda streams: 1.0,
     computing_s: float = 0.0,
     taken_s_per_byte: float = 0.0,
+    sending: float = 1.0,
 ) -> Timeline:
     """Simulate buckets, those of one lane in the order in which it starts them, over the busiest link of each kind.
     `in_flight` is the number of buckets that a lane runs at a time, and of chunks of a bucket in the same stage. While
     a number of collectives runs, start-ups take longer by the factor `slowdown`, and bytes by the factor `crowding`.
-    The model computes for `computing_s`, and loses `taken_s_per_byte` for each byte that a rank sends meanwhile."""
-    simulation = _Simulation(in_flight, slowdown, crowding, computing_s, taken_s_per_byte)
+    The model computes for `computing_s`, and loses `taken_s_per_byte` for each byte that a rank sends meanwhile. Bytes
+    take longer by the factor `sending` then."""
+    simulation = _Simulation(in_flight, slowdown, crowding, computing_s, taken_s_per_byte, sending)
     for bucket in reversed(buckets):
         simulation.queues.setdefault(bucket.lane, []).append(bucket)
     simulation.links = {name: _LinkState(capacity, capacity.burst_bytes) for name, capacity in links.items()}
@@ -175,9 +177,10 @@ class _Simulation:
         crowding: Callable[[int], float],
         computing_s: float,
         taken_s_per_byte: float,
+        sending: float,
     ) -> None:
         self.in_flight, self.slowdown, self.crowding = in_flight, slowdown, crowding
-        self.computing_s, self.taken_s_per_byte = computing_s, taken_s_per_byte
+        self.computing_s, self.taken_s_per_byte, self.sending = computing_s, taken_s_per_byte, sending
         self.computed_s, self.pace = 0.0, 1.0  # how far the model has computed, and its speed
         self.queues: dict[int, list[Bucket]] = {}  # lane → buckets that it has not started, the next one last
         self.links: dict[str, _LinkState] = {}
@@ -220,6 +223,7 @@ class _Simulation:
 
     def set_speeds(self) -> None:
         slowdown = self.slowdown(max(1, sum(isinstance(active.current, Collective) for active in self.active)))
+        sending = self.sending if self.computes else 1.0
         flowing: list[tuple[_Active, Collective, float]] = []
         for active in self.active:
             stage = active.current
@@ -230,8 +234,9 @@ class _Simulation:
             elif active.serial:
                 active.speed = 1 / slowdown
             else:
-                flowing.append((active, stage, 1 / (stage.spread_s * slowdown) if stage.spread_s > 0 else math.inf))
-        self._share_links(flowing)
+                spread_s = stage.spread_s * slowdown * sending
+                flowing.append((active, stage, 1 / spread_s if spread_s > 0 else math.inf))
+        self._share_links(flowing, sending)
         self.pace = self._pace([active for active, _, _ in flowing]) if self.computes else 1.0
 
     def _work_s(self, work: Work) -> float:
@@ -253,10 +258,10 @@ class _Simulation:
                 sent_per_s += active.speed * active.current.sent_bytes
         return pace * max(1 - MOST_TAKEN, 1 - sent_per_s * self.taken_s_per_byte)
 
-    def _share_links(self, flowing: list[tuple[_Active, Collective, float]]) -> None:
+    def _share_links(self, flowing: list[tuple[_Active, Collective, float]], sending: float) -> None:
         """Share the links by max-min fairness: settle the flows that need less than their share, then the fullest link,
         and repeat with what is left."""
-        crowding = self.crowding(max(1, len(flowing)))
+        crowding = self.crowding(max(1, len(flowing))) * sending
         left = {
             name: state.capacity.bytes_per_s * (1.0 if state.limited else _PEAK) / crowding
             for name, state in self.links.items()

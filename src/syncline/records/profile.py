@@ -137,6 +137,7 @@ class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     exchanges: dict[str, UnderLoad]  # by name, as in `Overheads.work`; always with `dense`
     taken_s_per_byte: Seconds = 0.0  # computing time that a rank loses for each byte that it sends meanwhile
+    sending: Amount = 1.0  # factor by which bytes take longer while the model computes
 
     def __post_init__(self) -> None:
         if "dense" not in self.exchanges:
