@@ -33,7 +33,7 @@ from syncline.measure.steps import Clock, Subject, checked_loss, run_on_all_rank
 from syncline.records.profile import Contention, UnderLoad
 
 _ROUNDS, _WARMUP = 6, 2
-_CHAIN = 8
+_CHAIN, _QUIET_SAMPLES = 8, 4
 _TINY = 64
 _LARGEST_BYTES = 25 << 20
 _REAL_BYTES = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -318,11 +318,11 @@ class _Meter:
 
     def _quiet(self, keys: set[tuple[str, str]]) -> dict[tuple[str, str], float]:
         """Return the seconds of tiny collectives on a quiet machine, one after the other."""
-        comm, quiet = self._groups[0].comm, {}
+        comm, medians = self._groups[0].comm, list[float]()
         for level, kind in sorted(keys):
             own = comm if level == self._topology.whole.name else comm.level(level)
             samples = []
-            for _ in range(4):
+            for _ in range(_QUIET_SAMPLES):
                 run_on_all_ranks(self._group, lambda: b"")
                 before = self._clock.mark()
                 for _ in range(_CHAIN if own is not None else 0):
@@ -330,9 +330,10 @@ class _Meter:
                 after = self._clock.mark()
                 self._clock.settle()
                 samples.append(self._clock.seconds(before, after) / _CHAIN)
-            median = repr(statistics.median(samples)).encode()
-            quiet[level, kind] = max(map(float, run_on_all_ranks(self._group, lambda median=median: median)))
-        return quiet
+            medians.append(statistics.median(samples))
+        answers = run_on_all_ranks(self._group, lambda: msgspec.json.encode(medians))
+        ranks = [msgspec.json.decode(answer, type=list[float]) for answer in answers]
+        return dict(zip(sorted(keys), map(max, zip(*ranks, strict=True)), strict=True))
 
 
 def _mean_over_ranks(ranks: Sequence[Sequence[float]]) -> float:

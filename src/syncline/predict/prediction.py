@@ -233,14 +233,11 @@ class Prediction:
                 stages += [part, *flows] if own.seconds else flows[::2]
             waits, lane = exchange.waits and len(cost.phases) > 1, index % schedule.lanes
             buckets.append(Bucket(str(index), bucket_ready_s, lane, tuple(stages), cost.chunks, waits))
-        return simulate(
-            buckets,
-            capacities(network),
-            network.in_flight,
-            network.slowdown,
-            network.crowding,
-            *(() if contention is None else (computing_s, contention.taken_s_per_byte, contention.sending)),
-        )
+        links, slowdown, crowding = capacities(network), network.slowdown, network.crowding
+        if contention is None:
+            return simulate(buckets, links, network.in_flight, slowdown, crowding)
+        taken_s_per_byte, sending = contention.taken_s_per_byte, contention.sending
+        return simulate(buckets, links, network.in_flight, slowdown, crowding, computing_s, taken_s_per_byte, sending)
 
     @functools.cached_property
     def _own_work(self) -> list[Work]:
