@@ -4,6 +4,7 @@ A cluster is probed once. For each model, `syncline bench` profiles the computat
 without communication, predicts every method, and only then measures them in turns.
 
     python benchmarks/prediction_methods.py --json F                               # on a GPU, about three minutes
+    python benchmarks/prediction_methods.py --again F                          # predict again, from what is in the file
     python benchmarks/prediction_methods.py --device cpu --models mlp --json F     # to see that it runs
 """
 
@@ -12,21 +13,23 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 import syncline
 from prediction_error_cuda import loss_of
+from prediction_under_load import again, cell_of, report, summary_of
 from syncline.bench.run import Workload, probe_emulated, run_bench
 from syncline.cluster import ClusterSpec, Rank
 from syncline.cluster.spec import parse_rate
 from syncline.files import write_text
+from syncline.records.network import Network
 
 MODELS = {"cuda": "resnet50-224px,bert-base,gpt2-small", "cpu": "mlp"}
 
@@ -48,6 +51,15 @@ class PublishedModel(Workload):
         return functools.partial(loss, model)
 
 
+def again_all(path: Path) -> None:
+    """Predict the rows of a file again, and report them."""
+    stored = json.loads(path.read_text())
+    network = msgspec.convert(stored["network"], Network)
+    for cell in stored["cells"]:
+        again(cell, network)
+    report(stored["cells"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
@@ -59,11 +71,15 @@ def main() -> None:
     parser.add_argument("--probe", type=float, default=15.0, help="seconds")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds; no model is begun after that")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--again", type=Path, help="a file whose rows are predicted again")
     args = parser.parse_args()
+    if args.again:
+        again_all(args.again)
+        return
     end_s = time.monotonic() + args.budget
     spec = ClusterSpec(hosts=args.hosts, rate_bps=parse_rate(args.rate), device=args.device)
     network = probe_emulated(spec, args.probe)
-    rows: list[dict[str, Any]] = []
+    cells: list[dict[str, Any]] = []
     methods = ["nosync", *args.methods.split(",")]
     for model in (args.models or MODELS[args.device]).split(","):
         left_s = end_s - time.monotonic()
@@ -76,37 +92,14 @@ def main() -> None:
         except Exception as error:  # noqa: BLE001 - the other models are worth having
             print(f"{model} failed: {str(error)[-1500:]}", flush=True)
             continue
-        for row in result.rows:
-            if row.predicted_ms is None or row.method == "nosync":
-                continue
-            rows.append(
-                {
-                    "hosts": spec.hosts,
-                    "rate_bps": spec.rate_bps,
-                    "model": model,
-                    "method": row.method,
-                    "measured_ms": row.step_ms,
-                    "measured_low_ms": row.step_ms_low,
-                    "measured_high_ms": row.step_ms_high,
-                    "predicted_ms": row.predicted_ms,
-                    "error": row.predicted_ms / row.step_ms - 1,
-                    "no_communication_ms": result.rows[0].step_ms,
-                }
-            )
-            shown = rows[-1]
-            print(
-                f"{model} {row.method}: measured {row.step_ms:.1f} ms ({row.step_ms_low:.1f}–{row.step_ms_high:.1f}), "
-                f"predicted {row.predicted_ms:.1f} ({shown['error']:+.1%}), "
-                f"without communication {result.rows[0].step_ms:.1f}",
-                flush=True,
-            )
+        cells.append(cell_of((spec.hosts, 1, spec.rate_bps // 10**6), model, result))
         if args.json:
             about = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "syncline": syncline.__version__}
             about |= {"torch": str(torch.__version__), "rounds": str(args.rounds)}
-            write_text(args.json, json.dumps({**about, "rows": rows}, indent=1) + "\n")
-    errors = sorted(abs(row["error"]) for row in rows)
-    if errors:
-        print(f"{len(errors)} predictions: median error {statistics.median(errors):.1%}, largest {errors[-1]:.1%}")
+            stored = {**about, "network": msgspec.to_builtins(network), "summary": summary_of(cells), "cells": cells}
+            write_text(args.json, json.dumps(stored, indent=1) + "\n")
+        report(cells[-1:])
+    report(cells)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ other rates and mostly other numbers of hosts, `syncline bench` profiles each mo
 every method, and only then measures all of them in turns. Computation is real, on the cores that all ranks share.
 
     python benchmarks/prediction_under_load.py --json F
-    python benchmarks/prediction_under_load.py --again F     # predict again, from the profiles and networks in the file
+    python benchmarks/prediction_under_load.py --again F …   # predict again, from the profiles and networks in files
 """
 
 from __future__ import annotations
@@ -34,12 +34,18 @@ from syncline.models import zoo
 from syncline.models.gpt import GPT
 from syncline.predict import Schedule, predict
 from syncline.predict.schedule import UPDATES
+from syncline.records.bench_result import BenchResult
 from syncline.records.network import Network
 from syncline.records.profile import Profile
 from training import small_resnet
 
 FITTED = ((4, 1, 200), (3, 2, 150))  # hosts, ranks per host, Mbit/s
-CLUSTERS = ((2, 1, 100), (2, 1, 300), (3, 1, 80), (3, 1, 250), (4, 1, 100), (2, 2, 100), (2, 2, 300))
+CLUSTERS = (
+    *((2, 1, 60), (2, 1, 100), (2, 1, 300), (3, 1, 80), (3, 1, 150), (3, 1, 250), (4, 1, 100)),
+    *((2, 2, 100), (2, 2, 300), (2, 2, 60), (3, 2, 80)),
+)
+STEADY = 0.1
+"""Largest relative difference between a cell's profile and the same steps while methods were measured."""
 METHODS = ("ddp", "bf16", "int4", "oktopk", "hierarchical", "oktopk-updates", "local-15")
 MODELS: dict[str, tuple[Callable[[], torch.nn.Module], int]] = {  # how to build it, and the batch
     "cnn": (zoo.cnn, 64),
@@ -72,7 +78,11 @@ def measured(cluster: Sequence[int], model: str, network: Network, rounds: int, 
     spec = spec_of(cluster)
     names = [name for name in methods.split(",") if name != "hierarchical" or cluster[1] > 1]
     workload = SmallModel(model, MODELS[model][1])
-    result = run_bench(spec, workload, ["nosync", *names], rounds=rounds, network=network)
+    return cell_of(cluster, model, run_bench(spec, workload, ["nosync", *names], rounds=rounds, network=network))
+
+
+def cell_of(cluster: Sequence[int], model: str, result: BenchResult) -> dict[str, Any]:
+    """Return the rows of a bench, and the profile that they were predicted from."""
     return {
         "cluster": list(cluster),
         "model": model,
@@ -82,19 +92,19 @@ def measured(cluster: Sequence[int], model: str, network: Network, rounds: int, 
     }
 
 
-def again(cell: dict[str, Any], networks: dict[str, Network]) -> None:
+def again(cell: dict[str, Any], network: Network) -> None:
     """Predict the rows of a cell again."""
     profile = msgspec.convert(cell["profile"], Profile)
-    network = network_for(cell["cluster"], networks)
     for row in cell["rows"][1:]:
-        row["predicted_ms"] = predict(profile, network, schedule_of(profile, row["method"])).iteration_s * 1e3
+        schedule = schedule_of(profile, row["method"], network.backend)
+        row["predicted_ms"] = predict(profile, network, schedule).iteration_s * 1e3
 
 
-def schedule_of(profile: Profile, method: str) -> Schedule:
+def schedule_of(profile: Profile, method: str, backend: str) -> Schedule:
     if method not in UPDATES:
-        return Schedule.of(profile, method, backend="gloo")
+        return Schedule.of(profile, method, backend=backend)
     updates = dataclasses.replace(UPDATES[method], exchange_name=method)
-    return Schedule.of_updates(profile, method, updates, default_lanes(updates.exchange, "gloo"))
+    return Schedule.of_updates(profile, method, updates, default_lanes(updates.exchange, backend))
 
 
 def network_for(cluster: Sequence[int], networks: dict[str, Network]) -> Network:
@@ -104,34 +114,67 @@ def network_for(cluster: Sequence[int], networks: dict[str, Network]) -> Network
     return moved(nearest, spec_of(cluster))
 
 
-def report(cells: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Print every prediction beside its measurement, and return a summary by method."""
-    errors: dict[str, list[float]] = {}
+def report(cells: Sequence[dict[str, Any]]) -> None:
+    """Print every prediction beside its measurement, and a summary by method."""
     for cell in cells:
         hosts, per_host, mbit = cell["cluster"]
         floor = cell["rows"][0]
         where = f"{hosts} × {per_host} at {mbit:>3} Mbit/s  {cell['model']:7s}"
         print(f"{where} computes {floor['step_ms']:6.1f} ms, profile {floor['predicted_ms']:6.1f}")
         for row in cell["rows"][1:]:
-            error = row["predicted_ms"] / row["step_ms"] - 1
-            errors.setdefault(row["method"], []).append(abs(error))
             print(
                 f"    {row['method']:15s} measured {row['step_ms']:7.1f} "
-                f"({row['step_ms_low']:.0f}–{row['step_ms_high']:.0f}), predicted {row['predicted_ms']:7.1f}  {error:+.1%}"
+                f"({row['step_ms_low']:.0f}–{row['step_ms_high']:.0f}), "
+                f"predicted {row['predicted_ms']:7.1f}  {error_of(row):+.1%}"
             )
-    summary = {name: summary_of(values) for name, values in errors.items()}
-    summary["all"] = summary_of([value for values in errors.values() for value in values])
-    for name, row in summary.items():
-        print(
-            f"{name:15s} {row['count']:3d}  median {row['median']:.1%}  p90 {row['p90']:.1%}  worst {row['worst']:.1%}"
-        )
-    return summary
+    for what, some in {"all": cells, "steady": steady(cells)}.items():
+        print(f"{what}: {len(some)} of {len(cells)} cells")
+        for name, row in summary_of(some).items():
+            print(
+                f"{name:15s} {row['count']:3d}  median {row['median']:.1%}  p90 {row['p90']:.1%}  "
+                f"worst {row['worst']:.1%}  mean {row['mean']:+.1%}",
+                flush=True,
+            )
 
 
-def summary_of(errors: list[float]) -> dict[str, Any]:
-    ordered = sorted(errors)
-    tenth = ordered[min(len(ordered) - 1, math.ceil(0.9 * len(ordered)) - 1)]
-    return {"count": len(ordered), "median": statistics.median(ordered), "p90": tenth, "worst": ordered[-1]}
+def steady(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the cells in which computing alone took about as long as when it was profiled, a minute before: a shared
+    machine changes its speed, and no prediction from a profile can know that."""
+    return [cell for cell in cells if abs(error_of(cell["rows"][0])) <= STEADY]
+
+
+def write(path: Path, about: dict[str, Any], cells: Sequence[dict[str, Any]]) -> None:
+    summaries = {
+        "summary": summary_of(cells),
+        "steady": len(steady(cells)),
+        "steady_summary": summary_of(steady(cells)),
+    }
+    write_text(path, json.dumps({**about, **summaries, "cells": cells}, indent=1) + "\n")
+
+
+def error_of(row: dict[str, Any]) -> float:
+    return float(row["predicted_ms"] / row["step_ms"] - 1)
+
+
+def summary_of(cells: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Summarise the errors by method; `mean` has the sign, the others are of absolute errors."""
+    errors: dict[str, list[float]] = {}
+    for row in [row for cell in cells for row in cell["rows"][1:]]:
+        for name in (row["method"], "all"):
+            errors.setdefault(name, []).append(error_of(row))
+    return {name: _summary(errors[name]) for name in sorted(errors, key=lambda name: name == "all")}
+
+
+def _summary(errors: list[float]) -> dict[str, float]:
+    ordered = sorted(map(abs, errors))
+    tenth = ordered[math.ceil(0.9 * len(ordered)) - 1]
+    return {
+        "count": len(ordered),
+        "median": statistics.median(ordered),
+        "p90": tenth,
+        "worst": ordered[-1],
+        "mean": statistics.mean(errors),
+    }
 
 
 def main() -> None:
@@ -143,14 +186,17 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--clusters", help="hosts x ranks per host x Mbit/s, such as 2x1x100,2x2x300")
     parser.add_argument("--networks", type=Path, help="a file of an earlier run, whose probed networks are used")
-    parser.add_argument("--again", type=Path, help="a file whose rows are predicted again")
+    parser.add_argument("--again", type=Path, nargs="+", help="files of one probe, whose rows are predicted again")
     args = parser.parse_args()
     if args.again:
-        stored = json.loads(args.again.read_text())
-        networks = msgspec.convert(stored["networks"], dict[str, Network])
-        for cell in stored["cells"]:
-            again(cell, networks)
-        report(stored["cells"])
+        files = [json.loads(path.read_text()) for path in args.again]
+        networks = msgspec.convert(files[0]["networks"], dict[str, Network])
+        cells = [cell for stored in files for cell in stored["cells"]]
+        for cell in cells:
+            again(cell, network_for(cell["cluster"], networks))
+        report(cells)
+        if args.json:
+            write(args.json, files[0], cells)
         return
     if args.networks:
         networks = msgspec.convert(json.loads(args.networks.read_text())["networks"], dict[str, Network])
@@ -160,17 +206,15 @@ def main() -> None:
     about: dict[str, Any] = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "rounds": args.rounds}
     about |= {"syncline": syncline.__version__, "torch": str(torch.__version__)}
     about["networks"] = msgspec.to_builtins(networks)
-    cells: list[dict[str, Any]] = []
+    cells = []
     for cluster in clusters:
         for model in args.models.split(","):
             began_s = time.monotonic()
             cells.append(measured(cluster, model, network_for(cluster, networks), args.rounds, args.methods))
             print(f"{cluster} {model}: {time.monotonic() - began_s:.0f} s", flush=True)
             if args.json:
-                write_text(args.json, json.dumps({**about, "cells": cells}, indent=1) + "\n")
-    summary = report(cells)
-    if args.json:
-        write_text(args.json, json.dumps({**about, "summary": summary, "cells": cells}, indent=1) + "\n")
+                write(args.json, about, cells)
+    report(cells)
 
 
 if __name__ == "__main__":

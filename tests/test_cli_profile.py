@@ -123,6 +123,12 @@ def test_a_users_optimizer_and_buffers_are_measured_too(train: Path, tmp_path: P
     assert "16 B of float32, 8 B of int64" in answer.stdout
 
 
+def test_contention_needs_several_ranks(train: Path) -> None:
+    answer = run(f"{train}:build", "--contention")
+    assert answer.exit_code == 2
+    assert "at least two ranks" in " ".join(answer.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("target", "says"),
     [

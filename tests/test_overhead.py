@@ -85,12 +85,12 @@ def test_an_exchange_computes_finite_values_over_a_silent_comm(name: str) -> Non
     ],
 )
 def test_a_line_is_found_and_never_falls_below_zero(seconds: list[float], fixed_s: float, s_per_byte: float) -> None:
-    line = overhead._line((1, 2, 4), seconds)
+    line = overhead.fit_work((1, 2, 4), seconds)
     assert (line.fixed_s, line.s_per_byte) == pytest.approx((fixed_s, s_per_byte), abs=1e-6)
 
 
 def test_a_line_that_would_start_below_zero_starts_at_zero() -> None:
-    line = overhead._line((1, 2, 4), [0.5, 2.0, 7.0])
+    line = overhead.fit_work((1, 2, 4), [0.5, 2.0, 7.0])
     assert line.fixed_s == 0.0
     assert np.isfinite(line.s_per_byte) and line.s_per_byte > 0
 

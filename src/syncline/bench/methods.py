@@ -31,6 +31,7 @@ from syncline.exchange.wire import sent_bytes
 from syncline.layerwise.activations import find_blocks
 from syncline.layerwise.trainer import Layerwise
 from syncline.measure.backward import measure_backward
+from syncline.measure.load import measure_contention
 from syncline.measure.overhead import measure_overheads
 from syncline.plan.make import make_plan, plan_for
 from syncline.plan.search import named
@@ -329,13 +330,18 @@ def profile_workload(
     name: str,
     topology: Topology | None = None,
     exchanges: Mapping[str, Callable[[], Exchange]] | None = None,
+    contention: bool = False,
 ) -> Profile:
-    """Profile the workload on all ranks, without communication, and the computation of `exchanges`, by default all."""
-    optimizer = slow_sgd(net.parameters())
-    profile = measure_backward(net, loss_of, steps=8, warmup=3, optimizer=optimizer, model_name=name)
-    device = next(net.parameters()).device
-    overheads = measure_overheads(device, exchanges, topology=topology or dist.get_world_size(), group=dist.group.WORLD)
-    return msgspec.structs.replace(profile, overheads=overheads)
+    """Profile the workload on all ranks, without communication, and the computation of `exchanges`, by default all.
+    With `contention`, measure what computation and these exchanges take from each other, too."""
+    optimizer, device = slow_sgd(net.parameters()), next(net.parameters()).device
+    ranks, measured = topology or Topology.flat(dist.get_world_size()), None
+    overheads = measure_overheads(device, exchanges, topology=ranks, group=dist.group.WORLD)
+    if contention and ranks.ranks > 1:
+        measured = measure_contention(net, loss_of, optimizer, exchanges or EXCHANGES, ranks)
+    # Last, because a machine's speed changes within seconds, and the methods are measured right after this.
+    profile = measure_backward(net, loss_of, steps=16, warmup=3, optimizer=optimizer, model_name=name)
+    return msgspec.structs.replace(profile, overheads=overheads, contention=measured)
 
 
 def check_methods(names: list[str]) -> None:

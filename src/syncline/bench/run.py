@@ -228,7 +228,8 @@ def _profile(
     for allowed in [PLANNERS[method] for method in methods if method in PLANNERS]:
         exchanges |= {name: EXCHANGES[name] for name in options(network, allowed)}
     loss_of = workload.loss_of(net, rank)
-    return profile_workload(net, lambda _: loss_of(), workload.name, topology_of(network), exchanges)
+    contention = workload.profile is None  # a replay waits instead of computing
+    return profile_workload(net, lambda _: loss_of(), workload.name, topology_of(network), exchanges, contention)
 
 
 def _contender(name: str, prepared: Prepared, workload: Workload, rank: Rank) -> Contender:

@@ -16,6 +16,7 @@ RUN_FOLDER = Path("syncline-run")
 _FILES = "Files from profile, probe, plan, bench or demo; folders of runs or failure reports."
 _PLANS = "ddp, hierarchical, dense,lanes=4, bf16,bucket_mb=5, local-15. Can be repeated. Default: ddp."
 _RESULT = "Same as --out; with --quality or --memory-budget: write the result."
+_CONTENTION = "Also measure what computation and exchanges take from each other, in about 200 more steps."
 _BUDGET = "Instead: find the fastest method that fits in this memory per rank, as in 8GiB."
 _FAILURES = "Folder with the failure reports. Default: $SYNCLINE_FAILURES, or syncline-failure."
 
@@ -140,6 +141,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     batch: Annotated[int | None, Option(min=1, help="Samples per rank and step. Default for MODEL: 16.")] = None
     autocast: Annotated[str | None, _option("|".join(AUTOCAST), "Run MODEL under autocast.")] = None
     memory: Annotated[bool, Option("--memory", help="Also measure activations, for plan --memory-budget.")] = False
+    contention: Annotated[bool, Option("--contention", help=_CONTENTION)] = False
 
 
 class Probe(ClusterOptions, frozen=True, kw_only=True):

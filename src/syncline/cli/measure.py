@@ -15,13 +15,15 @@ import torch.distributed as dist
 from syncline.bench.run import probe_emulated
 from syncline.cli import commands, options, screen
 from syncline.cli.screen import say
+from syncline.dist.comm import backend_of
 from syncline.errors import UsageError
-from syncline.exchange import WORLD
+from syncline.exchange import EXCHANGES, WORLD, Topology
 from syncline.fsdp.profile import profile_sharded
 from syncline.fsdp.units import is_sharded
 from syncline.layerwise.layer_optimizer import state_bytes
 from syncline.layerwise.memory_budget import measure_activations
 from syncline.measure.backward import measure_backward
+from syncline.measure.load import measure_contention
 from syncline.measure.overhead import measure_overheads
 from syncline.measure.probe import probe
 from syncline.measure.steps import run_on_all_ranks
@@ -63,6 +65,8 @@ def _measure(
 ) -> Profile:
     """Measure on one rank or, if there is a default process group, on all its ranks at once."""
     group = dist.group.WORLD if dist.is_initialized() else None
+    if args.contention and (group is None or group.size() < 2):
+        raise UsageError("--contention needs at least two ranks, which share processors: run it under torchrun")
     tasks: list[Task] = []
 
     def build() -> bytes:
@@ -85,7 +89,13 @@ def _measure(
     ranks = group.size() if group is not None and group.size() > 1 else 4
     how = f"{profile.how}, {target.autocast} autocast" if target.autocast else profile.how
     overheads = measure_overheads(where, topology=ranks, group=group)
-    return msgspec.structs.replace(profile, activations=activations, how=how, overheads=overheads)
+    contention = None
+    if args.contention and group is not None:
+        topology, optimizer = Topology.flat(group.size(), backend_of(group)), task.optimizer
+        contention = measure_contention(task.model, task.step, optimizer, EXCHANGES, topology, group=group)
+    return msgspec.structs.replace(
+        profile, activations=activations, how=how, overheads=overheads, contention=contention
+    )
 
 
 def _activations(target: Target, task: Task, device: torch.device) -> Activations:

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,10 +147,10 @@ def _measure_work(
             marks.append((before, clock.mark()))
         clock.settle()
         seconds.append(statistics.median(clock.seconds(*pair) for pair in marks))
-    return _line(sizes, seconds)
+    return fit_work(sizes, seconds)
 
 
-def _line(sizes: tuple[int, ...], seconds: list[float]) -> Work:
+def fit_work(sizes: Sequence[int], seconds: Sequence[float]) -> Work:
     """Fit a line with relative errors, so that small buckets count, and without negative coefficients."""
     weights = 1 / np.maximum(seconds, 1e-9)
     slope, intercept = np.polyfit(sizes, seconds, 1, w=weights)

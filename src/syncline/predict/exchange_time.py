@@ -38,6 +38,7 @@ def flow(network: Network, phase: Phase) -> Collective:
         serial_s=serial_s,
         spread_s=least_s - serial_s,
         load_bytes={name: nbytes * fitted.load for name, nbytes in loads.items()},
+        sent_bytes=phase.sent_bytes,
     )
 
 

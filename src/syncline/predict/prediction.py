@@ -22,7 +22,7 @@ from syncline.predict.schedule import Schedule
 from syncline.predict.timeline import Bucket, Collective, Timeline, Work, simulate
 from syncline.records.link_costs import LINKS
 from syncline.records.network import Network
-from syncline.records.profile import Overheads, Profile
+from syncline.records.profile import Contention, Overheads, Profile
 
 _COPIES_BEFORE, _COPIES_AFTER = 2, 3
 """Passes over a fragment, each about as long as a copy, to compute its update and to apply the result."""
@@ -160,7 +160,8 @@ class Prediction:
         forward_s, backward_s, update_s = self._pace
         ready_s, thread_s = self._ready(self._own, backward_s)
         buffers = profile.buffers if self.buffers else ()
-        buffers_s = sum(solo_s(self.network, "broadcast", entry.bytes, 1) for entry in buffers)
+        waits_s = self._contention.exchanges["dense"].alone.fixed_s if self._contention is not None else 0.0
+        buffers_s = sum(waits_s + solo_s(self.network, "broadcast", entry.bytes, 1) for entry in buffers)
         if schedule.overlaps and self.ranks > 1:
             contents = schedule.contents(profile)
             halves = (schedule.exchange, schedule.gather)
@@ -170,8 +171,8 @@ class Prediction:
             whole = overlap.best_whole(found, forward_s, thread_s, update_s) if lossless else frozenset[int]()
             step_s, timeline = overlap.overlapped(found, forward_s, thread_s, whole, update_s)
             return buffers_s + step_s + self._waiting_s, timeline
-        timeline = self._exchanges(range(len(schedule.buckets)), ready_s)
-        end_s = thread_s
+        timeline = self._exchanges(range(len(schedule.buckets)), ready_s, thread_s)
+        end_s = thread_s + timeline.lost_s
         for index, nbytes in enumerate(schedule.bucket_bytes(profile)):
             end_s = max(end_s, timeline.end_s[str(index)]) + self._own.copy_out_s_per_byte * nbytes
         return buffers_s + forward_s + end_s + update_s + self._waiting_s, timeline
@@ -189,11 +190,11 @@ class Prediction:
         busiest = Timeline((), {})
         period, most_bytes = max(self.schedule.periods, default=1), -1
         flights: deque[tuple[int, int, float]] = deque()  # fragment, step in which its result is due, end of exchange
-        now_s = free_s = began_s = 0.0
+        now_s = free_s = began_s = lost_s = 0.0
         for step in range(2 * period):
             if step == period:
                 began_s = now_s  # lanes are as busy as they will stay
-            now_s += compute_s
+            now_s += compute_s + lost_s
             due = tuple(
                 index
                 for index, fragment in enumerate(fragments)
@@ -202,8 +203,10 @@ class Prediction:
             now_s = self._applied_s(flights, step, now_s, after_s, sizes)
             if due:
                 ready_s = list(itertools.accumulate(before_s * sizes[index] for index in due))
-                turns[due] = turns.get(due) or self._exchanges(due, ready_s)
-                now_s += self._waiting_s + self._own.hook_s * len(due)
+                turns[due] = turns.get(due) or self._exchanges(due, ready_s, delay * compute_s)
+                lost_s = turns[due].lost_s
+                # With a delay, a rank that is late now has steps to catch up before another one waits for it.
+                now_s += (0.0 if delay else self._waiting_s) + self._own.hook_s * len(due)
                 later_s = max(0.0, free_s - now_s)  # lanes still send what the last step sent
                 ends = [(index, step + delay, now_s + later_s + turns[due].end_s[str(index)]) for index in due]
                 flights.extend(ends)
@@ -223,28 +226,56 @@ class Prediction:
             now_s = max(now_s, end_s) + s_per_byte * sizes[index]
         return now_s
 
-    def _exchanges(self, indices: Sequence[int], ready_s: Sequence[float]) -> Timeline:
-        """Simulate the exchanges of these buckets or fragments, which are handed to their lanes at these times."""
-        network, schedule = self.network, self.schedule
+    def _exchanges(self, indices: Sequence[int], ready_s: Sequence[float], computing_s: float = 0.0) -> Timeline:
+        """Simulate the exchanges of these buckets or fragments, which are handed to their lanes at these times.
+        Meanwhile, the model computes for `computing_s`."""
+        network, schedule, contention = self.network, self.schedule, self._contention
         exchanges, buckets = schedule.bucket_exchanges, []
         for index, bucket_ready_s in zip(indices, ready_s, strict=True):
             _, exchange = exchanges[index]
-            cost, own_s = self._costs[index], self._own_work_s[index]
+            cost, own = self._costs[index], self._own_work[index]
             stages: list[Work | Collective] = []
             for phases in cost.parts:  # equal parts of the exchange's own work are around each collective of a chunk
-                part = Work(own_s / cost.chunks / (len(phases) + 1))
+                part = own.part(cost.chunks * (len(phases) + 1))
                 flows = [stage for phase in phases for stage in (flow(network, phase), part)]
-                stages += [part, *flows] if own_s else flows[::2]
+                stages += [part, *flows] if own.seconds else flows[::2]
             waits, lane = exchange.waits and len(cost.phases) > 1, index % schedule.lanes
             buckets.append(Bucket(str(index), bucket_ready_s, lane, tuple(stages), cost.chunks, waits))
-        return simulate(buckets, capacities(network), network.in_flight, network.slowdown, network.crowding)
+        links, slowdown, crowding = capacities(network), network.slowdown, network.crowding
+        if contention is None:
+            return simulate(buckets, links, network.in_flight, slowdown, crowding)
+        taken_s_per_byte, sending = contention.taken_s_per_byte, contention.sending
+        return simulate(buckets, links, network.in_flight, slowdown, crowding, computing_s, taken_s_per_byte, sending)
+
+    @functools.cached_property
+    def _own_work(self) -> list[Work]:
+        """Each bucket's own computation, in one piece."""
+        if self._contention is None:
+            return [Work(seconds) for seconds in self._own_work_s]
+        own = []
+        sizes = zip(self.schedule.bucket_exchanges, self.schedule.bucket_bytes(self.profile), strict=True)
+        for quiet_s, ((name, _), nbytes) in zip(self._own_work_s, sizes, strict=True):
+            loaded = self._contention.exchanges.get(name)
+            if loaded is None:  # an exchange that was not measured waits as long as an all-reduce does
+                loaded, passes_s, nbytes = self._contention.exchanges["dense"], quiet_s, 0
+            else:
+                passes_s = 0.0
+            alone_s, beside_s = passes_s + loaded.alone.of(nbytes), passes_s + loaded.beside.of(nbytes)
+            own.append(Work(alone_s, beside_s, loaded.crowded, loaded.taken))
+        return own
+
+    @property
+    def _contention(self) -> Contention | None:
+        """What computation and communication take from each other. Where computation is replayed, they do not."""
+        included = self.overheads and not self.paced and self.ranks > 1
+        return self.profile.contention if included else None
 
     @functools.cached_property
     def _own_work_s(self) -> list[float]:
         """The time of each bucket's own computation, around its collectives."""
         sizes = zip(self.schedule.bucket_exchanges, self.schedule.bucket_bytes(self.profile), strict=True)
         works = [(self._own.work.get(name), nbytes) for (name, _), nbytes in sizes]
-        return [0.0 if work is None else work.fixed_s + work.s_per_byte * nbytes for work, nbytes in works]
+        return [0.0 if work is None else work.of(nbytes) for work, nbytes in works]
 
     @property
     def _own(self) -> Overheads:

@@ -3,6 +3,10 @@
 A collective begins with its serial start-up. Then its bytes flow at a speed that is limited by its own start-ups and
 processors, and by its share of the links (max-min fairness), of which only the busiest of each kind is simulated. An
 idle link carries its burst before its rate applies. Concurrent collectives slow each other down (`Network.overlap`).
+
+The model computes meanwhile, and buckets are ready when its computation has come so far. Where both share processors, a
+bucket's own work takes longer until the computation has ended, and the computation loses a part of its speed to that
+work and to the bytes that are sent.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 _EPSILON = 1e-12
+MOST_TAKEN = 0.9
+"""Computation keeps at least the rest of its speed."""
 _PEAK = 20.0  # speed of a link while it has credit, as a multiple of its rate
 
 
@@ -22,6 +28,14 @@ class Work:
     """A bucket's own computation on its lane."""
 
     seconds: float
+    beside_s: float | None = None  # while the model computes; None if that makes no difference
+    crowded: float = 1.0  # factor for `seconds` while another lane works, too
+    taken: float = 0.0  # the part of its speed that the model's computation loses meanwhile
+
+    def part(self, count: int) -> Work:
+        """Return one of `count` equal parts."""
+        beside_s = None if self.beside_s is None else self.beside_s / count
+        return dataclasses.replace(self, seconds=self.seconds / count, beside_s=beside_s)
 
 
 @dataclass(frozen=True)
@@ -33,6 +47,7 @@ class Collective:
     serial_s: float  # the part of the start-up before bytes flow
     spread_s: float  # time of the flow after that, alone and on infinitely fast links
     load_bytes: Mapping[str, float]  # through the busiest link of each kind
+    sent_bytes: float = 0.0  # by the busiest rank
 
 
 @dataclass(frozen=True)
@@ -40,7 +55,7 @@ class Bucket:
     """A bucket and the time at which it is handed to its lane."""
 
     name: str
-    ready_s: float
+    ready_s: float  # of computation without interference
     lane: int
     stages: tuple[Work | Collective, ...]  # of the first chunk, then of the second, and so on
     chunks: int = 1
@@ -70,6 +85,7 @@ class Timeline:
     spans: tuple[Span, ...]  # sorted by their end
     end_s: Mapping[str, float]  # by bucket
     forward: tuple[tuple[float, float], ...] = ()  # when the next forward computes, if exchanges extend into it
+    lost_s: float = 0.0  # computing time that the exchanges have taken from the model
 
     def shifted(self, seconds: float) -> Timeline:
         """Return the timeline with all times later by some seconds."""
@@ -77,7 +93,8 @@ class Timeline:
             dataclasses.replace(span, start_s=span.start_s + seconds, end_s=span.end_s + seconds) for span in self.spans
         )
         forward = tuple((start_s + seconds, end_s + seconds) for start_s, end_s in self.forward)
-        return Timeline(tuple(spans), {name: end_s + seconds for name, end_s in self.end_s.items()}, forward)
+        end_s = {name: end_s + seconds for name, end_s in self.end_s.items()}
+        return Timeline(tuple(spans), end_s, forward, self.lost_s)
 
 
 @dataclass(frozen=True)
@@ -133,23 +150,38 @@ def simulate(
     in_flight: int = 1,
     slowdown: Callable[[int], float] = lambda streams: 1.0,
     crowding: Callable[[int], float] = lambda streams: 1.0,
+    computing_s: float = 0.0,
+    taken_s_per_byte: float = 0.0,
+    sending: float = 1.0,
 ) -> Timeline:
     """Simulate buckets, those of one lane in the order in which it starts them, over the busiest link of each kind.
     `in_flight` is the number of buckets that a lane runs at a time, and of chunks of a bucket in the same stage. While
-    a number of collectives runs, start-ups take longer by the factor `slowdown`, and bytes by the factor `crowding`."""
-    simulation = _Simulation(in_flight, slowdown, crowding)
+    a number of collectives runs, start-ups take longer by the factor `slowdown`, and bytes by the factor `crowding`.
+    The model computes for `computing_s`, and loses `taken_s_per_byte` for each byte that a rank sends meanwhile. Bytes
+    take longer by the factor `sending` then."""
+    simulation = _Simulation(in_flight, slowdown, crowding, computing_s, taken_s_per_byte, sending)
     for bucket in reversed(buckets):
         simulation.queues.setdefault(bucket.lane, []).append(bucket)
     simulation.links = {name: _LinkState(capacity, capacity.burst_bytes) for name, capacity in links.items()}
     while simulation.admit():
         simulation.set_speeds()
         simulation.advance()
-    return Timeline(tuple(simulation.spans), simulation.end_s)
+    return Timeline(tuple(simulation.spans), simulation.end_s, lost_s=simulation.now_s - simulation.computed_s)
 
 
 class _Simulation:
-    def __init__(self, in_flight: int, slowdown: Callable[[int], float], crowding: Callable[[int], float]) -> None:
+    def __init__(
+        self,
+        in_flight: int,
+        slowdown: Callable[[int], float],
+        crowding: Callable[[int], float],
+        computing_s: float,
+        taken_s_per_byte: float,
+        sending: float,
+    ) -> None:
         self.in_flight, self.slowdown, self.crowding = in_flight, slowdown, crowding
+        self.computing_s, self.taken_s_per_byte, self.sending = computing_s, taken_s_per_byte, sending
+        self.computed_s, self.pace = 0.0, 1.0  # how far the model has computed, and its speed
         self.queues: dict[int, list[Bucket]] = {}  # lane → buckets that it has not started, the next one last
         self.links: dict[str, _LinkState] = {}
         # Lane → running buckets → number of stages that have not ended.
@@ -164,7 +196,7 @@ class _Simulation:
     def admit(self) -> bool:
         """Start the buckets that are ready on lanes that are free. Return whether anything is left to do."""
         for lane, queue in self.queues.items():
-            while queue and self._open(lane) and queue[-1].ready_s <= self.now_s + _EPSILON:
+            while queue and self._open(lane) and queue[-1].ready_s <= self.computed_s + _EPSILON:
                 bucket = queue.pop()
                 if not bucket.stages:
                     self.end_s[bucket.name] = self.now_s
@@ -185,24 +217,51 @@ class _Simulation:
         serial_s = current.serial_s if isinstance(current, Collective) else 0.0
         self.active.append(_Active(bucket, stage, current, self.now_s, serial_s))
 
+    @property
+    def computes(self) -> bool:
+        return self.computed_s < self.computing_s - _EPSILON
+
     def set_speeds(self) -> None:
         slowdown = self.slowdown(max(1, sum(isinstance(active.current, Collective) for active in self.active)))
+        sending = self.sending if self.computes else 1.0
         flowing: list[tuple[_Active, Collective, float]] = []
         for active in self.active:
             stage = active.current
             active.serial = active.serial_left_s > _EPSILON
             if isinstance(stage, Work):
-                active.speed = 1 / stage.seconds if stage.seconds > 0 else math.inf
+                seconds = self._work_s(stage)
+                active.speed = 1 / seconds if seconds > 0 else math.inf
             elif active.serial:
                 active.speed = 1 / slowdown
             else:
-                flowing.append((active, stage, 1 / (stage.spread_s * slowdown) if stage.spread_s > 0 else math.inf))
-        self._share_links(flowing)
+                spread_s = stage.spread_s * slowdown * sending
+                flowing.append((active, stage, 1 / spread_s if spread_s > 0 else math.inf))
+        self._share_links(flowing, sending)
+        self.pace = self._pace([active for active, _, _ in flowing]) if self.computes else 1.0
 
-    def _share_links(self, flowing: list[tuple[_Active, Collective, float]]) -> None:
+    def _work_s(self, work: Work) -> float:
+        """Return how long a work takes beside what runs now."""
+        if self.computes and work.beside_s is not None:
+            return work.beside_s
+        others = sum(isinstance(active.current, Work) for active in self.active) > 1
+        return work.seconds * work.crowded if others else work.seconds
+
+    def _pace(self, flowing: Sequence[_Active]) -> float:
+        """Return the speed at which the model computes beside what runs now."""
+        pace = 1.0
+        for active in self.active:
+            if isinstance(active.current, Work):
+                pace *= 1 - active.current.taken
+        sent_per_s = 0.0
+        for active in flowing:
+            if isinstance(active.current, Collective) and math.isfinite(active.speed):
+                sent_per_s += active.speed * active.current.sent_bytes
+        return pace * max(1 - MOST_TAKEN, 1 - sent_per_s * self.taken_s_per_byte)
+
+    def _share_links(self, flowing: list[tuple[_Active, Collective, float]], sending: float) -> None:
         """Share the links by max-min fairness: settle the flows that need less than their share, then the fullest link,
         and repeat with what is left."""
-        crowding = self.crowding(max(1, len(flowing)))
+        crowding = self.crowding(max(1, len(flowing))) * sending
         left = {
             name: state.capacity.bytes_per_s * (1.0 if state.limited else _PEAK) / crowding
             for name, state in self.links.items()
@@ -235,9 +294,13 @@ class _Simulation:
         """Let time pass until something changes."""
         waits = [active.left_s() for active in self.active]
         waits += [state.until_empty_s() for state in self.links.values()]
-        waits += [queue[-1].ready_s - self.now_s for lane, queue in self.queues.items() if queue and self._open(lane)]
+        waiting = [queue[-1].ready_s for lane, queue in self.queues.items() if queue and self._open(lane)]
+        waits += [(ready_s - self.computed_s) / self.pace for ready_s in waiting]
+        if self.computes:
+            waits.append((self.computing_s - self.computed_s) / self.pace)
         seconds = max(0.0, min(waits))
         self.now_s += seconds
+        self.computed_s += seconds * self.pace
         for state in self.links.values():
             state.pass_time(seconds)
         done = []

@@ -21,6 +21,7 @@ def one_of(*names: str) -> Meta:
 Schema = Annotated[int, Meta(ge=1, le=1)]
 Seconds = Annotated[float, Meta(ge=0, le=1e15)]
 Amount = Annotated[float, Meta(ge=0, le=MOST)]
+Share = Annotated[float, Meta(ge=0, lt=1)]
 PositiveAmount = Annotated[float, Meta(gt=0, le=MOST)]
 Count = Annotated[int, Meta(ge=0, le=MOST)]
 PositiveCount = Annotated[int, Meta(ge=1, le=MOST)]

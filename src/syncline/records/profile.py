@@ -18,7 +18,7 @@ import torch
 
 from syncline.files import FileError, JsonFile
 from syncline.records.activations import Activations
-from syncline.records.fields import MOST, Count, Device, PositiveCount, Schema, Seconds, check_unique
+from syncline.records.fields import MOST, Amount, Count, Device, PositiveCount, Schema, Seconds, Share, check_unique
 from syncline.records.sharding import Sharding
 
 _GRADIENT_DTYPES = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
@@ -109,6 +109,10 @@ class Work(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     fixed_s: Seconds
     s_per_byte: Seconds
 
+    def of(self, nbytes: int) -> float:
+        """Return the seconds for a bucket of `nbytes`."""
+        return self.fixed_s + self.s_per_byte * nbytes
+
 
 class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The time that DDP and the exchanges add to the computation, without any network."""
@@ -117,6 +121,28 @@ class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     copy_out_s_per_byte: Seconds  # copies out of buckets, after the exchange
     hook_s: Seconds  # time of the hook of one bucket, on the thread that runs backward
     work: dict[str, Work]  # the work of each exchange, by its name in `syncline.exchange.EXCHANGES`
+
+
+class UnderLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What an exchange takes of a bucket's time where it shares the processors with the model, beyond the start-ups and
+    the bytes of its collectives: its passes, and waiting for a processor around each collective."""
+
+    beside: Work  # while the model computes
+    alone: Work  # after the model has computed
+    crowded: Amount = 1.0  # factor by which `alone` grows while another lane runs an exchange, too
+    taken: Share = 0.0  # the part of its speed that the model's computation loses meanwhile
+
+
+class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What computation and communication take from each other, measured in steps of the model on all ranks at once."""
+
+    exchanges: dict[str, UnderLoad]  # by name, as in `Overheads.work`; always with `dense`
+    taken_s_per_byte: Seconds = 0.0  # computing time that a rank loses for each byte that it sends meanwhile
+    sending: Amount = 1.0  # factor by which bytes take longer while the model computes
+
+    def __post_init__(self) -> None:
+        if "dense" not in self.exchanges:
+            raise ValueError("exchanges: has no entry for dense")
 
 
 class Profile(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -148,6 +174,7 @@ class Profile(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Time that a step waits for the rank that is slowest in it: the median over steps of the slowest rank's step time
     minus the median rank's."""
     overheads: Overheads | None = None
+    contention: Contention | None = None  # if it was measured; otherwise predictions assume none
     activations: Activations | None = None  # memory of forward and backward, if it was measured
     sharding: Sharding | None = None  # the units of a model for FSDP
 
