@@ -38,7 +38,7 @@ _TINY = 64
 _LARGEST_BYTES = 25 << 20
 _REAL_BYTES = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Size of the all-reduce whose bytes are really sent, to find what they take from computation."""
-_MOST_TAKEN = 0.9
+_MOST_TAKEN, _MOST_CROWDED = 0.9, 4.0
 _MOST_REST = 0.8
 """If more of an exchange runs after backward, too little of it runs beside backward to tell how long that takes."""
 _TIMEOUT = timedelta(seconds=120)
@@ -360,7 +360,7 @@ def _lost_s(ranks: Sequence[_Times], plain_s: float) -> float:
 def _under_load(
     sizes: Sequence[int], measured: Sequence[Sequence[_Times]], startups: Sequence[float], plain_s: float
 ) -> UnderLoad:
-    beside, alone, crowded = [], [], []
+    beside, alone, pairs = [], [], []
     lost_s = worked_s = 0.0
     for ranks, startup_s in zip(measured, startups, strict=True):
         alone_s = _since_last([rank.alone for rank in ranks])
@@ -369,13 +369,13 @@ def _under_load(
         own_s = [max(1e-6, seconds - startup_s) for seconds in (beside_s, alone_s)]
         beside.append(max(own_s))
         alone.append(own_s[1])
-        crowded.append(max(1e-6, pair_s - startup_s) / own_s[1])
+        pairs.append(max(1e-6, pair_s - startup_s))
         lost_s += _lost_s(ranks, plain_s)
         worked_s += _overlapped_s(ranks) * own_s[0] / max(own_s[0], beside_s)
     return UnderLoad(
         beside=fit_work(sizes, beside),
         alone=fit_work(sizes, alone),
-        crowded=min(2.0, max(1.0, statistics.mean(crowded))),
+        crowded=min(_MOST_CROWDED, max(1.0, sum(pairs) / sum(alone))),
         taken=min(_MOST_TAKEN, lost_s / worked_s) if worked_s > 0 else 0.0,
     )
 
