@@ -65,7 +65,7 @@ def test_unequal_batches_train_as_the_large_batch_does(runs: Any) -> None:
         model = runs.fit(strategy, batches=batches, use_distributed_sampler=False)
         assert strategy.handle is not None and strategy.handle.shares == shares
         assert distance(model.net, trained_on_large_batches(73, 2)) < 1e-6
-        with pytest.raises(Exception, match="use_distributed_sampler=False"):
+        with pytest.raises(syncline.UsageError, match="use_distributed_sampler=False"):
             runs.fit(runs.SynclineStrategy(shares=shares), batches=batches)
 
     on_torchrun_ranks(main)

@@ -39,7 +39,8 @@ class ShareSampler(Sampler[list[int]]):
     def batch_size(self) -> int:
         """Not defined. Code that divides batches among ranks, such as Accelerate's, asks for it."""
         text = "a loader with batches of unequal sizes is for this rank alone, and must not be divided again"
-        raise UsageError(f"{text}: do not pass it to accelerator.prepare")
+        remedy = "do not pass it to accelerator.prepare, or pass use_distributed_sampler=False to Lightning's Trainer"
+        raise UsageError(f"{text}: {remedy}")
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next epoch. All ranks must pass the same number."""
