@@ -428,7 +428,8 @@ def run_cut(exchange: str, exchanges: int, cut_s: float) -> dict[str, Any]:
 def problems_of(result: dict[str, Any]) -> list[str]:
     problems = []
     runs = list(result.get("disturbed", {}).values())
-    for part in [*runs, *(result[name] for name in ("undisturbed", "cut") if name in result)]:
+    undisturbed = result.get("undisturbed", {})  # by the number of exchanges
+    for part in [*runs, *undisturbed.values(), *([result["cut"]] if "cut" in result else [])]:
         if part["differing_exchanges"]:
             problems.append("replicas differ")
     if (cut := result.get("cut")) and (cut["others_stopped_s"] > STOP_S or cut["back_after_mending_s"] > BACK_S):
@@ -438,8 +439,8 @@ def problems_of(result: dict[str, Any]) -> list[str]:
             problems.append(f"a replica stopped for over {STOP_S:g} s")
         if any(row["back_after_s"] > BACK_S for row in run_["kills"]):
             problems.append(f"a replica was away for over {BACK_S:g} s")
-        if "undisturbed" in result:
-            losses = [max(part["held_out_loss"].values()) for part in (run_, result["undisturbed"])]
+        if (same := undisturbed.get(str(run_["exchanges"]))) is not None:
+            losses = [max(part["held_out_loss"].values()) for part in (run_, same)]
             run_["loss_ratio"] = round(losses[0] / losses[1], 5)
             if run_["loss_ratio"] > 1 + LOSS:
                 problems.append("the loss is worse")
@@ -469,7 +470,8 @@ def main() -> None:
         done = run(given.exchange, given.exchanges, given.kills, given.seed)
         result.setdefault("disturbed", {})[f"{given.exchange}, seed {given.seed}"] = done
     if given.undisturbed:
-        result["undisturbed"] = run(given.exchange, given.exchanges, 0, given.seed)
+        done = run(given.exchange, given.exchanges, 0, given.seed)
+        result.setdefault("undisturbed", {})[str(done["exchanges"])] = done
     if given.cut:
         result["cut"] = run_cut(given.exchange, given.exchanges, given.cut)
     problems = result["problems"] = problems_of(result)

@@ -312,7 +312,9 @@ class Engine:
         self._drop_connections()
         self._names, self._since = {}, 0
         self._standing = msgspec.structs.replace(self._standing, committed=commit, attempted=None)
-        self.stats = replace(self.stats, exchanges=commit[1], rejoins=self.stats.rejoins + had_weights)
+        names = tuple(member.name for member in resolution.contributors)
+        rejoins = self.stats.rejoins + had_weights
+        self.stats = replace(self.stats, exchanges=commit[1], replicas=names, rejoins=rejoins)
         if not begins:
             _log.info("%s has joined after exchange %d", self.manager.name, commit[1])
 
