@@ -62,8 +62,9 @@ def follow(
         scaler: The GradScaler of the loss, as in `attach`.
         probe_s: The most time for probing the links, in seconds. It is less where less is at stake.
         cache: Whether to remember probed links between runs, in a file under `$XDG_CACHE_HOME`.
-        retune: `"auto"` to tune again when exchanges take over 1.5 times as long as planned for at least 200 steps.
-            Further tunings take at most 2 % of the training time, and come at growing distances.
+        retune: `"auto"` to tune again when steps wait over 1.5 times as long for communication as after the last
+            tuning, in two checks in a row. Checks come about every five seconds, and at most 100 steps apart. Further
+            tunings take at most 2 % of the training time, and come at growing distances.
         timeout_s: Timeout of a collective in seconds. It becomes the timeout of the model's process group, so it also
             bounds plain DDP's all-reduces and the script's own collectives in that group, but not probes.
         quiet: Print nothing. By default rank 0 prints what was done.
