@@ -1,0 +1,120 @@
+"""Tables of the comparison: each situation's methods by their time to quality. `comparison.py` measures them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from trainees import Method
+
+WARMUP_SHARE = 0.1
+SAME_CURVES = dict.fromkeys(("hierarchical", "fsdp", "hsdp", "hsdp+dense"), "ddp")
+"""Lossless methods train as plain DDP does, up to the order of summation."""
+RUNG_CURVES = {"lossless": "ddp", "overlap": "ddp", "16 bits": "bf16", "8 bits": "int8", "4 bits": "int4"}
+RUNG_CURVES |= {"sparse updates": "oktopk-updates", "local steps": "local-15"}
+Cell = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A method in a situation, at its best warm-up and length."""
+
+    method: str
+    curve: str
+    step_ms: float
+    wire_bytes: int
+    final_loss: float
+    seconds: tuple[float, ...]
+    """The time to quality, seed by seed; empty if a seed did not reach it."""
+    end_s: float
+    """The time at the end of training."""
+
+    @property
+    def mean_s(self) -> float:
+        return statistics.mean(self.seconds) if self.seconds else float("inf")
+
+
+def target_of(curves: list[Cell], task: str, tolerance: float) -> float:
+    """Return the loss to reach: plain DDP's at the end, the mean over seeds, and a tolerance."""
+    finals = [cell["loss"][-1] for cell in curves if (cell["task"], cell["method"]) == (task, "ddp")]
+    return statistics.mean(finals) * (1 + tolerance)
+
+
+def steps_to(cell: Cell, target: float) -> float | None:
+    """Return the steps until a training reached a loss, interpolated between evaluations; None if it did not."""
+    before_step, before = 0.0, float("inf")
+    for step, loss in zip(cell["points"], cell["loss"], strict=True):
+        if loss <= target:
+            share = (before - target) / (before - loss) if before < float("inf") else 1.0
+            return float(before_step + share * (step - before_step))
+        before_step, before = step, loss
+    return None
+
+
+def rows_of(clock: Cell, curves: list[Cell], task: str, tolerance: float) -> list[Row]:
+    """Return all methods of a situation, the soonest first."""
+    target = target_of(curves, task, tolerance)
+    by_name: dict[str, list[Cell]] = {}
+    for cell in curves:
+        if cell["task"] == task:
+            by_name.setdefault(cell["method"], []).append(cell)
+    rows = []
+    for name, measured in clock["rows"].items():
+        tried = list(_tried(name, measured, clock, by_name, target))
+        if tried:
+            rows.append(min(tried, key=lambda row: (row.mean_s, row.final_loss)))
+    return sorted(rows, key=lambda row: (row.mean_s, row.final_loss))
+
+
+def _tried(name: str, measured: Cell, clock: Cell, by_name: dict[str, list[Cell]], target: float) -> Iterator[Row]:
+    base = name
+    if name.startswith("quality-"):
+        base = RUNG_CURVES[clock["choices"][name.removeprefix("quality-")]["rung"]]
+    base = SAME_CURVES.get(base, base)
+    for label, cells in by_name.items():
+        method = Method.named(label, WARMUP_SHARE)
+        if method.base != base:
+            continue
+        warm_ms = clock["rows"][method.warm_method]["step_ms"] if method.warm_method else 0.0
+        step_ms = measured["step_ms"]
+
+        def seconds(steps: float, warmup: int, warm_ms: float = warm_ms, step_ms: float = step_ms) -> float:
+            return (min(steps, warmup) * warm_ms + max(0.0, steps - warmup) * step_ms) / 1e3
+
+        steps = [(steps_to(cell, target), cell["warmup"]) for cell in cells]
+        reached = [seconds(count, warmup) for count, warmup in steps if count is not None]
+        end_s = statistics.mean(seconds(cell["points"][-1], cell["warmup"]) for cell in cells)
+        final = statistics.mean(cell["loss"][-1] for cell in cells)
+        all_reached = tuple(reached) if len(reached) == len(cells) else ()
+        yield Row(name, label, step_ms, measured["wire_bytes"], final, all_reached, end_s)
+
+
+def report(result: Cell, tasks: dict[str, str], tolerance: float) -> None:
+    """Print a table for each situation. `tasks` has the task of each situation."""
+    for task in dict.fromkeys(tasks.values()):
+        names = dict.fromkeys(cell["method"] for cell in result["curves"] if cell["task"] == task)
+        if not names:
+            continue
+        print(f"\n{task}: target {target_of(result['curves'], task, tolerance):.4f}; losses at the end, by seed")
+        for name in names:
+            cells = [cell for cell in result["curves"] if (cell["task"], cell["method"]) == (task, name)]
+            finals = ", ".join(f"{cell['loss'][-1]:.4f} (seed {cell['seed']}, lr {cell['lr']:g})" for cell in cells)
+            print(f"  {name:28}{finals}")
+    for clock in result["clocks"]:
+        rows = rows_of(clock, result["curves"], tasks[clock["situation"]], tolerance)
+        plain = next(row for row in rows if row.method in ("ddp", "hsdp"))
+        print(f"\n{clock['situation']}: {clock['about']}; {clock['cluster']}")
+        print(f"{'method':30}{'curve':24}{'ms/step':>9}{'kB/step':>9}{'loss':>8}{'s to quality':>20}{'sooner':>8}")
+        for row in rows:
+            took = f"not in {row.end_s:.1f}"
+            if row.seconds:
+                took = f"{row.mean_s:.1f} ({min(row.seconds):.1f}–{max(row.seconds):.1f})"
+            sooner = f"{plain.mean_s / row.mean_s:.1f}×" if row.seconds else ""
+            print(
+                f"{row.method:30}{row.curve:24}{row.step_ms:9.1f}{row.wire_bytes / 1e3:9.1f}{row.final_loss:8.3f}"
+                f"{took:>20}{sooner:>8}"
+            )
+        for quality, choice in clock["choices"].items():
+            print(f"quality={quality}: {'plain DDP' if choice['nothing'] else choice['rung']}")
