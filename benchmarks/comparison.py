@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
 
 import syncline
-from comparison_report import WARMUP_SHARE, report
+from comparison_report import WARMUP_SHARE, report, tables
 from link_rate import cpu_ticks, stolen_since
 from quality_tasks import TASKS, Data, Source, Task
 from simulated_ranks import evaluate, schedule
@@ -165,12 +165,12 @@ def clock(rank: Rank, situation: Situation, methods: Sequence[str], rounds: int,
     task, lr = TASKS[situation.task], 1e-4
     source = task.source(Data(CPU))
     examples = Examples(source, task, 0, 64, rank.rank)
-    network = probe(budget_s=probe_s)
-    choices = {} if methods[0].startswith("fsdp") else _choices(task, examples, network)
+    network = None if methods[0].startswith("fsdp") else probe(budget_s=probe_s)  # `tune` takes no sharded models
+    choices = {} if network is None else _choices(task, examples, network)
     trainees: dict[str, tuple[Trainee, int]] = {}
     for name in methods:
         method = Method.named(name, WARMUP_SHARE)
-        trainee = trainee_of(method, task, lr, 0, rank, network=network if choices else None)
+        trainee = trainee_of(method, task, lr, 0, rank, network=network)
         trainees[name] = trainee, method.period
     for quality, choice in choices.items():
         if not choice.nothing:
@@ -318,6 +318,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--probe", type=float, metavar="S")
     parser.add_argument("--report", type=Path)
+    parser.add_argument("--tables", action="store_true", help="with --report: print the tables of the guide")
     options = parser.parse_args()
     methods = options.methods and options.methods.split(",")
     if options.curves is not None:
@@ -330,7 +331,8 @@ def main() -> None:
         rounds, probe_s = options.rounds or situation.rounds, options.probe or situation.probe_s
         measure(options.json, options.clock, names, rounds, probe_s)
     if options.report is not None:
-        report(read(options.report), {name: each.task for name, each in SITUATIONS.items()}, TOLERANCE)
+        show = tables if options.tables else report
+        show(read(options.report), {name: each.task for name, each in SITUATIONS.items()}, TOLERANCE)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,28 @@ SAME_CURVES = dict.fromkeys(("hierarchical", "fsdp", "hsdp", "hsdp+dense"), "ddp
 """Lossless methods train as plain DDP does, up to the order of summation."""
 RUNG_CURVES = {"lossless": "ddp", "overlap": "ddp", "16 bits": "bf16", "8 bits": "int8", "4 bits": "int4"}
 RUNG_CURVES |= {"sparse updates": "oktopk-updates", "local steps": "local-15"}
+LABELS = {
+    "ddp": "plain DDP",
+    "fp16-hook": "PyTorch's `fp16_compress_hook`",
+    "powersgd": "PyTorch's PowerSGD, rank {}",
+    "post-local": "PyTorch's post-local SGD, every {} steps",
+    "diloco": "torchft's DiLoCo, every {} steps",
+    "1-bit-adam": "DeepSpeed's 1-bit Adam",
+    "bf16": '**Syncline** `Dense(wire="bf16")`',
+    "int8": "**Syncline** `Quantized(bits=8)`",
+    "int4": "**Syncline** `Quantized(bits=4)`",
+    "oktopk-updates": "**Syncline** updates, `OkTopk(density=0.01)`",
+    "local": "**Syncline** updates, `ChunkedTopk(density=0.03)`, `every={}`",
+    "hierarchical": "**Syncline** `Hierarchical()`",
+    "hierarchical+int4": "**Syncline** `Hierarchical(across=Quantized(bits=4))`",
+    "hierarchical+oktopk-updates": "**Syncline** updates, `Hierarchical(across=OkTopk(density=0.01))`",
+    "fsdp": "PyTorch's FSDP2 among all ranks",
+    "hsdp": "PyTorch's HSDP",
+    "fsdp+int4": "FSDP2, **Syncline** `Quantized(bits=4)`",
+    "hsdp+dense": "FSDP2, **Syncline** `Dense()` between replicas",
+    "hsdp+int4": "FSDP2, **Syncline** `Quantized(bits=4)` between replicas",
+    "hsdp+local": "FSDP2, **Syncline** updates, `ChunkedTopk(density=0.03)`, `every={}`",
+}
 Cell = dict[str, Any]
 
 
@@ -118,3 +140,38 @@ def report(result: Cell, tasks: dict[str, str], tolerance: float) -> None:
             )
         for quality, choice in clock["choices"].items():
             print(f"quality={quality}: {'plain DDP' if choice['nothing'] else choice['rung']}")
+
+
+def label_of(row: Row, choices: Cell) -> str:
+    """Return the words for a row of a table of the guide."""
+    if row.method.startswith("quality-"):
+        quality = row.method.removeprefix("quality-")
+        return f'**Syncline** `tune(quality="{quality}")`: {choices[quality]["rung"]}'
+    method = Method.named(row.curve, WARMUP_SHARE)
+    known = next((key for key in LABELS if row.method == key), None)
+    known = known or next(key for key in LABELS if row.method.startswith(f"{key}-"))
+    numbers = [part for part in row.method.split("-") if part.isdigit()]
+    words = LABELS[known].format(*numbers)
+    words += ", `delay=1`" if row.method.endswith("-late") else ""
+    return words + (f", × {method.factor:g} steps" if method.factor != 1 else "")
+
+
+def tables(result: Cell, tasks: dict[str, str], tolerance: float) -> None:
+    """Print the tables of the guide: of each peer with a number in its name, only the best."""
+    for clock in result["clocks"]:
+        rows = rows_of(clock, result["curves"], tasks[clock["situation"]], tolerance)
+        plain = next(row for row in rows if row.method in ("ddp", "hsdp"))
+        alone_ms = clock["rows"]["nosync"]["step_ms"]
+        print(f"\n{clock['situation']}: {clock['cluster']}, {alone_ms:.0f} ms without communication\n")
+        print("| Method | ms per step | kB per step | Loss at the end | Seconds to plain DDP's loss | Sooner |")
+        print("|---|---|---|---|---|---|")
+        seen: set[str] = set()
+        for row in rows:
+            kind = row.method.split("-")[0] if row.method.startswith(("powersgd", "local")) else row.method
+            if kind in seen:
+                continue
+            seen.add(kind)
+            took = f"{row.mean_s:.1f}" if row.seconds else f"not in {row.end_s:.1f}"
+            sooner = f"{plain.mean_s / row.mean_s:.1f}×" if row.seconds else ""
+            figures = f"{row.step_ms:.0f} | {row.wire_bytes / 1e3:.0f} | {row.final_loss:.3f} | {took} | {sooner}"
+            print(f"| {label_of(row, clock['choices'])} | {figures} |")

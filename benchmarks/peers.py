@@ -190,6 +190,7 @@ def torchft_manager(rank: Rank) -> Any:
     from torchft import Manager, ProcessGroupGloo
     from torchft._torchft import LighthouseServer
 
+    os.environ.setdefault("RUST_LOG", "error")
     own = os.environ["SYNCLINE_HOST_ADDR"]
     address = b""
     if rank.rank == 0:
@@ -225,18 +226,21 @@ _KEPT: list[Any] = []
 def one_bit_adam(flat: nn.Parameter, group: dict[str, Any], rank: Rank, freeze_step: int) -> tuple[Any, Any]:
     """Return DeepSpeed's `OnebitAdam` of one flat parameter, and a stand-in for the engine that it talks to.
 
-    DeepSpeed packs bits with a kernel that it has for accelerators only. Here, NumPy packs them.
+    DeepSpeed packs bits with a kernel that it has for accelerators only. Here, NumPy packs them. The rest is its own
+    code: `OnebitAdam` and `CompressedBackend`.
     """
     import deepspeed.ops.op_builder as op_builder
     from deepspeed import comm
 
     op_builder.PackbitsBuilder = _NumpyPacker
     try:
+        from deepspeed.runtime.comm import compressed
         from deepspeed.runtime.fp16.onebit.adam import OnebitAdam
     except ModuleNotFoundError as error:
         raise UsageError("this DeepSpeed has no 1-bit Adam; the last one that has it is 0.19.6") from error
     if not comm.is_initialized():
         comm.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    compressed.dist = _GlooComm(comm)
     engine = SimpleNamespace(mpu=None, local_rank=rank.local_rank, enable_backward_allreduce=True)
     settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
     optimizer = OnebitAdam([flat], engine, freeze_step=freeze_step, comm_backend_name="compressed", **settings)
@@ -254,3 +258,16 @@ class _NumpyPacker:
 
     def unpackbits(self, packed: Tensor, size: int, rank: int) -> Tensor:
         return torch.from_numpy(np.unpackbits(packed.numpy())).float().mul_(2).sub_(1)
+
+
+class _GlooComm:
+    """DeepSpeed's collectives. gloo refuses to gather a scalar into vectors of one element, as DeepSpeed does."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def all_gather(self, parts: list[Tensor], tensor: Tensor, group: Any) -> Any:
+        return self._comm.all_gather(parts, tensor.view(parts[0].shape), group=group)
