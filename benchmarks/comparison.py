@@ -23,7 +23,7 @@ import contextlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -60,7 +60,7 @@ RANKS = 4
 POINTS = 12
 """Equal parts of a training; the loss is evaluated after each, from a quarter on."""
 CPU = torch.device("cpu")
-RATES = {"gpt-1m": 4e-3, "cnn": 0.05}
+RATES = {"gpt-1m": 2e-3, "cnn": 0.05}
 """The learning rates of dense training's lowest held-out loss (`quality.py --models gpt-1m,cnn --methods dense`)."""
 STEPS = {"gpt-1m": 300, "cnn": 150}
 SLOW_LINK_BURST_BYTES = 10_000
@@ -78,30 +78,31 @@ class Situation:
     about: str
     task: str
     spec: ClusterSpec
+    """The cluster, with links that are fast enough to prepare methods."""
+    rate_bps: int
+    """The rate at which hosts send while methods are measured."""
     methods: str
     rounds: int
     probe_s: float = 10.0
 
+    @property
+    def measured(self) -> ClusterSpec:
+        return replace(self.spec, rate_bps=self.rate_bps)
 
-def _hosts(rate_bps: float, **others: Any) -> ClusterSpec:
-    return ClusterSpec(hosts=4, rate_bps=round(rate_bps), **others)
 
-
-PAIRS = {"hosts": 2, "per_host": (2, 2)}
+HOSTS = ClusterSpec(hosts=4, rate_bps=300_000_000)
+SITES = ClusterSpec(hosts=4, rate_bps=300_000_000, racks=2, trunk_rate_bps=30_000_000)
+PAIRS = ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=300_000_000)
+ALL, LEVELLED = f"{PEERS},{OURS}", f"{PEERS},{OURS},{LEVELS}"
 SITUATIONS = {
-    "two": Situation("links twice too slow", "gpt-1m", _hosts(300e6), f"{PEERS},{OURS}", 10),
-    "ten": Situation("links ten times too slow", "gpt-1m", _hosts(60e6), f"{PEERS},{OURS}", 5),
-    "hundred": Situation("links a hundred times too slow", "gpt-1m", _hosts(6e6), f"{PEERS},{OURS}", 2, 20.0),
-    "sites": Situation(
-        "two sites of two hosts", "gpt-1m", _hosts(300e6, racks=2, trunk_rate_bps=30_000_000),
-        f"{PEERS},{OURS},{LEVELS}", 5,
-    ),
-    "ranks": Situation(
-        "two ranks per host", "gpt-1m", ClusterSpec(**PAIRS, rate_bps=60_000_000), f"{PEERS},{OURS},{LEVELS}", 6
-    ),
-    "cnn": Situation("a CNN with SGD, links ten times too slow", "cnn", _hosts(40e6), f"{PEERS},{OURS}", 8),
-    "sharded": Situation("a sharded model", "gpt-1m", ClusterSpec(**PAIRS, rate_bps=60_000_000), SHARDED, 8),
-}  # fmt: skip
+    "two": Situation("links twice too slow", "gpt-1m", HOSTS, 300_000_000, ALL, 10),
+    "ten": Situation("links ten times too slow", "gpt-1m", HOSTS, 60_000_000, ALL, 5),
+    "hundred": Situation("links a hundred times too slow", "gpt-1m", HOSTS, 6_000_000, ALL, 2, 20.0),
+    "sites": Situation("two sites of two hosts", "gpt-1m", SITES, 300_000_000, LEVELLED, 5),
+    "ranks": Situation("two ranks per host", "gpt-1m", PAIRS, 60_000_000, LEVELLED, 6),
+    "cnn": Situation("a CNN with SGD, links ten times too slow", "cnn", HOSTS, 40_000_000, ALL, 8),
+    "sharded": Situation("a sharded model", "gpt-1m", PAIRS, 60_000_000, SHARDED, 8),
+}
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -165,7 +166,9 @@ def clock(rank: Rank, situation: Situation, methods: Sequence[str], rounds: int,
     task, lr = TASKS[situation.task], 1e-4
     source = task.source(Data(CPU))
     examples = Examples(source, task, 0, 64, rank.rank)
+    reshape(rank, situation.rate_bps)
     network = None if methods[0].startswith("fsdp") else probe(budget_s=probe_s)  # `tune` takes no sharded models
+    reshape(rank, situation.spec.rate_bps)
     choices = {} if network is None else _choices(task, examples, network)
     trainees: dict[str, tuple[Trainee, int]] = {}
     for name in methods:
@@ -182,7 +185,9 @@ def clock(rank: Rank, situation: Situation, methods: Sequence[str], rounds: int,
     alone = task.build()
     single = Trainee(alone, task.optimize(list(alone.parameters()), lr), clip=task.clip)
     contenders.append(_contender("nosync", single, 1, examples))
-    turns = take_turns(rank, contenders, warmup=4, rounds=rounds)
+    take_turns(rank, contenders, warmup=4, rounds=0)
+    reshape(rank, situation.rate_bps)
+    turns = take_turns(rank, contenders, warmup=0, rounds=rounds)
     for trainee, _ in trainees.values():
         trainee.close()
     return {
@@ -190,6 +195,13 @@ def clock(rank: Rank, situation: Situation, methods: Sequence[str], rounds: int,
         "periods": {contender.name: contender.steps for contender in contenders},
         "choices": {quality: _described(choice) for quality, choice in choices.items()},
     }
+
+
+def reshape(rank: Rank, rate_bps: int) -> None:
+    """Change the rate at which all hosts send. Collective."""
+    if rank.local_rank == 0:
+        links.reshape(rate_bps)
+    dist.barrier()
 
 
 def _choices(task: Task, examples: Examples, network: Any) -> dict[str, Choice]:
@@ -214,9 +226,8 @@ def _described(choice: Choice) -> dict[str, Any]:
 
 
 def _contender(name: str, trainee: Trainee, period: int, examples: Examples) -> Contender:
-    """Return a contender that takes whole periods, of at least two steps, after a step that is not measured."""
-    taken = 0
-    steps = max(2, period) if period % 2 == 0 or period > 2 else 2
+    """Return a contender that takes a whole period, or two steps."""
+    taken, steps = 0, max(2, period)
 
     def take(count: int) -> None:
         nonlocal taken
@@ -225,7 +236,7 @@ def _contender(name: str, trainee: Trainee, period: int, examples: Examples) -> 
             taken += 1
 
     settle = trainee.handle.wait if trainee.handle is not None else lambda: None
-    lead = 1 if period == 1 else 0
+    lead = int(name == "quality-exact")  # the weights of the step before may arrive during a step
     return Contender(name, partial(take, steps), steps, lead=partial(take, lead), lead_steps=lead, settle=settle)
 
 
@@ -250,18 +261,18 @@ def study(path: Path, key: str, cell: dict[str, Any]) -> None:
 
 def train_all(path: Path, task: str, methods: Sequence[str], seeds: Sequence[int], lr: float, minutes: float) -> None:
     began_s, last_s = time.monotonic(), 0.0
-    done = {(c["task"], c["method"], c["seed"], c["lr"]) for c in (read(path)["curves"] if path.exists() else [])}
     TASKS[task].source(Data(CPU))  # before ranks are forked
     for seed in seeds:
         for name in methods:
-            if (task, name, seed, lr) in done:
+            known = read(path)["curves"] if path.exists() else []
+            if (task, name, seed, lr) in {(c["task"], c["method"], c["seed"], c["lr"]) for c in known}:
                 continue
             if time.monotonic() - began_s + last_s > 60 * minutes:
                 print(f"no time for {name}, seed {seed}", flush=True)
                 return
             started_s = time.monotonic()
             run = partial(curve, name=name, task_name=task, seed=seed, lr=lr, steps=STEPS[task])
-            spec = ClusterSpec(**PAIRS) if name.startswith(("hierarchical", "hsdp")) else ClusterSpec(hosts=RANKS)
+            spec = PAIRS if name.startswith(("hierarchical", "hsdp")) else HOSTS
             try:
                 cell = launch(spec, run, shaped=False, deadline_s=500.0)[0]
             except SynclineError as error:
@@ -274,17 +285,23 @@ def train_all(path: Path, task: str, methods: Sequence[str], seeds: Sequence[int
 
 def measure(path: Path, name: str, methods: Sequence[str], rounds: int, probe_s: float) -> None:
     situation = SITUATIONS[name]
-    spec, began_s, ticks = situation.spec, time.monotonic(), cpu_ticks()
+    began_s, ticks = time.monotonic(), cpu_ticks()
     TASKS[situation.task].source(Data(CPU))
-    with _short_bursts(min(spec.rate_bps, spec.trunk_rate_bps or spec.rate_bps)):
+    with _short_bursts(min(situation.rate_bps, situation.spec.trunk_rate_bps or situation.rate_bps)):
         main = partial(clock, situation=situation, methods=methods, rounds=rounds, probe_s=probe_s)
-        answers = launch(spec, main, deadline_s=900.0)
+        answers = launch(situation.spec, main, deadline_s=900.0)
     turns = combine([answer["record"] for answer in answers], answers[0]["periods"])
     rows = {
         contender: {**turn.quartiles.fields("step_ms", 1e3), "wire_bytes": round(turn.wire_bytes)}
         for contender, turn in turns.items()
     }
-    cell = {"situation": name, "about": situation.about, "cluster": spec.describe(), "rounds": rounds, "rows": rows}
+    cell = {
+        "situation": name,
+        "about": situation.about,
+        "cluster": situation.measured.describe(),
+        "rounds": rounds,
+        "rows": rows,
+    }
     cell |= {"choices": answers[0]["choices"], "stolen": round(stolen_since(ticks), 4)}
     study(path, "clocks", cell)
     for contender, row in sorted(rows.items(), key=lambda item: float(item[1]["step_ms"])):
