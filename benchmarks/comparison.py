@@ -37,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim.lr_scheduler import LambdaLR
 
 import syncline
-from comparison_report import WARMUP_SHARE, report, tables
+from comparison_report import WARMUP_SHARE, draw, report, tables
 from link_rate import cpu_ticks, stolen_since
 from quality_tasks import TASKS, Data, Source, Task
 from simulated_ranks import evaluate, schedule
@@ -335,6 +335,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--probe", type=float, metavar="S")
     parser.add_argument("--report", type=Path)
+    parser.add_argument("--plot", type=Path, metavar="SVG", help="with --report: draw the times to quality")
     parser.add_argument("--tables", action="store_true", help="with --report: print the tables of the guide")
     options = parser.parse_args()
     methods = options.methods and options.methods.split(",")
@@ -349,7 +350,10 @@ def main() -> None:
         measure(options.json, options.clock, names, rounds, probe_s)
     if options.report is not None:
         show = tables if options.tables else report
-        show(read(options.report), {name: each.task for name, each in SITUATIONS.items()}, TOLERANCE)
+        measured, tasks = read(options.report), {name: each.task for name, each in SITUATIONS.items()}
+        show(measured, tasks, TOLERANCE)
+        if options.plot is not None:
+            draw(measured, tasks, TOLERANCE, options.plot)
 
 
 if __name__ == "__main__":

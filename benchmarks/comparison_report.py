@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainees import Method
@@ -90,6 +91,15 @@ def rows_of(clock: Cell, curves: list[Cell], task: str, tolerance: float) -> lis
     return sorted(rows, key=lambda row: (row.mean_s, row.final_loss))
 
 
+def best_rows(clock: Cell, curves: list[Cell], task: str, tolerance: float) -> list[Row]:
+    """Return all methods of a situation, the soonest first: of PowerSGD and of local steps, only the soonest."""
+    rows: dict[str, Row] = {}
+    for row in rows_of(clock, curves, task, tolerance):
+        kind = row.method.split("-")[0] if row.method.startswith(("powersgd", "local")) else row.method
+        rows.setdefault(kind, row)
+    return list(rows.values())
+
+
 def _tried(name: str, measured: Cell, clock: Cell, by_name: dict[str, list[Cell]], target: float) -> Iterator[Row]:
     base = name
     if name.startswith("quality-"):
@@ -159,19 +169,40 @@ def label_of(row: Row, choices: Cell) -> str:
 def tables(result: Cell, tasks: dict[str, str], tolerance: float) -> None:
     """Print the tables of the guide: of each peer with a number in its name, only the best."""
     for clock in result["clocks"]:
-        rows = rows_of(clock, result["curves"], tasks[clock["situation"]], tolerance)
+        rows = best_rows(clock, result["curves"], tasks[clock["situation"]], tolerance)
         plain = next(row for row in rows if row.method in ("ddp", "hsdp"))
         alone_ms = clock["rows"]["nosync"]["step_ms"]
         print(f"\n{clock['situation']}: {clock['cluster']}, {alone_ms:.0f} ms without communication\n")
         print("| Method | ms per step | kB per step | Loss at the end | Seconds to plain DDP's loss | Sooner |")
         print("|---|---|---|---|---|---|")
-        seen: set[str] = set()
         for row in rows:
-            kind = row.method.split("-")[0] if row.method.startswith(("powersgd", "local")) else row.method
-            if kind in seen:
-                continue
-            seen.add(kind)
             took = f"{row.mean_s:.1f}" if row.seconds else f"not in {row.end_s:.1f}"
             sooner = f"{plain.mean_s / row.mean_s:.1f}×" if row.seconds else ""
             figures = f"{row.step_ms:.0f} | {row.wire_bytes / 1e3:.0f} | {row.final_loss:.3f} | {took} | {sooner}"
             print(f"| {label_of(row, clock['choices'])} | {figures} |")
+
+
+def draw(result: Cell, tasks: dict[str, str], tolerance: float, path: Path) -> None:
+    """Draw the seconds to quality of all methods that reached it, one chart for each situation."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "syncline", "svg.fonttype": "none", "font.size": 8}
+    from matplotlib import pyplot
+
+    clocks = result["clocks"]
+    size = (11, 2.6 * -(-len(clocks) // 2))
+    figure, grid = pyplot.subplots(-(-len(clocks) // 2), 2, figsize=size, layout="constrained", squeeze=False)
+    for axes in list(grid.flat)[len(clocks) :]:
+        axes.remove()
+    for axes, clock in zip(grid.flat, clocks, strict=False):
+        rows = [r for r in best_rows(clock, result["curves"], tasks[clock["situation"]], tolerance) if r.seconds]
+        labels = [label_of(row, clock["choices"]).replace("**", "").replace("`", "") for row in rows]
+        colours = ["tab:blue" if "Syncline" in label else "tab:gray" for label in labels]
+        bars = axes.barh(labels, [row.mean_s for row in rows], color=colours)
+        axes.bar_label(bars, [f" {row.mean_s:.0f} s" for row in rows])
+        axes.set(title=f"{clock['about']}: seconds until plain DDP's loss", xscale="log")
+        axes.margins(x=0.15)
+        axes.invert_yaxis()
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
