@@ -94,13 +94,14 @@ HOSTS = ClusterSpec(hosts=4, rate_bps=300_000_000)
 SITES = ClusterSpec(hosts=4, rate_bps=300_000_000, racks=2, trunk_rate_bps=30_000_000)
 PAIRS = ClusterSpec(hosts=2, per_host=(2, 2), rate_bps=300_000_000)
 ALL, LEVELLED = f"{PEERS},{OURS}", f"{PEERS},{OURS},{LEVELS}"
+FOR_SGD = ALL.replace("1-bit-adam,", "")
 SITUATIONS = {
     "two": Situation("links twice too slow", "gpt-1m", HOSTS, 300_000_000, ALL, 10),
     "ten": Situation("links ten times too slow", "gpt-1m", HOSTS, 60_000_000, ALL, 5),
     "hundred": Situation("links a hundred times too slow", "gpt-1m", HOSTS, 6_000_000, ALL, 2, 20.0),
-    "sites": Situation("two sites of two hosts", "gpt-1m", SITES, 300_000_000, LEVELLED, 5),
+    "sites": Situation("two sites of two hosts", "gpt-1m", SITES, 300_000_000, LEVELLED, 4),
     "ranks": Situation("two ranks per host", "gpt-1m", PAIRS, 60_000_000, LEVELLED, 6),
-    "cnn": Situation("a CNN with SGD, links ten times too slow", "cnn", HOSTS, 40_000_000, ALL, 8),
+    "cnn": Situation("a CNN with SGD, links ten times too slow", "cnn", HOSTS, 40_000_000, FOR_SGD, 6),
     "sharded": Situation("a sharded model", "gpt-1m", PAIRS, 60_000_000, SHARDED, 8),
 }
 
