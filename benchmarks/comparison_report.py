@@ -12,7 +12,8 @@ from trainees import Method
 
 WARMUP_SHARE = 0.1
 SAME_CURVES = dict.fromkeys(("hierarchical", "fsdp", "hsdp", "hsdp+dense"), "ddp")
-"""Lossless methods train as plain DDP does, up to the order of summation."""
+SAME_CURVES |= {"hierarchical+int4": "int4", "hierarchical+oktopk-updates": "oktopk-updates"}
+"""Lossless methods train as plain DDP does, up to the order of summation. With levels, fewer sums are rounded."""
 RUNG_CURVES = {"lossless": "ddp", "overlap": "ddp", "16 bits": "bf16", "8 bits": "int8", "4 bits": "int4"}
 RUNG_CURVES |= {"sparse updates": "oktopk-updates", "local steps": "local-15"}
 LABELS = {

@@ -250,17 +250,25 @@ def _one_bit_adam(net: nn.Module, optimize: MakeOptimizer, rank: Rank, warmup: i
         parameter.data = part.view_as(parameter)
     usual = optimize([flat]).param_groups[0]
     optimizer, engine = peers.one_bit_adam(flat, usual, rank, freeze_step=max(1, warmup))
-    step = optimizer.step
-
-    def step_flat() -> None:
-        flat.grad = torch.cat([parameter.grad.flatten() for parameter in parameters])
-        step()
-        for parameter in parameters:
-            parameter.grad = None
-
-    trainee = Trainee(ddp, optimizer, clip=clip)
-    optimizer.step = step_flat  # type: ignore[method-assign]
+    trainee = Trainee(ddp, _Flat(optimizer, flat, parameters), optimizer, clip=clip)
     trainee.synchronises = lambda: engine.enable_backward_allreduce
     flat.grad = torch.zeros_like(flat)
-    step()  # the first one only allocates buffers
+    optimizer.step()  # the first one only allocates buffers
     return trainee
+
+
+@dataclass(frozen=True)
+class _Flat:
+    """An optimizer of one flat parameter, whose parts are the parameters of a model."""
+
+    optimizer: Optimizer
+    flat: nn.Parameter
+    parameters: list[nn.Parameter]
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def step(self) -> None:
+        self.flat.grad = torch.cat([p.grad.flatten() for p in self.parameters if p.grad is not None])
+        self.optimizer.step()
