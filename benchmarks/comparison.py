@@ -69,8 +69,8 @@ PEERS = "ddp,fp16-hook,powersgd-1,powersgd-2,powersgd-4,powersgd-8,post-local-8,
 OURS = "bf16,int8,int4,oktopk-updates,local-15,local-15-late"
 LEVELS = "hierarchical,hierarchical+int4,hierarchical+oktopk-updates"
 SHARDED = "fsdp,hsdp,fsdp+int4,hsdp+dense,hsdp+int4,hsdp+local-15"
-TOLERANCE = 0.0
-"""The part by which a loss may be above plain DDP's and count as equal."""
+TOLERANCE = 0.005
+"""The part by which a loss may be above plain DDP's and count as equal. With the fp16 hook, it is 0.2 % above."""
 
 
 @dataclass(frozen=True)

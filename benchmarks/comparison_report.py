@@ -168,19 +168,43 @@ def label_of(row: Row, choices: Cell) -> str:
 
 
 def tables(result: Cell, tasks: dict[str, str], tolerance: float) -> None:
-    """Print the tables of the guide: of each peer with a number in its name, only the best."""
-    for clock in result["clocks"]:
-        rows = best_rows(clock, result["curves"], tasks[clock["situation"]], tolerance)
-        plain = next(row for row in rows if row.method in ("ddp", "hsdp"))
-        alone_ms = clock["rows"]["nosync"]["step_ms"]
-        print(f"\n{clock['situation']}: {clock['cluster']}, {alone_ms:.0f} ms without communication\n")
-        print("| Method | ms per step | kB per step | Loss at the end | Seconds to plain DDP's loss | Sooner |")
-        print("|---|---|---|---|---|---|")
-        for row in rows:
-            took = f"{row.mean_s:.1f}" if row.seconds else f"not in {row.end_s:.1f}"
-            sooner = f"{plain.mean_s / row.mean_s:.1f}×" if row.seconds else ""
-            figures = f"{row.step_ms:.0f} | {row.wire_bytes / 1e3:.0f} | {row.final_loss:.3f} | {took} | {sooner}"
-            print(f"| {label_of(row, clock['choices'])} | {figures} |")
+    """Print the tables of the guide, one for each task: the seconds to quality of all methods in all situations."""
+    for task in dict.fromkeys(tasks.values()):
+        clocks = [clock for clock in result["clocks"] if tasks[clock["situation"]] == task]
+        if not clocks:
+            continue
+        columns: dict[str, dict[str, str]] = {}
+        steps: dict[str, dict[str, str]] = {}
+        order: dict[str, float] = {}
+        for clock in clocks:
+            rows = best_rows(clock, result["curves"], task, tolerance)
+            plain = next(row for row in rows if row.method in ("ddp", "hsdp"))
+            for row in rows:
+                label, cell = _in_general(row), f"not in {row.end_s:.0f}"
+                if row.seconds:
+                    cell = f"{row.mean_s:.0f} ({plain.mean_s / row.mean_s:.1f}×)"
+                cell = f"**{cell}**" if row is rows[0] else cell
+                if row.method.startswith("quality-"):
+                    choice = clock["choices"][row.method.removeprefix("quality-")]
+                    cell += f", {choice['rung']}"
+                columns.setdefault(label, {})[clock["situation"]] = cell
+                steps.setdefault(label, {})[clock["situation"]] = f"{row.step_ms:.0f}"
+                order[label] = order.get(label, 1.0) * row.mean_s / plain.mean_s
+        names = [clock["situation"] for clock in clocks]
+        for cells in (columns, steps):
+            print("\n| Method | " + " | ".join(clock["about"] for clock in clocks) + " |")
+            print("|---" * (len(clocks) + 1) + "|")
+            for label in sorted(cells, key=lambda each: order[each]):
+                print(f"| {label} | " + " | ".join(cells[label].get(name, "") for name in names) + " |")
+
+
+def _in_general(row: Row) -> str:
+    """Return the words for a method in several situations."""
+    if row.method.startswith("quality-"):
+        return f'**Syncline** `tune(quality="{row.method.removeprefix("quality-")}")`'
+    if row.method.startswith("powersgd"):
+        return "PyTorch's PowerSGD, the best of ranks 1, 2, 4 and 8"
+    return label_of(Row(row.method, row.method, 0, 0, 0, (), 0), {})
 
 
 def draw(result: Cell, tasks: dict[str, str], tolerance: float, path: Path) -> None:
