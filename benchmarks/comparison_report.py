@@ -203,7 +203,7 @@ def _in_general(row: Row) -> str:
     if row.method.startswith("quality-"):
         return f'**Syncline** `tune(quality="{row.method.removeprefix("quality-")}")`'
     if row.method.startswith("powersgd"):
-        return "PyTorch's PowerSGD, the best of ranks 1, 2, 4 and 8"
+        return "PyTorch's PowerSGD, the best of ranks 2, 4 and 8"
     return label_of(Row(row.method, row.method, 0, 0, 0, (), 0), {})
 
 
@@ -216,18 +216,17 @@ def draw(result: Cell, tasks: dict[str, str], tolerance: float, path: Path) -> N
     from matplotlib import pyplot
 
     clocks = result["clocks"]
-    size = (11, 2.6 * -(-len(clocks) // 2))
-    figure, grid = pyplot.subplots(-(-len(clocks) // 2), 2, figsize=size, layout="constrained", squeeze=False)
-    for axes in list(grid.flat)[len(clocks) :]:
-        axes.remove()
-    for axes, clock in zip(grid.flat, clocks, strict=False):
+    figure, grid = pyplot.subplots(len(clocks), 1, figsize=(9, 2.1 * len(clocks)), layout="constrained", squeeze=False)
+    for axes, clock in zip(grid.flat, clocks, strict=True):
         rows = [r for r in best_rows(clock, result["curves"], tasks[clock["situation"]], tolerance) if r.seconds]
         labels = [label_of(row, clock["choices"]).replace("**", "").replace("`", "") for row in rows]
         colours = ["tab:blue" if "Syncline" in label else "tab:gray" for label in labels]
         bars = axes.barh(labels, [row.mean_s for row in rows], color=colours)
         axes.bar_label(bars, [f" {row.mean_s:.0f} s" for row in rows])
-        axes.set(title=f"{clock['about']}: seconds until plain DDP's loss", xscale="log")
-        axes.margins(x=0.15)
+        axes.set_title(clock["about"], loc="left")
+        axes.set(xscale="log", xlim=(min(row.mean_s for row in rows) / 2, 1.3 * max(row.mean_s for row in rows)))
+        axes.xaxis.set_visible(False)
         axes.invert_yaxis()
-        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["top", "right", "bottom"]].set_visible(False)
+    figure.suptitle("Seconds until plain DDP's held-out loss (on a logarithmic scale)", fontsize=9)
     figure.savefig(path, metadata={"Date": None})
