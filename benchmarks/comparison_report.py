@@ -93,10 +93,10 @@ def rows_of(clock: Cell, curves: list[Cell], task: str, tolerance: float) -> lis
 
 
 def best_rows(clock: Cell, curves: list[Cell], task: str, tolerance: float) -> list[Row]:
-    """Return all methods of a situation, the soonest first: of PowerSGD and of local steps, only the soonest."""
+    """Return all methods of a situation, the soonest first: of PowerSGD, only the soonest rank."""
     rows: dict[str, Row] = {}
     for row in rows_of(clock, curves, task, tolerance):
-        kind = row.method.split("-")[0] if row.method.startswith(("powersgd", "local")) else row.method
+        kind = "powersgd" if row.method.startswith("powersgd") else row.method
         rows.setdefault(kind, row)
     return list(rows.values())
 
