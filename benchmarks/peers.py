@@ -1,17 +1,30 @@
-"""Methods of others, to compare with: PowerSGD as PyTorch's hook computes it, and the arithmetic of 1-bit Adam."""
+"""Methods of others, to compare with.
+
+PowerSGD as PyTorch's hook computes it and the arithmetic of 1-bit Adam, for ranks that are simulated in one process;
+and the implementations of torchft and DeepSpeed, for real ranks.
+"""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import TCPStore
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
+from syncline.cluster import Rank
+from syncline.dist.comm import gather_bytes
+from syncline.errors import UsageError
 from syncline.exchange import Comm, Cost, Layout, Rounding, Slot, State, Topology, Work
 
 # --- PowerSGD ---------------------------------------------------------------------------------------------------------
@@ -167,3 +180,94 @@ class OneBit:
         coded = torch.where(vector >= 0, scales, -scales)
         vector.sub_(coded)
         return coded
+
+
+# --- real implementations ---------------------------------------------------------------------------------------------
+
+
+def torchft_manager(rank: Rank) -> Any:
+    """Start torchft on this rank: a lighthouse on rank 0, and a manager for this rank as a replica group of its own."""
+    from torchft import Manager, ProcessGroupGloo
+    from torchft._torchft import LighthouseServer
+
+    os.environ.setdefault("RUST_LOG", "error")
+    own = os.environ["SYNCLINE_HOST_ADDR"]
+    address = b""
+    if rank.rank == 0:
+        lighthouse = LighthouseServer(bind="0.0.0.0:0", min_replicas=rank.world_size, join_timeout_ms=60_000)
+        address = f"http://{own}:{lighthouse.address().rpartition(':')[2]}".encode()
+        _KEPT.append(lighthouse)
+    store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
+    _KEPT.append(store)
+    limit = timedelta(seconds=300)
+    return Manager(
+        pg=ProcessGroupGloo(timeout=limit),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=rank.world_size,
+        use_async_quorum=False,
+        timeout=limit,
+        quorum_timeout=limit,
+        rank=0,
+        world_size=1,
+        store_addr=own,
+        store_port=store.port,
+        lighthouse_addr=gather_bytes(dist.group.WORLD, address)[0].decode(),
+        replica_id=f"replica_{rank.rank}",
+        hostname=own,
+        init_sync=False,
+    )
+
+
+_KEPT: list[Any] = []
+"""Servers that live as long as the process."""
+
+
+def one_bit_adam(flat: nn.Parameter, group: dict[str, Any], rank: Rank, freeze_step: int) -> tuple[Any, Any]:
+    """Return DeepSpeed's `OnebitAdam` of one flat parameter, and a stand-in for the engine that it talks to.
+
+    DeepSpeed packs bits with a kernel that it has for accelerators only. Here, NumPy packs them. The rest is its own
+    code: `OnebitAdam` and `CompressedBackend`.
+    """
+    import deepspeed.ops.op_builder as op_builder
+    from deepspeed import comm
+
+    op_builder.PackbitsBuilder = _NumpyPacker
+    try:
+        from deepspeed.runtime.comm import compressed
+        from deepspeed.runtime.fp16.onebit.adam import OnebitAdam
+    except ModuleNotFoundError as error:
+        raise UsageError("this DeepSpeed has no 1-bit Adam; the last one that has it is 0.19.6") from error
+    if not comm.is_initialized():
+        comm.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    compressed.dist = _GlooComm(comm)
+    engine = SimpleNamespace(mpu=None, local_rank=rank.local_rank, enable_backward_allreduce=True)
+    settings = {key: group[key] for key in ("lr", "betas", "eps", "weight_decay")}
+    optimizer = OnebitAdam([flat], engine, freeze_step=freeze_step, comm_backend_name="compressed", **settings)
+    return optimizer, engine
+
+
+class _NumpyPacker:
+    """The interface of DeepSpeed's `PackbitsBuilder`, on a CPU."""
+
+    def load(self) -> _NumpyPacker:
+        return self
+
+    def packbits(self, values: Tensor, size: int, rank: int) -> Tensor:
+        return torch.from_numpy(np.packbits(values.numpy() >= 0))
+
+    def unpackbits(self, packed: Tensor, size: int, rank: int) -> Tensor:
+        return torch.from_numpy(np.unpackbits(packed.numpy())).float().mul_(2).sub_(1)
+
+
+class _GlooComm:
+    """DeepSpeed's collectives. gloo refuses to gather a scalar into vectors of one element, as DeepSpeed does."""
+
+    def __init__(self, comm: Any) -> None:
+        self._comm = comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._comm, name)
+
+    def all_gather(self, parts: list[Tensor], tensor: Tensor, group: Any) -> Any:
+        return self._comm.all_gather(parts, tensor.view(parts[0].shape), group=group)

@@ -19,6 +19,7 @@ The tasks:
   autocast on CUDA. `--text packages` takes 64 MiB of the files of installed packages, and `library` the standard
   library alone. `--write-text` writes either to a file, for a machine with other packages.
 - gpt-small: the same with 0.45 million parameters and short windows, for CPUs.
+- gpt-1m: the same with a million parameters, for `comparison.py`.
 - cnn, resnet: the CNN of `syncline.models.zoo` and the small ResNet of `training.py` on 4,000 digits, by SGD with
   momentum 0.9.
 - resnet50: ResNet-50 on the same digits, padded to 32×32.

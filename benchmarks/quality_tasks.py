@@ -167,6 +167,17 @@ TASKS = {
         text=True,
         clip=1.0,
     ),
+    "gpt-1m": Task(
+        about="a byte-level GPT of a million parameters on the standard library",
+        steps=300,
+        examples=32,
+        optimizer="AdamW",
+        rates=(1e-3, 2e-3, 4e-3, 8e-3),
+        build=partial(GPT, width=160, layers=3, heads=4, context=64),
+        source=partial(TextSource, length=64, count=256),
+        text=True,
+        clip=1.0,
+    ),
     "cnn": Task(
         about="a CNN on digits",
         steps=300,

@@ -12,16 +12,12 @@ The target is the held-out loss at the end of plain DDP's training (the mean ove
 Trainings that are in the file are not repeated. A method with a factor, such as `local-15x1.2`, trains for that many
 times the steps, and its schedule is as long.
 
-Methods: `ddp`; `fp16-hook`, `powersgd-R` (of rank R) and `post-local-H` (averages weights every H steps, after a
-warm-up of dense steps) are PyTorch's own; `int4` exchanges gradients in 4 bits; `oktopk-updates` and `local-H` exchange
-sparse updates, in every step and every H steps, after a warm-up in 4 bits; `local-H-late` applies them a step later;
-`diloco-H` exchanges dense updates every H steps, with an outer Nesterov step. Warm-ups take a fifth of the steps.
+Methods are named as in trainees.py. Warm-ups take a fifth of the steps, unless the name says otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import statistics
 import sys
@@ -36,21 +32,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
-from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import syncline
 from link_rate import cpu_ticks, stolen_since
 from simulated_ranks import schedule
 from syncline.cluster import ClusterSpec, Rank, launch
-from syncline.errors import UsageError
 from syncline.files import write_json
 from syncline.models import zoo
 from syncline.models.gpt import GPT
+from trainees import Method, Trainee, prepare
 from training import read, text, windows
 
 HOSTS, RATE_BPS = 4, 200_000_000
@@ -59,8 +51,7 @@ HELD_OUT_WINDOWS = 512
 WARMUP_SHARE = 0.2
 POINTS = 15
 RATES = (5e-4, 1e-3, 2e-3, 4e-3)
-METHODS = "ddp,fp16-hook,powersgd-1,powersgd-4,post-local-8,int4,oktopk-updates,local-15,local-15-late"
-ONE_BUCKET_MB = 1000  # PowerSGD fails on gloo with more than one bucket
+METHODS = "ddp,fp16-hook,powersgd-1:warm2,powersgd-4:warm2,post-local-8,int4,oktopk-updates,local-15,local-15-late"
 
 
 @dataclass(frozen=True)
@@ -73,64 +64,25 @@ class Run:
     steps: int
 
     @property
-    def name(self) -> str:
-        return self.method.partition("x")[0]
+    def parsed(self) -> Method:
+        return Method.named(self.method, WARMUP_SHARE)
 
     @property
     def length(self) -> int:
         """The number of steps of this method."""
-        return round(self.steps * float(self.method.partition("x")[2] or 1))
+        return round(self.steps * self.parsed.factor)
 
     @property
     def warmup(self) -> int:
-        return round(WARMUP_SHARE * self.length)
-
-    @property
-    def number(self) -> int:
-        """The number in the method's name: a rank or a period."""
-        return next(int(part) for part in self.name.split("-") if part.isdigit())
+        return self.parsed.warmup(self.length)
 
 
-@dataclass
-class Trainee:
-    """A model with its optimizer."""
-
-    model: DDP
-    optimizer: Optimizer | PostLocalSGDOptimizer
-    inner: Optimizer
-    handle: syncline.Handle | None = None
-
-
-def prepare(run: Run) -> Trainee:
+def prepare_run(run: Run, rank: Rank) -> Trainee:
     """Build the model of a run, and attach its method."""
     torch.manual_seed(run.seed)
     net = GPT(width=WIDTH, layers=LAYERS, heads=HEADS, context=CONTEXT)
-    model = DDP(net, bucket_cap_mb=ONE_BUCKET_MB if run.name.startswith("powersgd") else 25)
-    inner = AdamW(model.parameters(), lr=run.lr, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
-    attach = partial(syncline.attach, model, optimizer=inner, warmup=run.warmup)
-    if run.name == "fp16-hook":
-        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif run.name.startswith("powersgd"):
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=run.number, start_powerSGD_iter=10)
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    elif run.name.startswith("post-local"):
-        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-        local = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=run.warmup)
-        model.register_comm_hook(local, post_localSGD_hook.post_localSGD_hook)
-        averager = PeriodicModelAverager(period=run.number, warmup_steps=run.warmup)
-        return Trainee(model, PostLocalSGDOptimizer(inner, averager), inner)
-    elif run.name == "int4":
-        return Trainee(model, inner, inner, syncline.attach(model, syncline.Quantized(bits=4)))
-    elif run.name == "oktopk-updates":
-        return Trainee(model, inner, inner, attach(syncline.OkTopk(density=0.01)))
-    elif run.name.startswith("local"):
-        late = int(run.name.endswith("-late"))
-        return Trainee(model, inner, inner, attach(syncline.ChunkedTopk(density=0.03), every=run.number, delay=late))
-    elif run.name.startswith("diloco"):
-        return Trainee(model, inner, inner, attach(syncline.Dense(), every=run.number, outer=syncline.Nesterov()))
-    elif run.name != "ddp":
-        raise UsageError(f"no method is called {run.name}; known: {METHODS}")
-    return Trainee(model, inner, inner)
+    optimize = partial(AdamW, lr=run.lr, betas=(0.9, 0.99), weight_decay=0.1, fused=True)
+    return prepare(run.parsed, net, optimize, rank, warmup=run.warmup, clip=1.0)
 
 
 def train(rank: Rank, run: Run) -> dict[str, Any]:
@@ -138,7 +90,7 @@ def train(rank: Rank, run: Run) -> dict[str, Any]:
     torch.set_num_threads(1)
     rank.init_process_group(300.0)
     source, held_out = text()
-    trainee = prepare(run)
+    trainee = prepare_run(run, rank)
     scheduler = LambdaLR(trainee.inner, partial(schedule, steps=run.length))
     generator = torch.Generator().manual_seed(run.seed)
     points = {round(run.length * number / POINTS) for number in range(1, POINTS + 1)}
@@ -147,21 +99,20 @@ def train(rank: Rank, run: Run) -> dict[str, Any]:
         starts = torch.randint(len(source) - CONTEXT, (HOSTS, WINDOWS), generator=generator)[rank.rank]
         began_s = time.monotonic()
         inputs, targets = windows(source, starts, CONTEXT)
-        loss = zoo.loss(trainee.model(inputs), targets)
-        trainee.optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(trainee.model.parameters(), 1.0)
-        trainee.optimizer.step()
+        trainee.step(lambda model, x=inputs, y=targets: zoo.loss(model(x), y))  # type: ignore[misc]
         scheduler.step()
         times_s.append(time.monotonic() - began_s)
         clock_s += times_s[-1]
         if step in points:
-            if rank.rank == 0:
-                curve.append((step, clock_s, held_out_bits(trainee, held_out)))
+            with trainee.evaluated() as model:
+                if rank.rank == 0:
+                    curve.append((step, clock_s, held_out_bits(model, held_out)))
             dist.barrier()  # so that no rank waits for rank 0's evaluation while its clock runs
+    trainee.close()
     if rank.rank:
         return {}
     late = times_s[run.warmup :]
+    warm_ms = 1e3 * statistics.median(times_s[: run.warmup]) if run.warmup else None
     return {
         "method": run.method,
         "seed": run.seed,
@@ -170,7 +121,7 @@ def train(rank: Rank, run: Run) -> dict[str, Any]:
         "points": [step for step, _, _ in curve],
         "seconds": [round(seconds, 3) for _, seconds, _ in curve],
         "bits": [round(bits, 5) for _, _, bits in curve],
-        "step_ms_warmup": round(1e3 * statistics.median(times_s[: run.warmup]), 2),
+        "step_ms_warmup": warm_ms and round(warm_ms, 2),
         "step_ms": round(1e3 * statistics.mean(late), 2),
         "step_ms_median": round(1e3 * statistics.median(late), 2),
         "sent_bytes": None if trainee.handle is None else trainee.handle.stats().total_sent_bytes,
@@ -178,12 +129,10 @@ def train(rank: Rank, run: Run) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
-def held_out_bits(trainee: Trainee, source: Tensor) -> float:
-    """Return the held-out loss in bits per byte, of the weights that all ranks agree on."""
+def held_out_bits(model: nn.Module, source: Tensor) -> float:
+    """Return the held-out loss in bits per byte."""
     torch.set_num_threads(2)  # the other ranks wait
-    with contextlib.nullcontext() if trainee.handle is None else trainee.handle.synced():
-        bits = bits_of(trainee.model.module, source)
+    bits = bits_of(model, source)
     torch.set_num_threads(1)
     return bits
 
@@ -246,7 +195,7 @@ def study(path: Path, runs: list[Run]) -> None:
         took_s = time.monotonic() - began_s
         print(
             f"{run.method:16} seed {run.seed} lr {run.lr:g}: {cell['bits'][-1]:.3f} bits, {cell['seconds'][-1]:.0f} s, "
-            f"{cell['step_ms']:.0f} ms per step (warm-up {cell['step_ms_warmup']:.0f}), {took_s:.0f} s in all",
+            f"{cell['step_ms']:.0f} ms per step, {took_s:.0f} s in all",
             flush=True,
         )
 

@@ -387,6 +387,14 @@ def test_hierarchies_are_offered_only_where_hosts_have_several_ranks(hosts: tupl
     assert all(exchange.lossless for exchange in options(network).values())
 
 
+def test_hierarchies_are_offered_where_hosts_are_in_racks_and_their_collectives_were_measured() -> None:
+    racks = made_up.network(rack_of_host=(0, 0, 1, 1), trunk_mbit=100.0)
+    assert set(options(racks)) == {"dense", "hierarchical"}
+    gentle = tuple(each for each in racks.collectives if each.kind in ("all_reduce", "broadcast"))
+    assert set(options(msgspec.structs.replace(racks, collectives=gentle))) == {"dense"}
+    assert set(options(made_up.network(rack_of_host=(0, 1, 2, 3), trunk_mbit=100.0))) == {"dense"}
+
+
 def test_hosts_of_several_ranks_on_slow_links_are_summed_inside_first() -> None:
     """Ranks are numbered round-robin over hosts, so a flat ring would use every uplink twice."""
     hosts = (0, 1, 0, 1, 0, 1, 0, 1)

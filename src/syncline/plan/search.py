@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from syncline.errors import UsageError
-from syncline.exchange import EXCHANGES, Dense, Exchange, default_lanes
+from syncline.exchange import EXCHANGES, Dense, Exchange, default_lanes, wire
 from syncline.plan import fusion
 from syncline.predict import Prediction, Schedule, predict
 from syncline.predict.exchange_time import pricing, topology_of
@@ -88,7 +88,9 @@ def check_allowed(allow: Sequence[str]) -> tuple[str, ...]:
 def options(network: Network, allow: Sequence[str] = ()) -> dict[str, Exchange]:
     """Return the exchanges to choose from on this network, by name, lossless ones first."""
     names = ["dense", "hierarchical", *(name for kind in check_allowed(allow) for name in ALLOWED[kind])]
-    leveled = network.hosts > 1 and network.ranks > network.hosts
+    leveled = network.ranks > network.hosts > 1
+    if network.hosts > network.racks > 1:  # found by the probe, which may not have measured what levels need
+        leveled = leveled or {measured.kind for measured in network.collectives} >= set(wire.KINDS)
     return {name: EXCHANGES[name]() for name in names if leveled or not name.startswith("hierarchical")}
 
 
