@@ -49,7 +49,8 @@ from syncline.errors import SynclineError
 from syncline.files import write_json
 from syncline.measure.probe import probe
 from syncline.models import zoo
-from syncline.plan.ladder import Choice, exchanges_of, make_choice
+from syncline.plan.choice import Choice
+from syncline.plan.ladder import exchanges_of, make_choice
 from syncline.plan.rungs import QUALITIES
 from syncline.predict.exchange_time import topology_of
 from syncline.tuning.apply import apply_choice
