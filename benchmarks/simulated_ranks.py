@@ -220,6 +220,7 @@ class SimulatedEngine(UpdateEngine):
         self._method = method
         self._resets_moments = method.resets != "none" if method.resets else policy.every == 1
         self.steps = 0
+        self._sample_weights = None
         self.fragments: list[Fragment] = []
         self._flights: list[Flight] = []
         self._finite_flags: list[tuple[Tensor, Any]] = []

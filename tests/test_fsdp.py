@@ -392,7 +392,7 @@ def test_what_is_not_supported_is_refused_with_one_line() -> None:
             "Dense or Quantized": lambda: syncline.attach(sharded(init_device_mesh("cpu", (4,))), syncline.OkTopk()),
             "fully_shard": lambda: syncline.tune(model, lambda model: None),
             "nothing is attached": lambda: syncline.handle_of(model),
-            "before fully_shard": lambda: syncline.measure_backward(model, lambda model: None),
+            "profile it with syncline profile": lambda: syncline.measure_backward(model, lambda model: None),
             "is not sharded": lambda: syncline.attach(partly_sharded(mesh["shard"]), **replicas),
         }
         for text, attempt in cases.items():
