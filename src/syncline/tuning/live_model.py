@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
@@ -27,6 +28,7 @@ from syncline.records.network import Network
 from syncline.runtime.validation import only_device, parameters_of
 from syncline.tuning.apply import apply_choice
 from syncline.tuning.settings import TuneSettings
+from syncline.tuning.stakes import Stakes
 from syncline.tuning.step_log import PLAIN, StepLog
 
 Steps = Generator[None, None, None]
@@ -77,11 +79,22 @@ class LiveModel:
         """Whether the module inside DDP is compiled, with a graph that is split where DDP's buckets end."""
         return hasattr(self.model.module, "_orig_mod")
 
+    def note_loss(self, loss: Tensor) -> None:
+        """Record the loss of the next step: a tensor with one number that nothing changes any more."""
+        if self._ddp() is not None:
+            self._log.loss = loss
+
     def _wait_for_steps(self, count: int) -> Steps:
         end = self._watcher.step_count + count
         while self._watcher.step_count < end:
             yield
             self._check_untouched()
+
+    def _stakes(self, steps: int) -> Stakes:
+        """Return how long the last steps took, and waited for communication. Collective."""
+        last = self._watcher.step_count
+        moments = self._log.moments(last - steps, last)
+        return Stakes.of(self._group, [step.step_s for step in moments], [step.exposed_s for step in moments])
 
     @property
     def _is_ours(self) -> bool:
