@@ -80,7 +80,11 @@ def measure_contention(
 
 @dataclass(frozen=True)
 class _TinyComm(SilentComm):
-    """Collectives that are issued, but carry only some bytes instead of the exchange's own."""
+    """Collectives that are issued, but carry only some bytes instead of the exchange's own.
+
+    Every rank acts as the first rank of the topology, so that all ranks do the same. Where hosts have unequal numbers
+    of ranks, some are in no group of a level: they issue nothing there.
+    """
 
     comm: GroupComm | None = None
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -88,15 +92,14 @@ class _TinyComm(SilentComm):
 
     def level(self, name: str) -> Comm | None:
         found = super().level(name)
-        comm = self.comm.level(name) if found is not None and self.comm is not None else None
-        return None if comm is None else dataclasses.replace(cast(_TinyComm, found), comm=cast(GroupComm, comm))
+        own = None if self.comm is None else self.comm.level(name)
+        return None if found is None else dataclasses.replace(cast(_TinyComm, found), comm=cast(GroupComm | None, own))
 
     def _issue(self, kind: str, nbytes: int, device: torch.device) -> IssuedWork:
-        assert self.comm is not None  # noqa: S101 - `_Meter` passes one
         level, backend = self.topology.whole.name, self.topology.backend
         kind = wire.protocol(kind, nbytes, self.size, level, backend, self.topology.paced_bytes)
         self.calls[level, kind] += 1
-        return issue_tiny(self.comm, kind, device)
+        return self if self.comm is None else issue_tiny(self.comm, kind, device)
 
     def all_reduce(self, tensor: Tensor, root: int = 0) -> Any:
         return self._issue("all_reduce", tensor.nbytes, tensor.device)
