@@ -57,6 +57,7 @@ class LiveModel:
         self._step_hook: RemovableHandle | None = None
         self.choice: Choice | None = None
         """The choice of the last tuning, whether it was applied or not; None before that."""
+        self._applied: Choice | None = None  # the one that is attached now, perhaps only to try it
         self.seconds = 0.0
         """Time that the script has waited for measurements and changes."""
         self._watcher = StepWatcher(self._device, on_step)
@@ -123,7 +124,7 @@ class LiveModel:
         """The exchange of updates that this object has attached, if it has."""
         if self._settings.updates:
             return self._settings.exchange
-        arguments = None if self.choice is None else self.choice.attachment
+        arguments = None if self._applied is None else self._applied.attachment
         return None if arguments is None or not arguments.updates else made_of(arguments.exchange)
 
     def _print(self, text: str) -> None:
@@ -140,6 +141,7 @@ class LiveModel:
         if self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
+        self._applied = choice
         if choice is not None:
             links: dict[str, Any] = {"network": network, "timeout_s": self._settings.timeout_s}
             apply_choice(self.model, choice, scaler=self._find_scaler(), optimizer=optimizer, **links)
