@@ -66,6 +66,8 @@ class Trial:
     lossy: bool = False
     others: tuple[tuple[str, Times], ...] = ()
     """The other contenders that were tried, by the names of their rungs."""
+    stepped: bool = False
+    """Whether the optimizer's step is a part of the times, because a contender needed it."""
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, step_s: Mapping[Turn, Sequence[float]], period: int = 1) -> Trial:
