@@ -263,8 +263,8 @@ class Following(LiveModel):
             before_s = self.seconds
             yield from self._tune()
             (cost_s,) = reduced(self._group, [self.seconds - before_s], dist.ReduceOp.MAX)
-            self._outcome += f" {repaid_after(cost_s, 0.0 if self.trial is None else self.trial.saved_s)}"
             self._outcome += "" if self.profile is None else shares_hint(self.profile)
+            self._outcome += f" {repaid_after(cost_s, 0.0 if self.trial is None else self.trial.saved_s)}"
         except CannotChangeError as reason:
             kept = "The trial was stopped and the plan stays" if self._is_ours else "Left alone"
             self._outcome = f"{kept}: {reason}."
