@@ -245,5 +245,6 @@ def test_predict_lists_methods_for_sharded_models(tmp_path: Path) -> None:
     ]
     assert rows[0]["iteration_ms"] > rows[2]["iteration_ms"]
     assert "Sharded models" in page.read_text() and "hsdp+int4" in page.read_text()
+    assert "Predicted for hsdp: 2 replicas of 2 shards take" in page.read_text().replace("\u00a0", " ")
     mixed = CliRunner().invoke(app, ["predict", *files, "--plan", "hsdp", "--plan", "ddp"])
     assert mixed.exit_code == 2 and "ask for one kind" in " ".join(mixed.stderr.split())
