@@ -1,4 +1,4 @@
-"""Unmodified training scripts of others under `syncline run`: when do they end, compared with plain DDP?
+"""Training scripts of others, adapted to run on CPUs, under `syncline run`: when do they end, compared with plain DDP?
 
 Each script trains for the same number of steps on emulated hosts, with `torchrun` and with `torchrun -m syncline.run`,
 in turns. The clock is that of the whole command, its start and all tuning included. The two kinds of clusters have one
@@ -12,8 +12,10 @@ FOLDER has two folders with files of others, which are not part of this reposito
 - `nanogpt`: train.py, model.py and configurator.py of https://github.com/karpathy/nanoGPT
 - `mingpt`: all files of https://github.com/pytorch/examples/tree/main/distributed/minGPT-ddp/mingpt
 
-Both are written for CUDA. They run in a copy in which devices are replaced by the CPU and NCCL by gloo, and nothing
-else. The other two are `plain_trainer.py` and `plain_accelerate.py` beside this file, written after the quick starts of
+Both are written for CUDA. They run in a copy that is adapted (`TO_CPU`): devices are replaced by the CPU, and NCCL by
+gloo; `torch.cuda.set_device`, the `device_ids` of DDP and minGPT's check for enough GPUs are left out, and its
+`ddp_setup` is replaced. Options make the models small and turn mixed precision off. No line for Syncline is added. The
+other two are `plain_trainer.py` and `plain_accelerate.py` beside this file, written after the quick starts of
 Transformers and Accelerate. All train on text of Python's standard library. minGPT-ddp needs hydra-core, boto3 and
 fsspec.
 """

@@ -11,7 +11,7 @@ import made_up
 from made_up import CASES, Case
 from syncline.predict import Losses, Schedule, predict
 from syncline.predict.diagnosis import CAUSES, Diagnosis, diagnose, lost_to, shares_hint
-from syncline.records.profile import Buffers, Overheads
+from syncline.records.profile import Buffers, Overheads, Spread
 from syncline.units import milliseconds_text
 
 
@@ -114,8 +114,10 @@ def test_batches_by_speed_are_a_remedy_against_a_slow_rank() -> None:
     assert saved_s == pytest.approx(0.09 - balanced_s, rel=0.15)
     hint = shares_hint(case.profile)
     assert "Rank 2 computes for 90.0 ms per step, a typical rank for 60.0 ms" in hint
-    assert f"(syncline.shares) would save about {milliseconds_text(0.09 - balanced_s)}." in hint
+    assert f"(syncline.shares) would save about {milliseconds_text(0.09 - balanced_s)} (predicted)." in hint
     assert shares_hint(made_up.with_slow_rank(1, 1.02)) == shares_hint(made_up.profile()) == ""
+    uneven = msgspec.structs.replace(case.profile, spread=Spread(low_s=0.05, high_s=0.1))
+    assert not shares_hint(uneven), "the steps of a typical rank vary as much"
 
 
 def test_buffers_and_copies_are_causes_too() -> None:

@@ -30,7 +30,7 @@ from syncline.predict.sharded import FLOOR, SHARDED, predict_sharded
 from syncline.predict.sharded_step import EXCHANGED, GATHERED, REDUCED
 from syncline.predict.streams import Task, run
 from syncline.records.link_costs import Beside
-from syncline.records.profile import Gradient, Profile
+from syncline.records.profile import Contention, Gradient, Profile, UnderLoad, Work
 from syncline.records.sharding import ProfiledUnit, Sharding
 
 SLOW = 100_000_000  # bits per second
@@ -91,6 +91,16 @@ def test_on_cpus_collectives_and_computation_add_up(method: str) -> None:
         assert all(one[1] <= other[0] + 1e-9 for one, other in itertools.pairwise(in_order))
     assert sum(step.losses.by_cause.values()) == pytest.approx(step.iteration_s - step.compute_s)
     assert step.low_s <= step.iteration_s <= step.high_s
+
+
+def test_contention_is_a_part_of_the_overhead() -> None:
+    waits = Work(fixed_s=0.5, s_per_byte=0.0)
+    contention = Contention(exchanges={"dense": UnderLoad(beside=waits, alone=waits)})
+    quiet = sharded_profile(BLOCKS, "cpu")
+    step = predict_sharded(msgspec.structs.replace(quiet, contention=contention), GLOO, "hsdp+local-15")
+    without = predict_sharded(quiet, GLOO, "hsdp+local-15")
+    assert step.losses.overhead_s == pytest.approx(step.iteration_s - without.iteration_s)
+    assert step.losses.overhead_s > 0.05
 
 
 def test_on_gpus_replicas_exchange_a_unit_while_the_next_ones_compute() -> None:
@@ -235,5 +245,6 @@ def test_predict_lists_methods_for_sharded_models(tmp_path: Path) -> None:
     ]
     assert rows[0]["iteration_ms"] > rows[2]["iteration_ms"]
     assert "Sharded models" in page.read_text() and "hsdp+int4" in page.read_text()
+    assert "Predicted for hsdp: 2 replicas of 2 shards take" in page.read_text().replace("\u00a0", " ")
     mixed = CliRunner().invoke(app, ["predict", *files, "--plan", "hsdp", "--plan", "ddp"])
     assert mixed.exit_code == 2 and "ask for one kind" in " ".join(mixed.stderr.split())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ddp_helpers import on_ranks, open_groups
 from syncline.cluster import Rank
-from syncline.exchange import EXCHANGES, Topology
+from syncline.exchange import EXCHANGES, WORLD, Hierarchical, Level, Topology, Tree
 from syncline.measure.backward import measure_backward
 from syncline.measure.load import measure_contention
 from syncline.predict.timeline import Bucket, Capacity, Collective, Work, simulate
@@ -48,6 +48,19 @@ def test_ranks_measure_contention_together_and_leave_no_group_behind() -> None:
     for loaded in profile.contention.exchanges.values():
         assert loaded.beside.of(1 << 20) > 0
         assert loaded.alone.of(1 << 20) > 0
+
+
+def test_ranks_of_unequal_hosts_measure_a_hierarchy_together() -> None:
+    def main(rank: Rank) -> list[str]:
+        net = nn.Linear(64, 250)
+        levels = Tree.of_hosts((0, 1, 1)).levels  # only the hosts' first ranks are in a group between hosts
+        exchanges = {"leader": lambda: Hierarchical(shape="leader")}
+        topology = Topology(Level(WORLD, ((0, 1, 2),)), levels)
+        inputs = torch.ones(4, 64)
+        found = measure_contention(net, lambda model: model(inputs).sum(), None, exchanges, topology, rounds=1)
+        return sorted(found.exchanges)
+
+    assert on_ranks(3, main) == [["dense", "leader"]] * 3
 
 
 def test_work_takes_longer_while_the_model_computes_and_slows_the_model_down() -> None:

@@ -21,7 +21,7 @@ from survivors import wait_for
 from syncline.cluster import ClusterSpec, Rank, launch_outcomes
 from syncline.errors import UsageError
 from syncline.files import write_json
-from syncline.records.failure_report import FOLDER, FOLDER_VARIABLE, FailureReport, Kind, Suspect
+from syncline.records.failure_report import FOLDER, FOLDER_VARIABLE, Event, FailureReport, Kind, Suspect
 from syncline.records.postmortem import examine_reports, postmortem_of
 from syncline.records.run_record import RUNNING, RunRecord
 from syncline.report.inputs import Inputs
@@ -132,6 +132,14 @@ def test_whatever_a_failure_report_says_stays_text() -> None:
     evil = report(0, host=EVIL, where=EVIL, error=EVIL, backend=EVIL, suspects=(suspect,))
     seen = page_of(Inputs(failure=postmortem_of([evil]), files={"failure": (EVIL,)}))
     assert seen.tags.count("script") == 1 and EVIL in seen.text
+
+
+def test_a_report_with_impossible_times_is_refused() -> None:
+    with pytest.raises(ValueError, match="date: is not a date"):
+        report(0, date="0001-01-01T00:00:00+14:00")
+    event = Event(before_s=-1e308, what="start", lane=0, step=1, bucket=0)
+    with pytest.raises(msgspec.ValidationError, match="before_s"):
+        msgspec.json.decode(msgspec.json.encode(report(0, events=(event,))), type=FailureReport)
 
 
 def test_what_a_rank_spends_its_time_on_adds_up_to_the_whole() -> None:

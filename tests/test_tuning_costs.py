@@ -36,7 +36,7 @@ from syncline.tuning.network_cache import MAX_AGE, cache_folder, cached_path, re
 from syncline.tuning.retuning import CHECK_STEPS, CHECKS, SHARE, Retuning, exposure_drift, steps_until_check
 from syncline.tuning.settings import TuneSettings
 from syncline.tuning.stakes import LEAST_PROBE_S, REPAID_STEPS, Stakes
-from syncline.tuning.trials import Contest, Schedule, Trial, repaid_after
+from syncline.tuning.trials import Contest, Schedule, Times, Trial, means, repaid_after
 
 TWO = ClusterSpec(hosts=1, per_host=(2,))
 KINDS = ("all_reduce", "broadcast")
@@ -80,16 +80,18 @@ def test_a_probe_takes_a_share_of_what_can_be_saved() -> None:
     assert 'quality="same"' in busy.hint and Stakes(step_s=0.1, exposed_s=0.01).hint == ""
 
 
-def test_a_plan_wins_only_by_more_than_the_noise(one_rank: None) -> None:
-    group = dist.group.WORLD
-    assert group is not None
-    steady = Trial.of(group, {"plain": [0.100, 0.101, 0.099, 0.100] * 2, "plan": [0.090, 0.091, 0.089, 0.090] * 2})
-    noisy = Trial.of(group, {"plain": [0.100, 0.140, 0.070, 0.100] * 2, "plan": [0.090, 0.130, 0.060, 0.090] * 2})
+def trial_of(plain_s: list[float], plan_s: list[float]) -> Trial:
+    return Trial.between(Times.of(plain_s), Times.of(plan_s), len(plan_s))
+
+
+def test_a_plan_wins_only_by_more_than_the_noise() -> None:
+    steady = trial_of([0.100, 0.101, 0.099, 0.100] * 2, [0.090, 0.091, 0.089, 0.090] * 2)
+    noisy = trial_of([0.100, 0.140, 0.070, 0.100] * 2, [0.090, 0.130, 0.060, 0.090] * 2)
     assert steady.won and steady.clear and steady.saved_s == pytest.approx(0.01)
     assert not noisy.won and not noisy.clear and noisy.saved_s == 0.0
     assert "within the noise" in noisy.describe() and "the plan stays" in steady.describe()
     assert "plain DDP 100.0 ms (99.8–100.2)" in steady.describe()
-    period = Trial.of(group, {"plain": [0.1] * 6, "plan": [0.0, 0.0, 0.3] * 2}, period=3)
+    period = trial_of([0.1] * 6, means([0.0, 0.0, 0.3] * 2, 3))
     assert period.plan_s == pytest.approx(0.1) and not period.won
     assert repaid_after(7.0, 0.1) == "Tuning took 7.0 s, and saves 100.0 ms per step: it is repaid after 70 steps."
     assert repaid_after(7.0, 0.0) == "Tuning took 7.0 s."

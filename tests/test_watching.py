@@ -398,7 +398,7 @@ def test_a_straggler_is_a_rank_that_stays_the_slowest() -> None:
     with pytest.warns(UserWarning, match="rank 0 takes 0.200 s per step longer"):
         stragglers.compare(own(0.3, 0.1, 0.1))
     assert str(stragglers.straggler).startswith("rank 0 takes 0.200 s per step longer")
-    assert str(stragglers.straggler).endswith("(syncline.shares) would save about 0.171 s per step")
+    assert str(stragglers.straggler).endswith("(syncline.shares) would save about 0.171 s per step (predicted)")
     stragglers.compare(own(0.4, 0.1, 0.1))  # there is no second warning about the same rank
     assert str(stragglers.straggler).startswith("rank 0 takes 0.300 s per step longer")
     stragglers.compare(own(0.1, 0.1, 0.5))

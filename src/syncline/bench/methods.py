@@ -338,7 +338,7 @@ def profile_workload(
     ranks, measured = topology or Topology.flat(dist.get_world_size()), None
     overheads = measure_overheads(device, exchanges, topology=ranks, group=dist.group.WORLD)
     if contention and ranks.ranks > 1:
-        measured = measure_contention(net, loss_of, optimizer, exchanges or EXCHANGES, ranks)
+        measured = measure_contention(net, loss_of, optimizer, EXCHANGES if exchanges is None else exchanges, ranks)
     # Last, because a machine's speed changes within seconds, and the methods are measured right after this.
     profile = measure_backward(net, loss_of, steps=16, warmup=3, optimizer=optimizer, model_name=name)
     return msgspec.structs.replace(profile, overheads=overheads, contention=measured)

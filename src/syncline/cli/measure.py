@@ -80,8 +80,9 @@ def _measure(
         arguments = task.model, task.step, args.steps, args.warmup
         options: dict[str, Any] = {"optimizer": task.optimizer, "model_name": task.name, "batch": task.batch}
         if is_sharded(task.model):
-            if args.memory:
-                raise UsageError("--memory is not for sharded models: leave it out")
+            for name in ("memory", "contention"):
+                if getattr(args, name):
+                    raise UsageError(f"--{name} is not for sharded models: leave it out")
             profile = profile_sharded(*arguments, **options, on_progress=on_progress)
         else:
             profile = measure_backward(*arguments, **options, group=group, on_progress=on_progress)

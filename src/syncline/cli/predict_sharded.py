@@ -12,6 +12,7 @@ from syncline.predict.diagnosis import CAUSES, lost_to
 from syncline.predict.sharded import FLOOR, SHARDED, ShardedPrediction, predict_sharded
 from syncline.records.network import Network
 from syncline.records.profile import Profile
+from syncline.report import sentences
 from syncline.report.inputs import resized
 from syncline.report.sections.plan import numbers
 from syncline.units import count_text, milliseconds_text
@@ -55,7 +56,7 @@ def show(found: Sequence[tuple[str, int | None, ShardedPrediction]]) -> str:
     rate = f", {format_rate(link.nominal_bps)} links" if link is not None and link.nominal_bps else ""
     ranks = count_text(first.ranks // first.hosts, "rank")
     say(f"{first.profile.model}, {first.name} on {count_text(first.hosts, 'host')} × {ranks}{rate}, {network.backend}")
-    verdict = sentence(first)
+    verdict = sentences.sharded(first)
     say(f"\n{verdict}\n")
     rows = [("computation", milliseconds_text(first.compute_s))]
     rows += [(CAUSES[cause], milliseconds_text(seconds)) for cause, seconds in lost_to(first.losses).items()]
@@ -66,13 +67,3 @@ def show(found: Sequence[tuple[str, int | None, ShardedPrediction]]) -> str:
         curves.setdefault(name, []).append(prediction)
     screen.show(numbers(curves), most=len(found))
     return verdict
-
-
-def sentence(prediction: ShardedPrediction) -> str:
-    """Say how much of a step is lost, and to what most of it."""
-    replicas = prediction.hosts if prediction.method.replicas else 1
-    models = f"{count_text(replicas, 'replica')} of {count_text(prediction.shards, 'shard')}"
-    step, lost_s = milliseconds_text(prediction.iteration_s), prediction.iteration_s - prediction.compute_s
-    text = f"{models} take {step} per step, of which {milliseconds_text(lost_s)} are lost"
-    cause = next(iter(lost_to(prediction.losses)), None)
-    return f"{text}." if cause is None else f"{text}, most to {CAUSES[cause]}."

@@ -35,6 +35,9 @@ class ShardedSubject(Subject):
 
     def on_gradients(self, ready: Callable[[str], None]) -> list[RemovableHandle]:
         """Call a function with the name of each parameter whose gradient FSDP has reduced."""
+        for unit in self.units:
+            if unit.inside._all_reduce_hook is not None:
+                raise UsageError(f"{unit.label} has an all-reduce hook already, and FSDP takes only one: remove it")
         return [_watch(unit, ready) for unit in self.units]
 
 
@@ -113,9 +116,7 @@ def profiled(unit: Unit) -> ProfiledUnit:
 
 def _watch(unit: Unit, ready: Callable[[str], None]) -> RemovableHandle:
     """Call a function with the names of a unit's parameters, whenever FSDP has reduced their gradients."""
-    names, before = [name for name, *_ in unit.trained()], unit.inside._all_reduce_hook
-    if before is not None:
-        raise UsageError(f"{unit.label} has an all-reduce hook already, and FSDP takes only one: remove it")
+    names = [name for name, *_ in unit.trained()]
 
     def reduced(_: Tensor) -> None:
         for name in names:

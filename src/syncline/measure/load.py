@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -30,11 +29,11 @@ from syncline.exchange import Comm, Dense, Exchange, Layout, State, Topology, wi
 from syncline.exchange import Work as IssuedWork
 from syncline.measure.overhead import SilentComm, fit_work
 from syncline.measure.steps import Clock, Subject, checked_loss, run_on_all_ranks
+from syncline.measure.tiny_comm import TinyComm, issue_tiny
 from syncline.records.profile import Contention, UnderLoad
 
 _ROUNDS, _WARMUP = 6, 2
 _CHAIN, _QUIET_SAMPLES = 8, 4
-_TINY = 64
 _LARGEST_BYTES = 25 << 20
 _REAL_BYTES = {"cpu": 1 << 18, "cuda": 1 << 24}
 """Size of the all-reduce whose bytes are really sent, to find what they take from computation."""
@@ -78,64 +77,6 @@ def measure_contention(
             meter.close()
 
 
-@dataclass(frozen=True)
-class _TinyComm(SilentComm):
-    """Collectives that are issued, but carry only some bytes instead of the exchange's own."""
-
-    comm: GroupComm | None = None
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """How often each collective was issued on each level."""
-
-    def level(self, name: str) -> Comm | None:
-        found = super().level(name)
-        comm = self.comm.level(name) if found is not None and self.comm is not None else None
-        return None if comm is None else dataclasses.replace(cast(_TinyComm, found), comm=cast(GroupComm, comm))
-
-    def _issue(self, kind: str, nbytes: int, device: torch.device) -> IssuedWork:
-        assert self.comm is not None  # noqa: S101 - `_Meter` passes one
-        level, backend = self.topology.whole.name, self.topology.backend
-        kind = wire.protocol(kind, nbytes, self.size, level, backend, self.topology.paced_bytes)
-        self.calls[level, kind] += 1
-        return issue_tiny(self.comm, kind, device)
-
-    def all_reduce(self, tensor: Tensor, root: int = 0) -> Any:
-        return self._issue("all_reduce", tensor.nbytes, tensor.device)
-
-    def reduce(self, tensor: Tensor, root: int = 0) -> Any:
-        return self._issue("reduce", tensor.nbytes, tensor.device)
-
-    def broadcast(self, tensor: Tensor, root: int = 0) -> Any:
-        return self._issue("broadcast", tensor.nbytes, tensor.device)
-
-    def all_gather(self, output: Tensor, input: Tensor) -> Any:
-        return self._issue("all_gather", output.nbytes, output.device)
-
-    def all_to_all(self, output: Tensor, input: Tensor) -> Any:
-        return self._issue("all_to_all", input.nbytes, input.device)
-
-    def reduce_scatter(self, output: Tensor, input: Tensor) -> Any:
-        return self._issue(wire.REDUCE_SCATTER, input.nbytes, input.device)
-
-
-def issue_tiny(comm: GroupComm, kind: str, device: torch.device) -> IssuedWork:
-    """Issue a collective of some bytes."""
-    whole, part = torch.zeros(comm.size * _TINY, device=device), torch.zeros(_TINY, device=device)
-    match kind:
-        case "all_to_all" | wire.PACED:
-            paced_bytes = 0 if kind == wire.PACED else wire.NEVER_BYTES
-            chosen = dataclasses.replace(comm, topology=dataclasses.replace(comm.topology, paced_bytes=paced_bytes))
-            return chosen.all_to_all(torch.empty_like(whole), whole)
-        case "all_gather":
-            return comm.all_gather(whole, part)
-        case wire.REDUCE_SCATTER:
-            return comm.reduce_scatter(part, whole)
-        case "all_reduce":
-            return comm.all_reduce(part)
-        case _:
-            issued: IssuedWork = getattr(comm, kind)(part, 0)
-            return issued
-
-
 @dataclass
 class _Trial:
     """An exchange of buckets of one size, and the marks of its rounds."""
@@ -155,7 +96,7 @@ class _Trial:
     def calls(self) -> Mapping[tuple[str, str], int]:
         """Collectives of one bucket."""
         comm = self.lanes[0][2] if self.lanes else None
-        if not isinstance(comm, _TinyComm):
+        if not isinstance(comm, TinyComm):
             return {}
         buckets = len(self.beside) + len(self.alone) + len(self.pair)
         return {key: round(count / max(1, buckets)) for key, count in comm.calls.items()}
@@ -246,7 +187,7 @@ class _Meter:
             state = exchange.prepare(Layout.flat(numel, device=self._device), echoing)
             if not real:
                 exchange.run(flat, state, echoing)
-            comm: Comm = groups.comm if real else _TinyComm(self._topology, comm=groups.comm)
+            comm: Comm = groups.comm if real else TinyComm(self._topology, comm=groups.comm)
             lanes.append((flat, state, comm))
         return _Trial(name, nbytes, exchange, start, lanes, exchange.waits)
 
@@ -254,7 +195,7 @@ class _Meter:
         for marks in (trial.backward, trial.beside, trial.alone, trial.pair):
             marks.clear()
         for _, _, comm in trial.lanes:
-            if isinstance(comm, _TinyComm):
+            if isinstance(comm, TinyComm):
                 comm.calls.clear()
 
     def _take(self, trial: _Trial) -> None:

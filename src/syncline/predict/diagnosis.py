@@ -185,11 +185,13 @@ def shares_hint(profile: Profile) -> str:
     if slowest is None or balanced is None:
         return ""
     saved_s = slowest.step_s - balanced.step_s
-    if saved_s < _FINE * slowest.step_s:
+    varies = profile.spread is not None and slowest.step_s <= profile.spread.high_s  # as steps of a typical rank do
+    if saved_s < _FINE * slowest.step_s or varies:
         return ""
     times = f"{milliseconds_text(slowest.step_s)} per step, a typical rank for {milliseconds_text(profile.step_s)}"
     remedy = "a batch for each rank by its speed (syncline.shares)"
-    return f" Rank {slowest.rank} computes for {times}: {remedy} would save about {milliseconds_text(saved_s)}."
+    saves = f"would save about {milliseconds_text(saved_s)} (predicted)"
+    return f" Rank {slowest.rank} computes for {times}: {remedy} {saves}."
 
 
 def _balanced(profile: Profile) -> Profile | None:

@@ -288,8 +288,9 @@ class ShardedPrediction:
         )
         times: dict[str, float] = {"forward_s": floor_s, "backward_s": 0.0, "update_s": 0.0, "jitter_s": 0.0}
         others: dict[str, Any] = {"buffers": (), "ranks": (), "spread": None, "sharding": None}
-        overheads = self.profile.overheads if self.overheads else None
-        alone = msgspec.structs.replace(self.profile, gradients=own, overheads=overheads, **times, **others)
+        if not self.overheads:
+            others |= {"overheads": None, "contention": None}
+        alone = msgspec.structs.replace(self.profile, gradients=own, **times, **others)
         lanes = default_lanes(self.method.updates.exchange, self.network.backend)
         updates = dataclasses.replace(self.method.updates, exchange_name=self._work)
         schedule = Schedule.of_updates(alone, self.name, updates, lanes)

@@ -17,6 +17,7 @@ import torch
 
 from syncline._version import __version__
 from syncline.files import JsonFile
+from syncline.records.fields import Seconds
 
 FOLDER_VARIABLE = "SYNCLINE_FAILURES"
 FOLDER = "syncline-failure"
@@ -52,7 +53,7 @@ class Suspect(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Something that happened in an exchange before the failure."""
 
-    before_s: float  # time between the event and the failure
+    before_s: Seconds  # time between the event and the failure
     what: str
     """`ready`, `start`, `end`, `failed`, or the name of a collective that was started, such as `all_reduce`."""
     lane: int
@@ -110,9 +111,10 @@ class FailureReport(JsonFile, frozen=True, forbid_unknown_fields=True, kw_only=T
     def moment(self) -> datetime.datetime:
         try:
             moment = datetime.datetime.fromisoformat(self.date)
-        except ValueError:
+            utc = datetime.timezone.utc
+            return moment.replace(tzinfo=utc) if moment.tzinfo is None else moment.astimezone(utc)
+        except (ValueError, OverflowError):
             raise ValueError("date: is not a date in ISO 8601") from None
-        return moment if moment.tzinfo is not None else moment.replace(tzinfo=datetime.timezone.utc)
 
 
 def chosen_folder() -> Path | None:

@@ -23,6 +23,7 @@ from syncline.report import sentences
 from syncline.report.charts import Section
 from syncline.report.inputs import Inputs, ModelData, all_networks, forecast_for
 from syncline.report.sections import all_sections
+from syncline.report.sections.sharded import first_prediction
 from syncline.units import count_text, duration_text, milliseconds_text, ranks_text, rate_text, size_text
 
 _MOST_MODELS, _MOST_FACTS = 6, 4
@@ -155,6 +156,8 @@ def _said(inputs: Inputs, models: Sequence[ModelData]) -> list[str]:
             name = f"{model.name}, {forecast.name}" if len(models) > 1 else forecast.name
             text = sentences.diagnosis(forecast.diagnosis)
             said.append(f"Predicted for {name}: {text[:1].lower()}{text[1:]}")
+        if inputs.sharded and (first := first_prediction(inputs, model)) is not None:
+            said.append(f"Predicted for {first.name}: {sentences.sharded(first)}")
     if not said:
         said += [sentences.network(network) for network in all_networks(models)]
         said += [sentences.profile(model.profile) for model in models if model.profile is not None]

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 
 from syncline.predict.diagnosis import CAUSES, Diagnosis, lost_to
+from syncline.predict.sharded import ShardedPrediction
 from syncline.records.bench_result import BenchResult, Cluster, DemoResult, DemoRow
 from syncline.records.network import Network
 from syncline.records.plan import Plan
@@ -228,6 +229,16 @@ def between_steps(model: ModelRecord) -> str:
         return ""
     activities = "backward passes that only accumulate, the optimizer, data loading and whatever else the script does"
     return f"Between two steps of {model.name}, {milliseconds_text(pace.between_s)} pass: {activities}."
+
+
+def sharded(prediction: ShardedPrediction) -> str:
+    """Say how much of a step is lost, and to what most of it."""
+    replicas = prediction.hosts if prediction.method.replicas else 1
+    models = f"{count_text(replicas, 'replica')} of {count_text(prediction.shards, 'shard')}"
+    step, lost_s = milliseconds_text(prediction.iteration_s), prediction.iteration_s - prediction.compute_s
+    text = f"{models} take {step} per step, of which {milliseconds_text(lost_s)} are lost"
+    cause = next(iter(lost_to(prediction.losses)), None)
+    return f"{text}." if cause is None else f"{text}, most to {CAUSES[cause]}."
 
 
 def failure(found: Postmortem) -> list[str]:

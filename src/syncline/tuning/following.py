@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
@@ -54,7 +53,6 @@ from syncline.tuning.choose import (
 from syncline.tuning.live_model import CannotChangeError, LiveModel, Steps, trained_ids
 from syncline.tuning.retuning import Retuning, exposure_drift, steps_until_check
 from syncline.tuning.settings import TuneSettings
-from syncline.tuning.stakes import Stakes
 from syncline.tuning.trials import SETTLING, Contest, Schedule, Trial, reduced, repaid_after
 from syncline.units import count_text
 
@@ -122,11 +120,6 @@ class Following(LiveModel):
         """Return what is known so far as a record for a file. The model may be gone."""
         known = {"profile": self.profile, "network": self.network, "plan": self.plan}
         return self._log.record(outcome=self.describe(), caps=self._caps, host_of_rank=self._hosts, **known)
-
-    def note_loss(self, loss: Tensor) -> None:
-        """Record the loss of the next step: a tensor with one number that nothing changes any more."""
-        if self._ddp() is not None:
-            self._log.loss = loss
 
     def close(self) -> None:
         """Stop following. What is attached stays attached."""
@@ -263,12 +256,6 @@ class Following(LiveModel):
                     before, steps = None, _PROFILED
         except CannotChangeError:  # the script takes over
             return
-
-    def _stakes(self, steps: int) -> Stakes:
-        """Return how long the last steps took, and waited for communication. Collective."""
-        last = self._watcher.step_count
-        moments = self._log.moments(last - steps, last)
-        return Stakes.of(self._group, [step.step_s for step in moments], [step.exposed_s for step in moments])
 
     def _tune_or_keep_plain(self) -> Steps:
         """Tune. If that is not possible, all ranks see the same reason and continue with plain DDP."""

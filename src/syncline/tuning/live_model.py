@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.optim import Optimizer
@@ -27,6 +28,7 @@ from syncline.records.network import Network
 from syncline.runtime.validation import only_device, parameters_of
 from syncline.tuning.apply import apply_choice
 from syncline.tuning.settings import TuneSettings
+from syncline.tuning.stakes import Stakes
 from syncline.tuning.step_log import PLAIN, StepLog
 
 Steps = Generator[None, None, None]
@@ -55,6 +57,7 @@ class LiveModel:
         self._step_hook: RemovableHandle | None = None
         self.choice: Choice | None = None
         """The choice of the last tuning, whether it was applied or not; None before that."""
+        self._applied: Choice | None = None  # the one that is attached now, perhaps only to try it
         self.seconds = 0.0
         """Time that the script has waited for measurements and changes."""
         self._watcher = StepWatcher(self._device, on_step)
@@ -77,11 +80,22 @@ class LiveModel:
         """Whether the module inside DDP is compiled, with a graph that is split where DDP's buckets end."""
         return hasattr(self.model.module, "_orig_mod")
 
+    def note_loss(self, loss: Tensor) -> None:
+        """Record the loss of the next step: a tensor with one number that nothing changes any more."""
+        if self._ddp() is not None:
+            self._log.loss = loss
+
     def _wait_for_steps(self, count: int) -> Steps:
         end = self._watcher.step_count + count
         while self._watcher.step_count < end:
             yield
             self._check_untouched()
+
+    def _stakes(self, steps: int) -> Stakes:
+        """Return how long the last steps took, and waited for communication. Collective."""
+        last = self._watcher.step_count
+        moments = self._log.moments(last - steps, last)
+        return Stakes.of(self._group, [step.step_s for step in moments], [step.exposed_s for step in moments])
 
     @property
     def _is_ours(self) -> bool:
@@ -110,7 +124,7 @@ class LiveModel:
         """The exchange of updates that this object has attached, if it has."""
         if self._settings.updates:
             return self._settings.exchange
-        arguments = None if self.choice is None else self.choice.attachment
+        arguments = None if self._applied is None else self._applied.attachment
         return None if arguments is None or not arguments.updates else made_of(arguments.exchange)
 
     def _print(self, text: str) -> None:
@@ -127,6 +141,7 @@ class LiveModel:
         if self._step_hook is not None:
             self._step_hook.remove()
             self._step_hook = None
+        self._applied = choice
         if choice is not None:
             links: dict[str, Any] = {"network": network, "timeout_s": self._settings.timeout_s}
             apply_choice(self.model, choice, scaler=self._find_scaler(), optimizer=optimizer, **links)

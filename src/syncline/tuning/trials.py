@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +25,6 @@ _NOTCH = 1.57  # medians of n values with an interquartile range q are known to 
 _CLEAR_NOISE, _CLEAR_SHARE = 3.0, 0.05  # the first turns decide if they differ by this many times the noise, and share
 _LIVE_STEPS, _LONG_STEP_S = 8, 1.0  # steps of a turn of `follow`, which tries fewer if they take longer than this
 _BUDGETED_STEPS = (4, 15)
-
-Turn = Literal["plain", "plan"]
 
 
 @dataclass(frozen=True)
@@ -66,15 +64,8 @@ class Trial:
     lossy: bool = False
     others: tuple[tuple[str, Times], ...] = ()
     """The other contenders that were tried, by the names of their rungs."""
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup, step_s: Mapping[Turn, Sequence[float]], period: int = 1) -> Trial:
-        """Return the result, given the step times on this rank. Collective: the result is the same on all ranks.
-
-        With a `period`, the plan's steps differ from each other, and their means over that many steps count.
-        """
-        plain, plan = (reduced(group, step_s[turn], dist.ReduceOp.MAX) for turn in ("plain", "plan"))
-        return cls.between(Times.of(plain), Times.of(means(plan, period)), len(plan))
+    stepped: bool = False
+    """Whether the optimizer's step is a part of the times, because a contender needed it."""
 
     @classmethod
     def between(cls, plain: Times, plan: Times, steps: int, **fields: Any) -> Trial:

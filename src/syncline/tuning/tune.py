@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -107,7 +107,7 @@ class Tuned:
 
     @property
     def _trial_words(self) -> tuple[str, str]:
-        step = "step" if self.choice.needs_optimizer else "forward and backward"
+        step = "step" if self.trial is not None and self.trial.stepped else "forward and backward"
         return step, self.choice.name
 
 
@@ -338,7 +338,8 @@ class _Tuner:
                 count = settling + schedule.steps(turn)
                 contest.note(turn, [self._timed(self.ddp, stepped) for _ in range(count)][settling:])
             _restore_plain(self.ddp)
-        return msgspec.structs.replace(contest.best, rungs=choice.rungs, rivals=()), contest.trial
+        trial = replace(contest.trial, stepped=stepped is not None)
+        return msgspec.structs.replace(contest.best, rungs=choice.rungs, rivals=()), trial
 
     def _timed(self, module: nn.Module, optimizer: Optimizer | None = None) -> float:
         """Run one step from empty gradients and return its duration. All ranks start a step of DDP together."""

@@ -88,8 +88,7 @@ def _verdict(times: Mapping[int, RankTimes]) -> str:
     longest = max(lost, key=lambda rank: lost[rank])
     text = f"The ranks lose {mean:.0%} of their time to waiting for slower ranks: rank {longest} {lost[longest]:.0%}, "
     others = [rank for rank in lost if rank != waits_least]
-    alone = statistics.fmean(lost[rank] for rank in others) > 2 * lost[waits_least] + _WORTH_SAYING
-    if alone:
+    if others and statistics.fmean(lost[rank] for rank in others) > 2 * lost[waits_least] + _WORTH_SAYING:
         return f"{text}and rank {waits_least}, for which the others wait, {lost[waits_least]:.0%}."
     return f"{text}rank {waits_least} {lost[waits_least]:.0%}. None of them is always the slowest."
 

@@ -30,6 +30,14 @@ def sharded_section(inputs: Inputs, model: ModelData) -> Iterator[Section]:
         yield Section("sharded", "Sharded models", lead, [numbers(curves)], commands=inputs.again(*PREDICT))
 
 
+def first_prediction(inputs: Inputs, model: ModelData) -> ShardedPrediction | None:
+    """Return the prediction that was asked for first, if the profile permits it."""
+    if model.profile is None or model.network is None or not inputs.sharded:
+        return None
+    found = _predictions(inputs, model.profile, model, inputs.sharded[0], inputs.rates_bps[0])
+    return found[0] if found else None
+
+
 def _predictions(
     inputs: Inputs, profile: Profile, model: ModelData, name: str, rate_bps: int | None
 ) -> list[ShardedPrediction]:
