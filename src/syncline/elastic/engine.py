@@ -279,8 +279,9 @@ class Engine:
                 _log.info("replica %s takes part from now on", name)
 
     def _heal_connections(self, resolution: Resolution, source: Member) -> Connections | None:
+        limit_s = min(_CONNECT_S, self._timeout_s / 2)  # the other contributors already wait for the exchange
         try:
-            return self._connect_to_join(resolution.key, (source, *resolution.joining), _CONNECT_S)
+            return self._connect_to_join(resolution.key, (source, *resolution.joining), limit_s)
         except Exception as error:  # noqa: BLE001 - the exchange does not depend on those that join
             _log.info("%s: a joining replica cannot be reached: %s", self.manager.name, first_line(error))
             return None
