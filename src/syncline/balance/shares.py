@@ -125,7 +125,8 @@ class Shares:
         except TypeError:
             kind = type(dataset).__name__
             raise UsageError(f"the dataset is a {kind} without a length: pass one with a length, or a number") from None
-        if not isinstance(seed, Integral):
+        number: Any = seed
+        if not isinstance(number, Integral):
             raise UsageError(f"seed is {seed!r}: pass an integer, the same on all ranks")
         return ShareSampler(samples, self.batches, self.rank, shuffle=shuffle, seed=int(seed), drop_last=drop_last)
 

@@ -68,7 +68,7 @@ def attach_elastic(
     settings = {**policy.fingerprint(), "model": described, "version": versions_here()}
     settings["optimizer"] = type(optimizer).__name__
     if before is not None:
-        before.close()
+        _ATTACHED.pop(net).close()
         before.manager.is_used = False
     weights = Weights(trained, buffers, optimizer, policy)
     engine = Engine(weights, policy, manager, TIMEOUT_S if timeout_s is None else timeout_s, settings)
