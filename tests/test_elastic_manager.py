@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -184,3 +187,103 @@ def test_torchfts_own_manager_is_refused() -> None:
     theirs = object.__new__(torchft.Manager)
     with pytest.raises(UsageError, match=r"torchft's own Manager cannot be used: pass a syncline.elastic.Manager"):
         syncline.attach(nn.Linear(3, 2), syncline.Dense(), manager=theirs)
+
+
+# --- one replica with a real lighthouse -------------------------------------------------------------------------
+
+
+def with_lighthouse(least: int, main: Callable[[str], Any]) -> Any:
+    """What `main` returns in a process that has a lighthouse, which needs this many replicas for a quorum."""
+    pytest.importorskip("torchft")
+
+    def on_rank(rank: Rank) -> Any:
+        from torchft.coordination import LighthouseServer
+
+        os.environ["RUST_LOG"] = "error"
+        server = LighthouseServer(bind=f"{HOST}:0", min_replicas=least, join_timeout_ms=100)
+        try:
+            return main(f"http://{HOST}:{server.address().rpartition(':')[2]}")
+        finally:
+            server.shutdown()
+
+    return on_ranks(1, on_rank)[0]
+
+
+def attached(lighthouse: str) -> tuple[nn.Module, AdamW, Any]:
+    net = nn.Linear(3, 2)
+    optimizer = AdamW(net.parameters(), lr=0.1)
+    manager = syncline.elastic.Manager(lighthouse, name="a")
+    return net, optimizer, syncline.attach(net, syncline.Dense(), optimizer=optimizer, every=2, manager=manager)
+
+
+def values(net: nn.Module) -> list[float]:
+    return [float(value) for parameter in net.parameters() for value in parameter.detach().flatten()]
+
+
+def step(net: nn.Module, optimizer: AdamW) -> None:
+    optimizer.zero_grad()
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+def test_a_request_that_a_replica_has_given_up_does_not_speak_for_it_any_more() -> None:
+    """Otherwise it might contribute to an exchange with weights that the others do not have."""
+
+    def main(lighthouse: str) -> Any:
+        first, second = (syncline.elastic.Manager(lighthouse, name=name) for name in "ab")
+        old, new = Standing("same", 7, (7, 3, "old")), Standing("same")
+        answer = first.ask(new)
+        first.ask(old)  # replaces the newer statement in the lighthouse
+        for _ in range(20):  # quorums with both, until one has the newer statement
+            second.ask(Standing("same")).result(10)
+            if answer.done():
+                break
+        own = [member.standing for member in answer.result(10) if member.replica == first.replica]
+        for manager in (first, second):
+            manager.shutdown()
+        return own == [new]
+
+    assert with_lighthouse(2, main)
+
+
+def test_a_result_that_was_applied_to_some_of_the_weights_is_not_applied_to_them_again() -> None:
+    def main(lighthouse: str) -> Any:
+        net, optimizer, handle = attached(lighthouse)
+        weights = handle._elastic._weights
+        commit, begun = weights.commit, handle.stats().exchanges
+
+        def fail_once(result: Any, steps: int) -> bool:
+            weights.commit = commit
+            commit(result, steps)
+            once.append(values(net))
+            raise RuntimeError("out of memory")
+
+        weights.commit, once = fail_once, list[Any]()
+        step(net, optimizer)
+        step(net, optimizer)
+        with handle.synced():
+            agreed = values(net)
+        stats = handle.stats()
+        step(net, optimizer)
+        step(net, optimizer)
+        more = handle.stats().exchanges - stats.exchanges
+        handle.manager.shutdown()
+        return begun, stats.failed, more, once == [agreed]
+
+    assert with_lighthouse(1, main) == [0, 1, 1, True]
+
+
+def test_a_handle_that_was_replaced_cannot_detach_the_new_one() -> None:
+    def main(lighthouse: str) -> Any:
+        net, optimizer, old = attached(lighthouse)
+        syncline.attach(net, syncline.Dense(), optimizer=optimizer, every=2, manager=old.manager)
+        with pytest.raises(UsageError, match="this handle is detached, or another attach has replaced it"):
+            old.detach()
+        used = old.manager.is_used
+        counted = weakref.ref(net)
+        old.manager.shutdown()
+        del net, old, optimizer
+        gc.collect()
+        return used, counted() is None
+
+    assert with_lighthouse(1, main) == [True, True]

@@ -114,6 +114,15 @@ def test_each_epoch_and_each_seed_has_an_order_of_its_own() -> None:
     assert order(0, 0) != order(0, 1) and order(0, 0) != order(1, 0)
 
 
+def test_a_dataset_without_a_length_and_a_seed_that_is_no_integer_are_refused() -> None:
+    shares: Any = syncline.Shares((2, 1), rank=0)
+    with pytest.raises(syncline.UsageError, match="the dataset is a generator without a length"):
+        shares.sampler(number for number in range(9))
+    with pytest.raises(syncline.UsageError, match=r"seed is 1.5: pass an integer, the same on all ranks"):
+        shares.sampler(9, seed=1.5)
+    assert len(list(shares.sampler(9, seed=np.int64(3)))) == 3
+
+
 def test_a_data_loader_takes_the_sampler_with_and_without_workers() -> None:
     data = torch.arange(23)
     shares = syncline.Shares((3, 2, 1), rank=1)

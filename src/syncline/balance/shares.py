@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import msgspec
@@ -112,15 +113,22 @@ class Shares:
                 they are divided in the same proportion.
 
         Raises:
-            UsageError: The dataset has too few samples.
+            UsageError: The dataset has too few samples or no length, or the seed is not an integer.
 
         Example:
             >>> sampler = syncline.Shares((2, 1), rank=0).sampler(7, shuffle=False)
             >>> list(sampler)
             [[0, 1], [3, 4], [6]]
         """
-        samples: Any = dataset if isinstance(dataset, int) else len(dataset)
-        return ShareSampler(samples, self.batches, self.rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        try:
+            samples = dataset if isinstance(dataset, int) else len(dataset)
+        except TypeError:
+            kind = type(dataset).__name__
+            raise UsageError(f"the dataset is a {kind} without a length: pass one with a length, or a number") from None
+        number: Any = seed
+        if not isinstance(number, Integral):
+            raise UsageError(f"seed is {seed!r}: pass an integer, the same on all ranks")
+        return ShareSampler(samples, self.batches, self.rank, shuffle=shuffle, seed=int(seed), drop_last=drop_last)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the batches to a JSON file, for a job that is resumed on the same ranks. One rank calls this."""

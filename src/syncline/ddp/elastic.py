@@ -24,7 +24,7 @@ from syncline.runtime import validation
 from syncline.updates.policy import Nesterov, checked_policy
 
 TIMEOUT_S = 8.0
-_ATTACHED: weakref.WeakKeyDictionary[nn.Module, ElasticHandle] = weakref.WeakKeyDictionary()
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, Engine] = weakref.WeakKeyDictionary()  # no handle: it has the model
 
 
 def attach_elastic(
@@ -68,7 +68,8 @@ def attach_elastic(
     settings = {**policy.fingerprint(), "model": described, "version": versions_here()}
     settings["optimizer"] = type(optimizer).__name__
     if before is not None:
-        before.detach()
+        _ATTACHED.pop(net).close()
+        before.manager.is_used = False
     weights = Weights(trained, buffers, optimizer, policy)
     engine = Engine(weights, policy, manager, TIMEOUT_S if timeout_s is None else timeout_s, settings)
     manager.is_used = True
@@ -78,8 +79,13 @@ def attach_elastic(
         manager.is_used = False
         engine.close()
         raise
-    handle = _ATTACHED[net] = ElasticHandle(net, engine, optimizer)
-    return handle
+    alive = weakref.ref(engine)  # the optimizer holds its hooks
+    engine.hooks += [
+        optimizer.register_step_pre_hook(lambda *_: _call(alive, Engine.before_step)),
+        optimizer.register_step_post_hook(lambda *_: _call(alive, Engine.after_step)),
+    ]
+    _ATTACHED[net] = engine
+    return ElasticHandle(net, engine)
 
 
 class ElasticHandle(Handle):
@@ -88,14 +94,9 @@ class ElasticHandle(Handle):
     It has `stats`, `synced`, `describe`, `clip_grad_norm_` and `detach`. Everything else raises a UsageError.
     """
 
-    def __init__(self, model: nn.Module, engine: Engine, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
         self._model, self._policy, self._topology = model, engine.policy, None
         self._elastic = engine
-        alive = weakref.ref(engine)  # the optimizer holds its hooks
-        self._hooks = [
-            optimizer.register_step_pre_hook(lambda *_: _call(alive, Engine.before_step)),
-            optimizer.register_step_post_hook(lambda *_: _call(alive, Engine.after_step)),
-        ]
 
     @property
     def manager(self) -> Manager:
@@ -134,9 +135,14 @@ class ElasticHandle(Handle):
         return nn.utils.clip_grad_norm_(self._model.parameters(), max_norm, norm_type, error_if_nonfinite)
 
     def detach(self) -> None:
-        """Stop exchanging. The model keeps this replica's own weights. Shut the manager down, or use it again."""
-        for hook in self._hooks:
-            hook.remove()
+        """Stop exchanging. The model keeps this replica's own weights. Shut the manager down, or use it again.
+
+        Raises:
+            UsageError: The handle is detached, or another `attach` has replaced it.
+        """
+        if self._elastic.is_closed:
+            text = "this handle is detached, or another attach has replaced it"
+            raise UsageError(f"{text}: use the newest handle, or attach again")
         self._elastic.close()
         self.manager.is_used = False
         _ATTACHED.pop(self._model, None)

@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from syncline.dist.agreement import flatten
 from syncline.dist.comm import gather_bytes
@@ -73,6 +74,7 @@ class Engine:
         self._since = 0  # steps since the last commit
         self._sent_before: dict[str, int] = {}
         self.stats = ElasticStats(0, {}, {}, (), 0, (), 0, 0, 0, 0, 0, 0.0)
+        self.hooks: list[RemovableHandle] = []  # of the optimizer, which call this engine
         self.is_closed = False
 
     # --- when ---------------------------------------------------------------------------------------------------
@@ -84,6 +86,8 @@ class Engine:
             self._pending = self._pending or self.manager.ask(self._standing)
             try:
                 quorum = self._pending.result(1.0)
+            except CancelledError:
+                raise UsageError("the manager was shut down before this replica had joined the others") from None
             except NotYetError:
                 if time.monotonic() - reported_s > _REPORT_S:
                     reported_s = time.monotonic()
@@ -122,7 +126,7 @@ class Engine:
                 break
             self._pending = None
             self._take_part(quorum)
-            if self._standing.committed != committed:
+            if self._standing.committed not in (None, committed):
                 self._since = 0
                 return
         self._count(skipped=1)
@@ -140,8 +144,8 @@ class Engine:
             text = "this replica has other settings, another model or another version than those that train"
             raise MismatchError(f"{text}: use the same on all replicas")
         self._standing = msgspec.structs.replace(self._standing, round=resolution.round)
-        self._resolve_result(resolution)
         try:
+            self._resolve_result(resolution)
             if any(member.replica == me for member in resolution.contributors):
                 self._contribute(resolution)
             else:
@@ -154,10 +158,9 @@ class Engine:
     def _resolve_result(self, resolution: Resolution) -> None:
         """Commit or drop the result of an exchange whose end this replica has not seen."""
         prepared, result = self._standing.prepared, self._result
+        self._result, self._standing = None, msgspec.structs.replace(self._standing, prepared=None)
         if prepared is not None and result is not None and prepared == resolution.agreed:
             self._commit(prepared, result)
-        self._result = None
-        self._standing = msgspec.structs.replace(self._standing, prepared=None)
 
     def _contribute(self, resolution: Resolution) -> None:
         contributors = resolution.contributors
@@ -178,8 +181,8 @@ class Engine:
                 _log.error("the results of the replicas differ in exchange %d, so none is applied", number)
                 raise MismatchError("the results of the replicas differ")
             self._residual_norms = {m.replica: v.residual_norm for m, v in zip(contributors, votes, strict=True)}
-            self._commit(commit, result)
             self._result, self._standing = None, msgspec.structs.replace(self._standing, prepared=None)
+            self._commit(commit, result)
             if healing is not None:
                 self._heal(healing, commit)
         finally:
@@ -206,9 +209,11 @@ class Engine:
         manager, exchanges = self.manager, self.policy.exchanges
         return connect(key, members, manager.replica, manager.address, exchanges, self._timeout_s, _CONNECT_S)
 
-    def _connect_to_join(self, key: str, members: tuple[Member, ...], limit_s: float) -> Connections:
+    def _connect_to_join(
+        self, key: str, members: tuple[Member, ...], limit_s: float, timeout_s: float = _JOIN_TIMEOUT_S
+    ) -> Connections:
         manager = self.manager
-        return connect(f"{key}/join", members, manager.replica, manager.address, (), _JOIN_TIMEOUT_S, limit_s)
+        return connect(f"{key}/join", members, manager.replica, manager.address, (), timeout_s, limit_s)
 
     def _drop_connections(self) -> None:
         """Close the connections, so that the others do not wait for this replica either."""
@@ -236,6 +241,8 @@ class Engine:
         if self._own is not None:
             raise UsageError("an exchange inside handle.synced()")  # `before_step` prevents it
         self._weights.find()
+        # If only some of the weights get the result, the replica must not commit it again, but join.
+        self._standing = msgspec.structs.replace(self._standing, committed=None)
         if not self._weights.commit(result, self.stats.steps):
             warn("the updates are not finite, so all replicas return to the weights that they agreed on last")
         self._standing = msgspec.structs.replace(self._standing, committed=commit)
@@ -272,8 +279,9 @@ class Engine:
                 _log.info("replica %s takes part from now on", name)
 
     def _heal_connections(self, resolution: Resolution, source: Member) -> Connections | None:
+        limit_s = min(_CONNECT_S, self._timeout_s / 2)  # the other contributors already wait for the exchange
         try:
-            return self._connect_to_join(resolution.key, (source, *resolution.joining), _CONNECT_S)
+            return self._connect_to_join(resolution.key, (source, *resolution.joining), limit_s)
         except Exception as error:  # noqa: BLE001 - the exchange does not depend on those that join
             _log.info("%s: a joining replica cannot be reached: %s", self.manager.name, first_line(error))
             return None
@@ -292,14 +300,18 @@ class Engine:
         source = (resolution.contributors or resolution.joining)[0]
         others = tuple(member for member in resolution.joining if member is not source)
         begins = not resolution.contributors
-        with_source = self._connect_to_join(resolution.key, (source, *others), _JOIN_CONNECT_S)
+        timeout_s = _JOIN_TIMEOUT_S
+        if resolution.contributors:  # the source first exchanges all fragments with them, and votes
+            timeout_s += (len(self._weights.fragments) + 1) * (self._timeout_s + 1)
+        with_source = self._connect_to_join(resolution.key, (source, *others), _JOIN_CONNECT_S, timeout_s)
         try:
             if source.replica == me:
-                first: Commit = (resolution.round, 0, resolution.key)
+                first: Commit = (resolution.round, self.stats.exchanges, resolution.key)
                 send(with_source.group, {"commit": first}, self._weights.complete())
                 self._standing = msgspec.structs.replace(self._standing, committed=first)
                 return
             about, tensors = receive(with_source.group, self._weights.misfit)
+            commit = msgspec.convert(about.get("commit"), Commit)
         finally:
             with_source.close()
         had_weights = self._standing.committed is not None
@@ -307,8 +319,8 @@ class Engine:
             lost = self._weights.update_norm()
             text = "%s was left out, and continues from %s. Its own update since then, of norm %.4g, is lost"
             _log.warning(text, self.manager.name, source.name, lost)
+        self._standing = msgspec.structs.replace(self._standing, committed=None)  # until all of it is loaded
         self._weights.load(tensors)
-        commit = msgspec.convert(about["commit"], Commit)
         self._drop_connections()
         self._names, self._since = {}, 0
         self._standing = msgspec.structs.replace(self._standing, committed=commit, attempted=None)
@@ -349,4 +361,8 @@ class Engine:
     def close(self) -> None:
         """Stop exchanging. The model keeps this replica's own weights."""
         self.is_closed = True
+        for hook in self.hooks:
+            hook.remove()
+        if self._pending is not None:  # it must not ask again in the name of the next engine of this manager
+            self._pending.cancel()
         self._drop_connections()

@@ -106,14 +106,15 @@ class Manager:
     def _ask(self, standing: Standing, future: Future[Quorum]) -> None:
         data = msgspec.to_builtins(standing)
         step = standing.committed[1] if standing.committed else 0  # only for the lighthouse's own page
-        while not self._stopping.is_set():
+        while not self._stopping.is_set() and not future.cancelled():
             begun_s = time.monotonic()
             try:
                 self._client = self._client or self._connect()
                 options = {"store_address": self.store, "step": step, "data": data}
                 quorum = self._client.quorum(self.replica, timedelta(seconds=_ASK_S), **options)
                 members = tuple(filter(None, map(_member_of, quorum.participants)))
-                if any(member.replica == self.replica for member in members):
+                # The lighthouse may still have had an older request of this replica.
+                if any(member.replica == self.replica and member.standing == standing for member in members):
                     future.set_result(members)
                     return
             except Exception:  # noqa: BLE001 - asked again until it answers: training goes on meanwhile

@@ -75,6 +75,8 @@ class Weights:
                 self.fragments.append(fragment)
         self._residuals: list[Residuals] = [{} for _ in self.fragments]
         """What each exchange had not applied when it last ended, by fragment."""
+        self._homeless: dict[int, Tensor] = {}
+        """Those of which the new state has none, by fragment: another replica now leads those of this host."""
 
     def find(self) -> None:
         """Find the tensors again where a script or a framework has given a parameter other memory."""
@@ -84,10 +86,13 @@ class Weights:
 
     def prepare(self, comm: GroupComm) -> None:
         """Collective: create the states of the exchanges for these replicas, with the residuals of the last one."""
+        self._homeless.clear()
         for fragment, residuals in zip(self.fragments, self._residuals, strict=True):
             state = fragment.exchange.prepare(fragment.layout, comm)
             if residuals:
                 state.load(fragment.layout, residuals)
+                if state.kept() is None:
+                    self._homeless[fragment.index] = _flat_residual(fragment, residuals)
             fragment.state, fragment.averages = state, state.average(1 / comm.size)
 
     def gathered(self) -> list[Tensor]:
@@ -99,6 +104,8 @@ class Weights:
         fragment.ready.begin(number)
         if not fragment.averages:
             flat.mul_(1 / comm.size)
+        if (homeless := self._homeless.get(index)) is not None:
+            flat.add_(homeless, alpha=comm.size if fragment.averages else 1)
         work = fragment.exchange.run(flat, fragment.ready, comm)
         if work is not None:
             work.wait()
@@ -114,6 +121,7 @@ class Weights:
             finite, mean, ran = result.finite[index], result.means[index], result.fragments[index]
             ran.ready.settle(finite)
             self._residuals[index] = _residuals_of(ran)
+            self._homeless.pop(index, None)
             device = fragment.anchor.device
             outer = self._policy.outer if fragment.velocity is not None else None
             fragment.apply(mean.to(device, copy=True), finite.to(device), outer)
@@ -218,3 +226,11 @@ def _residuals_of(fragment: Fragment) -> Residuals:
     """Return a copy of what an exchange has not applied."""
     tensors = fragment.ready.tensors(fragment.layout)
     return {n: {kind: t.clone() for kind, t in kinds.items() if kind in RESIDUALS} for n, kinds in tensors.items()}
+
+
+def _flat_residual(fragment: Fragment, residuals: Residuals) -> Tensor:
+    flat = torch.zeros(fragment.layout.numel, dtype=fragment.layout.dtype)
+    for slot in fragment.layout.slots:
+        if "residual" in residuals.get(slot.name, {}):
+            slot.view(flat).copy_(residuals[slot.name]["residual"])
+    return flat
