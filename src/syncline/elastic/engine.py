@@ -48,7 +48,7 @@ _REPORT_S = 60.0
 
 
 class Vote(msgspec.Struct, frozen=True):
-    """What a contributor tells the others when it has a result."""
+    """A contributor's message to the others when it has a result."""
 
     digest: str
     residual_norm: float

@@ -1,4 +1,4 @@
-"""What a replica states about itself when it asks the lighthouse for a quorum, and what replicas conclude from it.
+"""Standings, which replicas send with each request for a quorum, and the conclusions that replicas draw from them.
 
 All members of a quorum get the same standings from the lighthouse, so they conclude the same without communication.
 
@@ -21,7 +21,7 @@ Commit = tuple[int, int, str]
 
 
 class Standing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a replica states about itself."""
+    """A replica's description of its own state, sent with each request for a quorum."""
 
     settings: str
     """A digest of everything that must be equal on all replicas."""
@@ -52,7 +52,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class Resolution(msgspec.Struct, frozen=True):
-    """What the members of a quorum conclude from their standings."""
+    """The conclusion that all members of a quorum draw from their standings."""
 
     round: int
     key: str

@@ -34,7 +34,7 @@ class Described(msgspec.Struct, frozen=True):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """What is sent first."""
+    """The header of a transfer, sent before the tensors."""
 
     about: dict[str, Any]
     tensors: dict[str, Described]

@@ -37,7 +37,7 @@ class Result:
     means: list[Tensor]
     finite: list[Tensor]
     fragments: list[Fragment]
-    """With the states that computed the result."""
+    """The fragments, with the exchange states that computed the result."""
 
     @property
     def digest(self) -> str:
@@ -74,9 +74,9 @@ class Weights:
                 fragment.start(self._tensors, policy.outer if exchange is policy.exchange else None)
                 self.fragments.append(fragment)
         self._residuals: list[Residuals] = [{} for _ in self.fragments]
-        """What each exchange had not applied when it last ended, by fragment."""
+        """Residuals that each exchange had not applied when it last ended, by fragment."""
         self._homeless: dict[int, Tensor] = {}
-        """Those of which the new state has none, by fragment: another replica now leads those of this host."""
+        """Residuals that no state holds any more, by fragment, because another replica now leads this host."""
 
     def find(self) -> None:
         """Find the tensors again where a script or a framework has given a parameter other memory."""

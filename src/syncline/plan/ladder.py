@@ -107,7 +107,7 @@ class _Step:
     choice: Choice
     allow: tuple[str, ...]
     candidate: Choice | None = None
-    """What may be tried, where `choice` is plain DDP because it was predicted to be no faster."""
+    """The choice that a trial may try, if `choice` is plain DDP because this one was predicted to be no faster."""
 
 
 class _Ladder:

@@ -266,7 +266,7 @@ class Prediction:
 
     @property
     def _contention(self) -> Contention | None:
-        """What computation and communication take from each other. Where computation is replayed, they do not."""
+        """The measured contention. None if it was not measured, or is not included, or computation is replayed."""
         included = self.overheads and not self.paced and self.ranks > 1
         return self.profile.contention if included else None
 

@@ -124,7 +124,7 @@ class Overheads(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class UnderLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What an exchange takes of a bucket's time where it shares the processors with the model, beyond the start-ups and
+    """Time that an exchange adds to a bucket where it shares the processors with the model, beyond the start-ups and
     the bytes of its collectives: its passes, and waiting for a processor around each collective."""
 
     beside: Work  # while the model computes
@@ -134,7 +134,7 @@ class UnderLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Contention(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What computation and communication take from each other, measured in steps of the model on all ranks at once."""
+    """Time that computation and communication take from each other, measured in steps of the model on all ranks."""
 
     exchanges: dict[str, UnderLoad]  # by name, as in `Overheads.work`; always with `dense`
     taken_s_per_byte: Seconds = 0.0  # computing time that a rank loses for each byte that it sends meanwhile
